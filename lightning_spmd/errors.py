@@ -1,0 +1,57 @@
+"""Exceptions of lightning_spmd. Each docstring is its help page: what it means and what to do.
+
+Everything a user can cause derives from :class:`SPMDError`, so one ``except`` catches it all.
+"""
+
+from __future__ import annotations
+
+
+class SPMDError(RuntimeError):
+    """Base class of every error that lightning_spmd raises on purpose."""
+
+
+class ConfigurationError(SPMDError, ValueError):
+    """An argument, a Trainer flag or a hook does not fit this strategy.
+
+    The message names the argument or flag, its value, the values that are allowed and the fix.
+    """
+
+
+class CaptureError(SPMDError):
+    """``training_step`` (or the optimizer) did something that one graph cannot express.
+
+    Typical causes: ``.item()``, ``if tensor:``, ``numpy()``, Python's or NumPy's random numbers, appending tensors to a
+    list on the module. The message names the source line. With replicated parameters the strategy announces this once
+    and trains eagerly; move the statement into a hook such as ``on_train_batch_end`` to get the graph back.
+
+    Args:
+        message: what happened, where, and the fix.
+        location: ``file:line`` in the user's code, where known.
+    """
+
+    def __init__(self, message: str, location: str | None = None) -> None:
+        super().__init__(message if location is None else f"{message}\n  at {location}")
+        self.location = location
+
+
+class BatchError(SPMDError, ValueError):
+    """The batch cannot be split over the data-parallel ranks.
+
+    Its tensors have no common first dimension, or the ranks hold tensors that differ in more than the batch dimension.
+    """
+
+
+class ExpansionError(SPMDError):
+    """A captured graph could not be turned into each rank's graph. The message names the operator and its module."""
+
+
+class VerificationError(SPMDError):
+    """A graph broke an invariant of its stage: a defect of lightning_spmd, please report it with the message."""
+
+
+class RankDisagreementError(SPMDError):
+    """The ranks built different graphs, which would hang in the first collective.
+
+    The message names the first node that differs and both sides. Usual cause: Python code that depends on the rank
+    (``if self.global_rank == 0``) inside ``training_step`` or ``configure_optimizers``.
+    """

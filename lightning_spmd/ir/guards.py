@@ -1,0 +1,74 @@
+"""When a captured graph may be used again.
+
+Two kinds. *Value guards*: a named Python value (attribute, flag) must equal what capture saw. *Predicate guards*: the
+outcome of a comparison that user or optimizer code made on a host number (``batch_idx % 100 == 0``, ``rho_t > 5``)
+must be the same for this step's numbers; so a counter does not force a new graph each step, a changed decision does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ValueGuard:
+    """``read()`` must equal ``expected``."""
+
+    name: str
+    read: Callable[[], Any]
+    expected: Any
+
+    def failure(self) -> str | None:
+        """Why the guard fails now, or None."""
+        try:
+            seen = self.read()
+        except AttributeError:
+            seen = "<missing>"
+        same = type(seen) is type(self.expected) and seen == self.expected
+        return None if same else f"{self.name} changed from {self.expected!r} to {seen!r}"
+
+
+@dataclass(frozen=True)
+class PredicateGuard:
+    """A small program over graph inputs whose results must equal ``expected``.
+
+    Args:
+        names: source of each decision (``file:line``), for messages.
+        inputs: positions of the graph inputs that the program reads.
+        program: called with those inputs' values; must not change them; returns one value a decision.
+        expected: the decisions taken at capture.
+    """
+
+    names: tuple[str, ...]
+    inputs: tuple[int, ...]
+    program: Callable[..., Sequence[Any]]
+    expected: tuple[Any, ...]
+
+    def failure(self, values: Sequence[Any]) -> str | None:
+        """Why the guard fails for these graph inputs, or None."""
+        seen = self.program(*[values[i] for i in self.inputs])
+        for name, new, old in zip(self.names, seen, self.expected, strict=True):
+            if new != old:
+                return f"a decision at {name} changed from {old!r} to {new!r}"
+        return None
+
+
+@dataclass
+class Guards:
+    """All guards of one graph."""
+
+    values: list[ValueGuard] = field(default_factory=list)
+    predicate: PredicateGuard | None = None
+
+    def failure(self, graph_inputs: Callable[[], Sequence[Any]]) -> str | None:
+        """First reason why the graph may not be used now, or None.
+
+        Args:
+            graph_inputs: gives the values of the graph's inputs; called only if a predicate needs them.
+        """
+        for guard in self.values:
+            if (reason := guard.failure()) is not None:
+                return reason
+        return None if self.predicate is None else self.predicate.failure(graph_inputs())

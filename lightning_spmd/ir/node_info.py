@@ -1,0 +1,95 @@
+"""Facts that every node of every graph carries in ``node.meta``.
+
+``meta["val"]``   what the node produces: :class:`TensorSpec`, a Python number, or a tuple/list of these
+``meta["info"]``  :class:`NodeInfo`: which module, which part of the iteration, which line of the user's code
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+class Section(enum.StrEnum):
+    """Part of the training iteration that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    CLIP = "clip"
+    OPTIMIZER = "optimizer"
+    COMMUNICATION = "communication"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Where a node comes from.
+
+    Args:
+        section: part of the iteration.
+        module: fully qualified name of the module whose forward made it (its gradient's for backward nodes).
+        source: ``file:line`` of the user's code, empty where unknown.
+    """
+
+    section: Section
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, strides (in elements), dtype and device of a tensor, without data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of a (fake or real) tensor with strided layout."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+_UNKNOWN = NodeInfo(Section.FORWARD)
+
+
+def info_of(node: fx.Node) -> NodeInfo:
+    """The node's facts, or empty ones for nodes that have none (inputs, output)."""
+    return node.meta.get("info", _UNKNOWN)
+
+
+def value_of(node: fx.Node) -> Any:
+    """What the node produces: a TensorSpec, a number, or a tuple of these."""
+    return node.meta.get("val")
+
+
+def spec_of(node: fx.Node) -> TensorSpec:
+    """The TensorSpec of a node that produces one tensor.
+
+    Raises:
+        TypeError: if the node produces something else.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, TensorSpec):
+        raise TypeError(f"node {node.name} produces {type(value).__name__}, not one tensor")
+    return value

@@ -1,0 +1,236 @@
+"""Python numbers that stay inputs: ``lr``, betas, step counters, ``batch_idx``, ``global_step``.
+
+A :class:`HostScalar` sits inside a ``torch.SymFloat`` / ``torch.SymInt``. It holds the number of this very step, so all
+arithmetic and every branch see the true value, and it records the arithmetic as graph nodes and the branches as guards:
+
+    step_size = lr / (1 - beta1 ** step)      three nodes in the graph, evaluated anew each step in double precision
+    if rho_t > 5: ...                         a predicate guard: recapture only when the decision flips
+
+Operators with ``Scalar`` arguments receive the SymFloat itself; operators with ``float`` arguments (the fused
+optimizers) make torch's argument parser ask for a plain float, and the recorder finds that float again among the
+operator's arguments (see ``Recorder.reclaim``). Numbers taken in any other way (``float(x)``, formatting) freeze: they
+become a guard on the value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.capture.recorder import Recorder
+
+Number = bool | int | float
+
+
+def sym_max(a: Number, b: Number) -> Number:
+    """``max`` with torch's promotion to float, as SymFloat computes it."""
+    return max(float(a), float(b)) if isinstance(a, float) or isinstance(b, float) else max(a, b)
+
+
+def sym_min(a: Number, b: Number) -> Number:
+    """``min`` with torch's promotion to float, as SymFloat computes it."""
+    return min(float(a), float(b)) if isinstance(a, float) or isinstance(b, float) else min(a, b)
+
+
+def _logical(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
+    return lambda a, b: bool(function(a, b))
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+    "float_truediv": operator.truediv,
+    "int_truediv": operator.truediv,
+    "floordiv": operator.floordiv,
+    "int_floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "python_mod": operator.mod,
+    "pow": operator.pow,
+    "float_pow": operator.pow,
+    "pow_by_natural": operator.pow,
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": operator.abs,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "lt": operator.lt,
+    "le": operator.le,
+    "sym_not": operator.not_,
+    "sym_float": float,
+    "sym_max": sym_max,
+    "sym_min": sym_min,
+    "round": round,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "and_": operator.and_,
+    "or_": operator.or_,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+}
+# torch asks SymNodes for these by name: `sym_sqrt`, `sym_cos`, ... (one for each function of `math` that it knows)
+_OPERATORS.update(
+    {f"sym_{f}": getattr(math, f) for f in ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "asin", "acos", "atan")}
+)
+_OPERATORS["sym_log2"] = math.log2
+_REFLECTED = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "cos", "sin", "tan", "tanh", "cosh", "sinh", "pow")
+
+
+class HostScalar:
+    """The node of a SymInt/SymFloat/SymBool: the value of this step plus the graph node that computes it.
+
+    Args:
+        value: the number that this step's Python code would have.
+        node: graph node that yields it, or None for a constant.
+        recorder: where arithmetic and decisions are recorded.
+    """
+
+    def __init__(self, value: Number, node: fx.Node | None, recorder: Recorder) -> None:
+        self.value = value
+        self.node = node
+        self.recorder = recorder
+
+    def as_symbol(self) -> torch.SymInt | torch.SymFloat | torch.SymBool:
+        """This number as the torch type that operators and Python code accept."""
+        if isinstance(self.value, bool):
+            return torch.SymBool(self)
+        return torch.SymInt(self) if isinstance(self.value, int) else torch.SymFloat(self)
+
+    def argument(self) -> fx.Node | Number:
+        """What stands for this number in a recorded call."""
+        return self.value if self.node is None else self.node
+
+    def __getattr__(self, name: str) -> Callable[..., HostScalar]:
+        function = _OPERATORS.get(name)
+        if function is None:
+            raise AttributeError(f"a recorded number has no operation {name!r}")
+        return lambda *others: self.recorder.scalar_call(function, (self, *others))
+
+    # --- the protocol of torch.fx.experimental.sym_node.SymNode that torch's C++ and SymInt/SymFloat call
+    def is_int(self) -> bool:
+        return isinstance(self.value, int) and not isinstance(self.value, bool)
+
+    def is_float(self) -> bool:
+        return isinstance(self.value, float)
+
+    def is_bool(self) -> bool:
+        return isinstance(self.value, bool)
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def maybe_as_int(self) -> int | None:
+        return None
+
+    def constant_int(self) -> int | None:
+        return None
+
+    def constant_bool(self) -> bool | None:
+        return None
+
+    def has_hint(self) -> bool:
+        return True
+
+    @property
+    def hint(self) -> Number:
+        return self.value
+
+    def require_hint(self, fallback: Number | None = None) -> Number:
+        return self.value
+
+    def clone(self) -> HostScalar:
+        return self
+
+    def wrap_int(self, number: int) -> HostScalar:
+        return HostScalar(number, None, self.recorder)
+
+    def wrap_float(self, number: float) -> HostScalar:
+        return HostScalar(number, None, self.recorder)
+
+    def wrap_bool(self, number: bool) -> HostScalar:
+        return HostScalar(number, None, self.recorder)
+
+    def is_integer(self) -> HostScalar:
+        return self.recorder.scalar_call(lambda x: float(x).is_integer(), (self,))
+
+    def expect_true(self, file: str, line: int) -> bool:
+        return bool(self.value)  # torch's own sanity checks (`base >= 0` of a power): not a decision
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return bool(self.recorder.decide(self))
+
+    def guard_or_false(self, file: str, line: int) -> bool:
+        return bool(self.recorder.decide(self))
+
+    guard_or_true = guard_size_oblivious = statically_known_true = guard_or_false
+
+    def guard_int(self, file: str, line: int) -> int:
+        self.recorder.expose(self, from_parser="python_arg_parser" in file or bool(line))
+        return int(self.value)
+
+    def guard_float(self, file: str, line: int) -> float:
+        self.recorder.expose(self, from_parser="python_arg_parser" in file or bool(line))
+        return float(self.value)
+
+    def bool_(self) -> bool:
+        return bool(self.recorder.decide(self))
+
+    def int_(self) -> int:
+        return int(self.recorder.decide(self))
+
+    def str(self) -> str:
+        return str(self.recorder.decide(self))
+
+    def _graph_repr(self) -> str:
+        return str(self.value)
+
+
+def scalar_of(value: Any) -> HostScalar | None:
+    """The HostScalar inside a SymInt/SymFloat/SymBool, or None for anything else."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and isinstance(value.node, HostScalar):
+        return value.node
+    return None
+
+
+@contextlib.contextmanager
+def math_follows_scalars(recorder: Recorder) -> Iterator[None]:
+    """While capturing, functions of ``math`` applied to recorded numbers record themselves (optimizers use math.sqrt)."""
+    saved = {name: getattr(math, name) for name in _REFLECTED}
+
+    def follow(original: Callable[..., float]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nodes = [scalar_of(a) for a in args]
+            if not any(nodes):
+                return original(*args)
+            wrapped = [n or HostScalar(a, None, recorder) for n, a in zip(nodes, args, strict=True)]
+            return recorder.scalar_call(original, tuple(wrapped)).as_symbol()
+
+        return call
+
+    try:
+        for name, original in saved.items():
+            setattr(math, name, follow(original))
+        yield
+    finally:
+        for name, original in saved.items():
+            setattr(math, name, original)

@@ -1,0 +1,293 @@
+"""Records what runs under it as one fx graph: a dispatch mode below autograd and above FakeTensorMode.
+
+Why not ``make_fx``: it has no place for host numbers that stay inputs (optimizers take them as ``float`` and
+``ScalarList`` arguments, where a ShapeEnv symbol is specialised), it cannot name the user's line when something
+data-dependent happens, and it costs twice the time. This recorder keeps every operator exactly as eager autograd calls
+it, in-place operators included, so the graph replayed on the same inputs is bitwise the eager program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
+from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
+
+aten = torch.ops.aten
+
+# Aliases without effect below autograd: recording them would only cost a call a step.
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+
+
+class Recorder(private.TorchDispatchMode):
+    """Dispatch mode that appends every operator to ``graph``.
+
+    Args:
+        fake_mode: the FakeTensorMode that computes shapes; must be active below this mode.
+    """
+
+    def __init__(self, fake_mode: Any) -> None:
+        super().__init__()
+        self.fake_mode = fake_mode
+        self.graph = fx.Graph()
+        self.section = Section.FORWARD
+        self.module_path: list[str] = [""]
+        self.decisions: list[tuple[fx.Node, Number, str]] = []
+        self.constants: list[Tensor] = []
+        self.on_constant: Callable[[Tensor], fx.Node] | None = None
+        self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
+        self._shadows: dict[int, Tensor] = {}
+        self._exposed: list[HostScalar] = []
+        self._forward_info: dict[int, NodeInfo] = {}
+        self._draws: dict[bytes, fx.Node] = {}
+
+    # ------------------------------------------------------------------ values
+    def bind(self, tensor: Tensor, node: fx.Node) -> None:
+        """From now on ``tensor`` (a fake tensor) is what ``node`` produces."""
+        self._nodes[id(tensor)] = (tensor, node)  # the reference keeps id() from being reused
+
+    def node_of(self, tensor: Tensor) -> fx.Node | None:
+        """The node that produces this tensor, or None if it is not part of the graph."""
+        entry = self._nodes.get(id(tensor))
+        return None if entry is None else entry[1]
+
+    def shadow(self, tensor: Tensor, real: Tensor) -> None:
+        """Give a single-element tensor its true value, so that ``.item()`` on what is computed from it is known."""
+        self._shadows[id(tensor)] = real
+
+    def lift_constant(self, tensor: Tensor) -> fx.Node:
+        """A real tensor met in the code: a graph input of its own, read anew each step."""
+        entry = self._nodes.get(id(tensor))
+        if entry is not None:
+            return entry[1]
+        if self.on_constant is None:
+            raise CaptureError("a tensor from outside reached the graph after capture ended")
+        node = self.on_constant(tensor)
+        self.constants.append(tensor)
+        self.bind(tensor, node)
+        if tensor.numel() == 1 and tensor.device.type == "cpu":
+            self.shadow(tensor, tensor.detach().clone())
+        return node
+
+    def argument(self, value: Any) -> Any:
+        """``value`` as it stands in a recorded call: nodes for tensors and recorded numbers."""
+        if isinstance(value, Tensor):
+            node = self.node_of(value)
+            return node if node is not None else self.lift_constant(value)
+        scalar = scalar_of(value)
+        return value if scalar is None else scalar.argument()
+
+    # ------------------------------------------------------------------ numbers
+    def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
+        """Record arithmetic on host numbers and return its result."""
+        result = function(*[o.value for o in operands])
+        if all(o.node is None for o in operands):
+            return HostScalar(result, None, self)
+        node = self.graph.call_function(function, tuple(o.argument() for o in operands))
+        node.meta.update(val=result, info=self.info())
+        return HostScalar(result, node, self)
+
+    def decide(self, scalar: HostScalar) -> Number:
+        """Python code branches on a recorded number: remember the outcome as a guard."""
+        if scalar.node is not None:
+            self.decisions.append((scalar.node, scalar.value, user_location() or "<library code>"))
+        return scalar.value
+
+    def expose(self, scalar: HostScalar, *, from_parser: bool) -> None:
+        """A plain number is taken out of a recorded one, by torch's argument parser or by Python's ``float()``."""
+        if from_parser:
+            self._exposed.append(scalar)
+        else:
+            self.decide(scalar)
+
+    def reclaim(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Put recorded numbers back where torch's parser turned them into ``float``/``int`` arguments of ``func``.
+
+        Matched by value in schema order; an ambiguous match freezes the number (a guard on its value) instead.
+        """
+        exposed, self._exposed = self._exposed, []
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        for value in {type(s.value)(s.value) for s in exposed}:
+            same = [s for s in exposed if s.value == value]
+            places = [i for i, a in enumerate(flat) if type(a) in (float, int) and a == value]
+            if len(places) == len(same):
+                for i, scalar in zip(places, same, strict=True):
+                    flat[i] = scalar.as_symbol()
+            else:
+                for scalar in same:
+                    self.decide(scalar)
+        return pytree.tree_unflatten(flat, tree)
+
+    # ------------------------------------------------------------------ recording
+    def info(self) -> NodeInfo:
+        """Facts of a node recorded now."""
+        if self.section is Section.BACKWARD:
+            sequence = private.current_backward_sequence_number()
+            known = self._forward_info.get(sequence) if sequence is not None else None
+            if known is not None:
+                return NodeInfo(Section.BACKWARD, known.module, known.source)
+            return NodeInfo(Section.BACKWARD, self.module_path[-1], "")
+        if self.section is not Section.FORWARD:
+            return NodeInfo(self.section)
+        info = NodeInfo(Section.FORWARD, self.module_path[-1], user_location() or "")
+        self._forward_info[private.next_sequence_number() - 1] = info
+        return info
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("profiler", "prim"):  # record_function of optimizers; reads of a tensor's device or layout
+            return func(*args, **kwargs)
+        if func in _ALIASES and (node := self.node_of(args[0])) is not None:
+            return self._alias(func, args[0], node)
+        if func is aten._local_scalar_dense.default:
+            return self._item(args[0])
+        if self._exposed:
+            args, kwargs = self.reclaim(func, args, kwargs)
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            raise CaptureError(
+                f"a collective ({func}) inside training_step: the graph already sees the whole global batch; use "
+                "self.all_gather, or drop the call",
+                user_location(),
+            )
+        return self._record(func, args, kwargs)
+
+    def _alias(self, func: Any, source: Tensor, node: fx.Node) -> Tensor:
+        out = func(source)
+        self.bind(out, node)
+        if id(source) in self._shadows:
+            self._shadows[id(out)] = self._shadows[id(source)]
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        recorded = [self.argument(a) for a in flat]
+        concrete = [a if (s := scalar_of(a)) is None else s.value for a in flat]
+        plain_args, plain_kwargs = pytree.tree_unflatten(concrete, tree)
+        try:
+            out = func(*plain_args, **plain_kwargs)
+        except private.DATA_DEPENDENT_ERRORS as error:
+            raise CaptureError(
+                f"the shape of what {func} returns depends on the data, which one graph cannot express; use a masked "
+                "form with a fixed shape (torch.where, multiplication by a mask)",
+                user_location(),
+            ) from error
+        key = self._draw_key(func, concrete)
+        if key is not None and key in self._draws:
+            return self._repeat_draw(func, self._draws[key], args, out)
+        node_args, node_kwargs = pytree.tree_unflatten(recorded, tree)
+        node = self.graph.call_function(func, node_args, node_kwargs)
+        node.meta["info"] = self.info()
+        self._bind_outputs(node, out)
+        if key is not None:
+            self._draws[key] = node
+        self._run_shadow(func, plain_args, plain_kwargs, flat, out)
+        return out
+
+    def _bind_outputs(self, node: fx.Node, out: Any) -> None:
+        if isinstance(out, Tensor):
+            node.meta["val"] = TensorSpec.of(out)
+            self.bind(out, node)
+            return
+        if not isinstance(out, (tuple, list)):
+            node.meta["val"] = out
+            return
+        node.meta["val"] = type(out)(TensorSpec.of(o) if isinstance(o, Tensor) else o for o in out)
+        for index, item in enumerate(out):
+            if isinstance(item, Tensor):
+                child = self.graph.call_function(operator.getitem, (node, index))
+                child.meta.update(val=TensorSpec.of(item), info=node.meta["info"])
+                self.bind(item, child)
+
+    # ------------------------------------------------------------------ known values
+    def _item(self, tensor: Tensor) -> Any:
+        source = self.argument(tensor)
+        real = self._shadows.get(id(tensor))
+        if real is None:
+            raise CaptureError(
+                "a tensor's value is read in Python (.item(), float(), bool(), `if tensor:`), which one graph cannot "
+                "express; keep it a tensor (torch.where instead of `if`), or move the read to on_train_batch_end",
+                user_location(),
+            )
+        node = self.graph.call_function(aten._local_scalar_dense.default, (source,))
+        value = real.item()
+        node.meta.update(val=value, info=self.info())
+        return HostScalar(value, node, self).as_symbol()
+
+    def _run_shadow(self, func: Any, args: Any, kwargs: Any, flat: list[Any], out: Any) -> None:
+        """Compute on true values what is computed from single-element host tensors alone (step counters)."""
+        tensors = [a for a in flat if isinstance(a, Tensor)]
+        if not tensors or not all(id(t) in self._shadows for t in tensors):
+            for t in private.mutated_arguments(func, args, kwargs):
+                self._shadows.pop(id(t), None)
+            return
+        real_args, real_kwargs = pytree.tree_map_only(Tensor, lambda t: self._shadows[id(t)], (args, kwargs))
+        with private.disable_dispatch_modes():
+            real = func(*real_args, **real_kwargs)
+        for fake_leaf, real_leaf in zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True):
+            if isinstance(fake_leaf, Tensor) and fake_leaf.numel() == 1:
+                self._shadows[id(fake_leaf)] = real_leaf
+
+    # ------------------------------------------------------------------ random numbers
+    def _draw_key(self, func: Any, flat: list[Any]) -> bytes | None:
+        """The generator's state, for operators that draw from the default one.
+
+        Fake tensors consume no random numbers, so the recorder advances the real generator by one number a draw:
+        activation checkpointing, which restores the state and computes again, then shows itself by an equal key.
+        """
+        if not private.is_random(func) or any(isinstance(a, torch.Generator) for a in flat):
+            return None
+        device = next((a.device for a in flat if isinstance(a, Tensor)), torch.device("cpu"))
+        generator = private.default_generator(device)
+        with private.disable_dispatch_modes():
+            key = generator.get_state().numpy().tobytes() + str(func).encode()
+            torch.empty(1, device=device).uniform_(generator=generator)
+        return key
+
+    def _repeat_draw(self, func: Any, first: fx.Node, args: Any, out: Any) -> Any:
+        """A recomputed draw takes the numbers of the first one, which are kept instead of drawn again."""
+        if not private.is_mutating(func):
+            self._bind_outputs(first, out)
+            return out
+        kept = next((u for u in first.users if u.target is aten.clone.default and u.meta.get("kept_draw")), None)
+        if kept is None:
+            with self.graph.inserting_after(first):
+                kept = self.graph.call_function(aten.clone.default, (first,))
+            kept.meta.update(first.meta, kept_draw=True)
+        node = self.graph.call_function(aten.copy_.default, (self.argument(args[0]), kept))
+        node.meta["info"] = self.info()
+        self._bind_outputs(node, out)
+        return out
+
+
+_LIBRARY_PARTS = ("/torch/", "/lightning/", "/pytorch_lightning/", "/torchmetrics/", "/lightning_spmd/")
+
+
+def user_location() -> str | None:
+    """``file:line`` of the innermost frame outside torch, Lightning and this package, or None."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith("<") and (not any(p in name for p in _LIBRARY_PARTS) or "/lightning_spmd/examples/" in name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+@contextlib.contextmanager
+def in_section(recorder: Recorder, section: Section) -> Iterator[None]:
+    """Nodes recorded inside belong to ``section``."""
+    before, recorder.section = recorder.section, section
+    try:
+        yield
+    finally:
+        recorder.section = before
