@@ -1,0 +1,1 @@
+"""The command line: ``lightning-spmd fit --config recipes/gpt_bytes.yaml``."""

@@ -1,0 +1,41 @@
+"""``lightning-spmd fit|validate|test|predict``: Lightning's own command line, with ``strategy: spmd`` known to it."""
+
+import sys
+from collections.abc import Sequence
+
+from lightning.pytorch.cli import LightningCLI
+from lightning_utilities.core.imports import RequirementCache
+
+import lightning_spmd  # noqa: F401  (registers the strategies that a recipe names)
+
+DESCRIPTION = "Train, validate, test or predict what a recipe describes: lightning-spmd fit --config RECIPE"
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Model and data are given by class, in a recipe (``model: {class_path: ..., init_args: {...}}``) or as arguments
+    (``--model my_package.MyModule --model.width 256``). See ``--help`` of each subcommand, ``--print_config`` for a
+    recipe with every default filled in, and ``--trainer.strategy.help lightning_spmd.SPMDStrategy``.
+
+    Args:
+        args: The arguments; those of the process if ``None``.
+
+    Raises:
+        SystemExit: With 2 where an argument or a recipe is wrong; with a message where jsonargparse is missing.
+    """
+    if not RequirementCache("jsonargparse[signatures]>=4.39"):
+        raise SystemExit(
+            "lightning-spmd: the command line needs jsonargparse, which training from Python does not. "
+            "Install it with: pip install 'lightning-spmd[cli]'"
+        )
+    LightningCLI(
+        args=None if args is None else list(args),
+        # A rerun into the same folder replaces the recipe that was saved beside the last run's results.
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"prog": "lightning-spmd", "description": DESCRIPTION},
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,140 @@
+"""What the layout promises: imports in one direction, private names in one file, small files and functions.
+
+The picture is in docs/architecture.md. A failure here names the file, the line and what to move.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_spmd
+
+PACKAGE = Path(lightning_spmd.__file__).parent
+FILES = {file.relative_to(PACKAGE.parent).as_posix(): file for file in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in FILES}
+TREES = {name: ast.parse(file.read_text(), name) for name, file in FILES.items()}
+
+LAYERS = {
+    "errors": 0,
+    "_private_api": 0,
+    "ir": 1,
+    "parallel": 2,
+    "cost": 2,
+    "stages": 3,
+    "strategy": 4,
+    "report": 4,
+    "examples": 4,
+    "": 5,  # lightning_spmd/__init__.py: the public names
+    "cli": 6,
+}
+"""A part imports only parts of a lower layer, and itself."""
+
+STAGES = ("capture", "expand", "passes", "phases", "regions", "runtime")
+"""Of lightning_spmd.stages; they meet only in its __init__.py."""
+
+FOREIGN = {"torch", "lightning", "torchmetrics"}
+PUBLIC_NAMES = {"SPMDStrategy", "__version__"}
+LONGEST_FILE, LONGEST_FUNCTION = 500, 60
+
+
+def imports(name: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything a file imports, at any depth; a package's member counts as its module."""
+    package = name.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def own_imports(name: str) -> Iterator[tuple[int, list[str]]]:
+    """Line and path below the package of every import of one of its own modules."""
+    for line, imported in imports(name):
+        parts = imported.split(".")
+        if parts[0] == "lightning_spmd":
+            while ".".join(parts) not in MODULES:  # the names after a module's are of things inside it
+                parts.pop()
+            yield line, parts[1:]
+
+
+def part_of(name: str) -> str:
+    """The layer's name for a file: its folder or module right below the package."""
+    return (name.removesuffix(".py").split("/")[1:] or [""])[0].replace("__init__", "")
+
+
+def is_private(dotted: str) -> bool:
+    """Whether a component of a dotted name has one leading underscore.
+
+    Operators under torch.ops are named in a public schema, whatever the name looks like (``aten._softmax``).
+    """
+    names = dotted.split(".")
+    return names[:2] != ["torch", "ops"] and any(n.startswith("_") and not n.startswith("__") for n in names)
+
+
+def foreign_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of every attribute chain that begins at a module or name imported from FOREIGN."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            bound |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    for node in ast.walk(tree):
+        chain, root = [], node
+        while isinstance(root, ast.Attribute):
+            chain.insert(0, root.attr)
+            root = root.value
+        if chain and isinstance(root, ast.Name) and bound.get(root.id, "").split(".")[0] in FOREIGN:
+            yield root.lineno, ".".join([bound[root.id], *chain])
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from ``def`` to the end, the docstring's left out."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is not None:
+        docstring = function.body[0]
+        lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+    return lines
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_go_down_the_layers(name: str) -> None:
+    part = part_of(name)
+    assert part in LAYERS, f"{name}: give {part!r} a place in LAYERS and in docs/architecture.md"
+    for line, imported in own_imports(name):
+        other = imported[0] if imported else ""
+        assert other == part or LAYERS[other] < LAYERS[part], f"{name}:{line}: {part or 'the root'} imports {other}"
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n.startswith("lightning_spmd/stages/")])
+def test_sibling_stages_do_not_import_each_other(name: str) -> None:
+    stage = name.split("/")[2]
+    for line, imported in own_imports(name):
+        if stage in STAGES and imported[0] == "stages":
+            assert imported[1:2] == [stage], f"{name}:{line}: stage {stage} imports {'.'.join(imported)}"
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n != "lightning_spmd/_private_api.py"])
+def test_private_names_of_other_packages_are_used_in_one_file_only(name: str) -> None:
+    foreign = [(line, dotted) for line, dotted in imports(name) if dotted.split(".")[0] in FOREIGN]
+    for line, dotted in [*foreign, *foreign_attributes(TREES[name])]:
+        assert not is_private(dotted), f"{name}:{line}: {dotted} belongs into lightning_spmd/_private_api.py"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_and_functions_are_short(name: str) -> None:
+    lines = len(FILES[name].read_text().splitlines())
+    assert lines <= LONGEST_FILE, f"{name} has {lines} lines, the limit is {LONGEST_FILE}"
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = code_lines(node)
+            assert length <= LONGEST_FUNCTION, f"{name}:{node.lineno}: {node.name} has {length} lines of code"
+
+
+def test_the_public_names_are_exactly_these() -> None:
+    assert set(lightning_spmd.__all__) == PUBLIC_NAMES
+    assert all(hasattr(lightning_spmd, name) for name in PUBLIC_NAMES)
