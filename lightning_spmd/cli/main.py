@@ -1,6 +1,5 @@
 """``lightning-spmd fit|validate|test|predict``: Lightning's own command line, with ``strategy: spmd`` known to it."""
 
-import sys
 from collections.abc import Sequence
 
 from lightning.pytorch.cli import LightningCLI
@@ -29,13 +28,15 @@ def main(args: Sequence[str] | None = None) -> None:
             "lightning-spmd: the command line needs jsonargparse, which training from Python does not. "
             "Install it with: pip install 'lightning-spmd[cli]'"
         )
+    # A mistake is answered with usage and message: the full usage, 60 lines of options, would hide the message.
+    usage = {name: {"usage": f"lightning-spmd {name} --config RECIPE [options]"} for name in LightningCLI.subcommands()}
     LightningCLI(
         args=None if args is None else list(args),
         # A rerun into the same folder replaces the recipe that was saved beside the last run's results.
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": "lightning-spmd", "description": DESCRIPTION},
+        parser_kwargs={"prog": "lightning-spmd", "description": DESCRIPTION, **usage},
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

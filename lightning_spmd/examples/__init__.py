@@ -5,7 +5,8 @@
       → sample_text.SampleText      trained module → text on the terminal
     progress.SPMDProgressBar        what the trainer is doing, building the graph included
 
-Nothing here knows about parallelism: ``GPTBytes`` and ``TextBytes`` run unchanged under ``strategy="auto"`` and ``"ddp"``.
+Nothing here knows about parallelism: ``GPTBytes`` and ``TextBytes`` run unchanged under ``strategy="auto"`` and
+``strategy="ddp"``.
 """
 
 from lightning_spmd.examples.gpt_bytes import GPTBytes

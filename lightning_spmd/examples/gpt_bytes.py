@@ -223,7 +223,7 @@ class GPTBytes(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def learning_rate_factor(self, step: int) -> float:
-        """Factor on ``learning_rate`` at optimizer step ``step``: linear warmup, then cosine decay to the trainer's end.
+        """Factor on ``learning_rate`` at an optimizer step: linear warmup, then cosine decay to the trainer's end.
 
         A trainer without an end (``max_epochs=-1``) stays at the highest learning rate.
         """

@@ -14,23 +14,26 @@ STAGES = ("capture", "expand", "agree", "ready")
 
 
 class BuildEvent(Protocol):
-    """What a strategy says about a graph that it is building."""
+    """What a strategy says about a graph that it is building.
+
+    Attributes:
+        stage: What the build has come to; usually one of :data:`STAGES`.
+        variant: Which of the iteration's graphs, for example the one that accumulates gradients.
+        seconds: Since this build began.
+        nodes: Of the graph, where their number is known already.
+    """
 
     @property
-    def stage(self) -> str:
-        """What the build has come to; usually one of :data:`STAGES`."""
+    def stage(self) -> str: ...  # noqa: D102
 
     @property
-    def variant(self) -> str:
-        """Which of the iteration's graphs, for example the one that accumulates gradients."""
+    def variant(self) -> str: ...  # noqa: D102
 
     @property
-    def seconds(self) -> float:
-        """Seconds since this build began."""
+    def seconds(self) -> float: ...  # noqa: D102
 
     @property
-    def nodes(self) -> int | None:
-        """Nodes of the graph, where they are known already."""
+    def nodes(self) -> int | None: ...  # noqa: D102
 
 
 class SPMDProgressBar(RichProgressBar):

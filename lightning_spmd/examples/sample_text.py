@@ -1,6 +1,6 @@
 """Text written by the trained module, on the terminal when training ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import rich
 import torch
@@ -12,9 +12,9 @@ from typing_extensions import override
 class SampleText(Callback):
     """Print what a byte-level module makes of some prompts when training ends.
 
-    The module needs a ``generate`` like :meth:`lightning_spmd.examples.GPTBytes.generate`. Every rank generates, because
-    the parameters may be sharded over all of them; rank 0 prints. The random numbers are the callback's own, so that the
-    run's are left as they were.
+    The module needs a ``generate`` like :meth:`lightning_spmd.examples.GPTBytes.generate`. Every rank generates,
+    because the parameters may be sharded over all of them; rank 0 prints. The random numbers are the callback's own,
+    so that the run's are left as they were.
 
     Args:
         prompts: The beginnings; an empty one becomes a newline.
@@ -70,7 +70,7 @@ class SampleText(Callback):
 
     def _sample(self, module: LightningModule, prompt: str, generator: torch.Generator) -> str:
         start = torch.tensor([list(prompt.encode() or b"\n")], device=module.device)
-        generate = module.generate
+        generate: Callable[..., torch.Tensor] = getattr(module, "generate")  # noqa: B009  (no LightningModule attribute)
         written = generate(start, length=self.length, temperature=self.temperature, generator=generator)
         # A sample may begin or end in the middle of a character, and control bytes would act on the terminal.
         text = bytes(written[0].tolist()).decode(errors="replace")

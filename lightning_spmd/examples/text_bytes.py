@@ -45,7 +45,8 @@ class TextBytes(LightningDataModule):
 
     Args:
         path: A folder, searched with its subfolders (hidden files and folders are skipped, and files that contain a
-            zero byte, which text does not), or one file. By default the ``*.py`` files of Python's own standard library.
+            zero byte, which text does not), or one file. By default the ``*.py`` files of Python's own standard
+            library.
         sequence_length: Bytes in a window.
         batch_size: Windows per batch and *per device*: ``N`` devices train on ``N * batch_size`` windows a step.
         num_workers: Processes that load batches; 0 loads in the training process.
@@ -116,9 +117,7 @@ class TextBytes(LightningDataModule):
         """The validation windows."""
         return self.val_dataloader()
 
-    def _loader(
-        self, windows: ByteWindows | None, *, shuffle: bool, drop_last: bool
-    ) -> DataLoader[dict[str, Tensor]]:
+    def _loader(self, windows: ByteWindows | None, *, shuffle: bool, drop_last: bool) -> DataLoader[dict[str, Tensor]]:
         if windows is None:
             raise RuntimeError("TextBytes has not read its files yet: call setup('fit') before asking for a loader.")
         # Never so strict that a small folder of text gives no batch at all.

@@ -80,7 +80,9 @@ def foreign_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            bound |= {a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names}
+            bound |= {
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+            }
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             bound |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
     for node in ast.walk(tree):

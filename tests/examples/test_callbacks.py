@@ -77,7 +77,10 @@ def test_samples_are_printed_when_training_ends(trainer, module, data, capsys) -
     out = capsys.readouterr().out
     assert "sample 2 of 2" in out
     assert "the [red] fox" in out  # not taken for rich's markup
-    assert [s[: len(p)] for s, p in zip(callback.samples, ("the [red] fox", "\n"), strict=True)] == ["the [red] fox", "\n"]
+    assert [s[: len(p)] for s, p in zip(callback.samples, ("the [red] fox", "\n"), strict=True)] == [
+        "the [red] fox",
+        "\n",
+    ]
 
 
 def test_sampling_leaves_the_runs_random_numbers_alone(trainer, module, data) -> None:
