@@ -91,17 +91,26 @@ class SPMDProgressBar(RichProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        # A build that ended in a fallback to eager execution never says "ready".
+        self._remove_build_task()
         console = rich.get_console()
         if self.is_disabled or console.is_terminal or (batch_idx + 1) % int(self.refresh_rate) != 0:
             return
         metrics = "".join(
             f", {name} {value:.4g}" if isinstance(value, float) else f", {name} {value}"
             for name, value in self.get_metrics(trainer, pl_module).items()
-            if name != "v_num"  # the logger's, and the same on every line
         )
         # From the bar, because total_train_batches shrinks by the steps taken where max_steps ends the training.
         line = f"epoch {trainer.current_epoch}, batch {batch_idx + 1}/{self.train_progress_bar.total:.0f}{metrics}"
         console.print(line, highlight=False, soft_wrap=True)
+
+    @override
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)  # the logger's version: the same all the time, where there is little room
+        return metrics
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -35,7 +35,18 @@ STAGES = ("capture", "expand", "passes", "phases", "regions", "runtime")
 """Of lightning_spmd.stages; they meet only in its __init__.py."""
 
 FOREIGN = {"torch", "lightning", "torchmetrics"}
-PUBLIC_NAMES = {"SPMDStrategy", "__version__"}
+PUBLIC_NAMES = {
+    "BatchError",
+    "BuildEvent",
+    "CaptureError",
+    "ConfigurationError",
+    "ExpansionError",
+    "RankDisagreementError",
+    "SPMDError",
+    "SPMDStrategy",
+    "VerificationError",
+    "__version__",
+}
 LONGEST_FILE, LONGEST_FUNCTION = 500, 60
 
 

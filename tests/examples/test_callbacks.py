@@ -140,3 +140,17 @@ def test_progress_bar_shows_the_build_as_a_task_on_a_terminal(trainer, module, d
     assert "building the training graph (apply): capture … 0.0 s" in descriptions
     assert not any("building" in task.description for task in bar.progress.tasks)
     assert "1234" in capsys.readouterr().out
+
+
+def test_progress_bar_forgets_a_build_that_never_became_ready(trainer, module, data, monkeypatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    bar = SPMDProgressBar()
+
+    class FallingBackStrategy(TellingStrategy):
+        def training_step(self, *args: object, **kwargs: object) -> object:
+            self.built = True
+            self.listeners[0](Event("capture", "apply", 0.0, None))
+            return super().training_step(*args, **kwargs)
+
+    trainer(bar, strategy=FallingBackStrategy()).fit(module, data)
+    assert not any("building" in task.description for task in bar.progress.tasks)
