@@ -1,0 +1,49 @@
+"""lightning_spmd: ``Trainer(strategy="spmd")`` trains an unmodified LightningModule as one distributed graph.
+
+Map, in the direction of the data::
+
+    strategy/           Lightning's hooks in, hooks out
+    stages/capture/     LightningModule + optimizer + batch → one global-view graph
+    stages/expand/      that graph + mesh → this rank's graph
+    stages/runtime/     graphs + live parameters + batch → loss, logged values
+    ir/                 what the stages exchange
+    examples/, cli/     the byte-level GPT of the README, the command line
+
+Importing this package registers the strategy ``"spmd"`` with Lightning and does nothing else.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_spmd.errors import (
+    BatchError,
+    CaptureError,
+    ConfigurationError,
+    ExpansionError,
+    RankDisagreementError,
+    SPMDError,
+    VerificationError,
+)
+from lightning_spmd.strategy.iteration import BuildEvent
+from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "BuildEvent",
+    "CaptureError",
+    "ConfigurationError",
+    "ExpansionError",
+    "RankDisagreementError",
+    "SPMDError",
+    "SPMDStrategy",
+    "VerificationError",
+    "__version__",
+]
+
+StrategyRegistry.register(
+    "spmd",
+    SPMDStrategy,
+    description="The whole training iteration as one distributed graph, parameters replicated",
+    override=True,
+)

@@ -5,10 +5,14 @@ Seen to work on torch 2.11 and 2.13 and lightning 2.6. A name that disappears fa
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.optim.optimizer as _torch_optimizer
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout as default_process_group_timeout
 
 # Capture sees operators below autograd through a dispatch mode; without it there is no graph at all.
 from torch._subclasses.fake_tensor import (
@@ -18,6 +22,18 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+# The launcher that DDP uses: it validates SLURM settings and sets thread counts; there is no public one.
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_zero_only
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as _rank_zero_only
+
 # Capture computes on true values while its own modes are active (step counters); without it they would be recorded.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -25,18 +41,41 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "SubprocessScriptLauncher",
     "TorchDispatchMode",
+    "after_closure",
     "current_backward_sequence_number",
+    "default_backend",
     "default_generator",
+    "default_process_group_timeout",
+    "detects_anomaly",
     "disable_dispatch_modes",
+    "has_step_hooks",
+    "init_process_group",
+    "is_within_training_epoch",
     "is_mutating",
     "is_random",
     "mutated_arguments",
+    "mark_stepped",
+    "module_tensors_replaced",
+    "names_with_autograd_hooks",
     "next_sequence_number",
+    "optimizers_accept_fake_tensors",
+    "optimizers_to_device",
+    "reduce_over_ranks",
+    "set_rank_zero_only",
+    "skips_backward",
+    "tensor_slots",
 ]
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 disable_dispatch_modes = _disable_current_modes
+
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+# Starting process groups as Lightning's own strategies do (environment variables, device ids, TCP store).
+default_backend = _get_default_process_group_backend_for_device
+init_process_group = _init_dist_connection
+optimizers_to_device = _optimizers_to_device
 
 
 def next_sequence_number() -> int:
@@ -80,3 +119,108 @@ def default_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     index = device.index if device.index is not None else torch.cuda.current_device()
     return torch.cuda.default_generators[index]
+
+
+@contextlib.contextmanager
+def optimizers_accept_fake_tensors() -> Iterator[None]:
+    """Let torch's optimizers choose foreach for fake parameters as they do for real ones.
+
+    They decide by exact type; without this, capture on CUDA would record one small kernel a parameter.
+    """
+    supported = _torch_optimizer._foreach_supported_types
+    supported.append(FakeTensor)
+    try:
+        yield
+    finally:
+        supported.remove(FakeTensor)
+
+
+@contextlib.contextmanager
+def module_tensors_replaced(module: nn.Module, twin: Any) -> Iterator[list[tuple[dict[str, Any], str, str, Any]]]:
+    """Replace every parameter and buffer by ``twin(kind, fqn, tensor)`` and put the live ones back at the end.
+
+    ``nn.Module`` keeps them in ``_parameters`` and ``_buffers``; assignment through attributes would refuse fake tensors
+    for parameters. Yields the slots: (dictionary, key, fqn, replacement).
+    """
+    slots: list[tuple[dict[str, Any], str, str, Any]] = []
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for path, part in module.named_modules():
+            for kind, tensors in (("parameter", part._parameters), ("buffer", part._buffers)):
+                saved.append((tensors, dict(tensors)))
+                for key, tensor in list(tensors.items()):
+                    if tensor is not None:
+                        fqn = f"{path}.{key}" if path else key
+                        tensors[key] = replacement = twin(kind, fqn, tensor)
+                        slots.append((tensors, key, fqn, replacement))
+        yield slots
+    finally:
+        for tensors, before in saved:
+            tensors.clear()
+            tensors.update(before)
+
+
+def tensor_slots(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """(dictionary, key) of every parameter and buffer by fully qualified name, so that a step reads what is live now.
+
+    Attribute look-up through ``nn.Module.__getattr__`` costs five times as much, for every tensor and step.
+    """
+    slots: dict[str, tuple[dict[str, Any], str]] = {}
+    for path, part in module.named_modules():
+        for tensors in (part._parameters, part._buffers):
+            for key in tensors:
+                slots[f"{path}.{key}" if path else key] = (tensors, key)
+    return slots
+
+
+def names_with_autograd_hooks(module: nn.Module) -> list[str]:
+    """Parameters and modules with hooks that only autograd calls; without it such hooks would be silently skipped."""
+    parameters = [
+        name
+        for name, p in module.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    ]
+    modules = [name or "self" for name, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    return parameters + modules
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether ``optimizer.step`` has pre- or post-hooks, which a graph would run once, at capture."""
+    return bool(
+        getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None)
+    )
+
+
+def detects_anomaly(trainer: Any) -> bool:
+    """``Trainer(detect_anomaly=True)``: Lightning keeps the flag under an underscore name."""
+    return bool(trainer._detect_anomaly)
+
+
+def mark_stepped(optimizer: Any) -> None:
+    """Tell LR schedulers that the optimizer stepped: its Python ``step`` never ran, and they would warn."""
+    optimizer._opt_called = True
+
+
+def set_rank_zero_only(rank: int) -> None:
+    """Lightning's two ``rank_zero_only`` decorators read the rank from an attribute that strategies set."""
+    _rank_zero_only.rank = _fabric_rank_zero_only.rank = rank
+
+
+def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+    """Reduce as Lightning's strategies do (``mean``, ``sum``, ``max`` or a ReduceOp)."""
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if _distributed_is_initialized() else tensor
+
+
+def after_closure(plugin: Any, module: Any, optimizer: Any) -> None:
+    """What Lightning does between backward and the update: on_before_optimizer_step, then gradient clipping."""
+    plugin._after_closure(module, optimizer)
+
+
+def skips_backward(trainer: Any) -> bool:
+    """Whether the loop runs training_step for its side effects alone (StochasticWeightAveraging's batch-norm epoch)."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def is_within_training_epoch(trainer: Any) -> bool:
+    """Whether batches of the current epoch are still to come (decides where a resumed run restores random state)."""
+    return not trainer.fit_loop.epoch_loop._is_training_done and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

@@ -7,7 +7,7 @@ must be the same for this step's numbers; so a counter does not force a new grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,20 @@ class ValueGuard:
             seen = "<missing>"
         same = type(seen) is type(self.expected) and seen == self.expected
         return None if same else f"{self.name} changed from {self.expected!r} to {seen!r}"
+
+
+@dataclass(frozen=True)
+class BatchGuard:
+    """A non-tensor leaf of the batch that training_step reads must equal ``expected``."""
+
+    path: str
+    expected: Any
+
+    def failure(self, leaves: Mapping[str, Any]) -> str | None:
+        """Why the guard fails for a batch with these leaves (by path), or None."""
+        seen = leaves.get(self.path)
+        same = type(seen) is type(self.expected) and seen == self.expected
+        return None if same else f"batch{self.path} changed from {self.expected!r} to {seen!r}"
 
 
 @dataclass(frozen=True)
@@ -60,15 +74,22 @@ class Guards:
     """All guards of one graph."""
 
     values: list[ValueGuard] = field(default_factory=list)
+    batch: list[BatchGuard] = field(default_factory=list)
     predicate: PredicateGuard | None = None
 
-    def failure(self, graph_inputs: Callable[[], Sequence[Any]]) -> str | None:
+    def failure(self, graph_inputs: Callable[[], Sequence[Any]], leaves: Callable[[], Mapping[str, Any]]) -> str | None:
         """First reason why the graph may not be used now, or None.
 
         Args:
             graph_inputs: gives the values of the graph's inputs; called only if a predicate needs them.
+            leaves: gives the batch's leaves by path; called only if the graph depends on one.
         """
         for guard in self.values:
             if (reason := guard.failure()) is not None:
                 return reason
+        if self.batch:
+            named = leaves()
+            for leaf in self.batch:
+                if (reason := leaf.failure(named)) is not None:
+                    return reason
         return None if self.predicate is None else self.predicate.failure(graph_inputs())

@@ -49,6 +49,7 @@ class OutputRole(enum.StrEnum):
     STEP_OUTPUT = "step_output"
     LOGGED = "logged"
     METRIC_INPUT = "metric_input"
+    BUFFER = "buffer"
     OPTIMIZER_STATE = "optimizer_state"
     HYPER_PARAMETER = "hyper_parameter"
     GRADIENT = "gradient"

@@ -12,6 +12,64 @@ from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.signature import Signature
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Which part of an iteration a graph holds.
+
+    Args:
+        forward: run training_step and the backward pass.
+        accumulated: gradients of earlier micro-batches are inputs and are added up.
+        apply: clip and run the optimizer; without it the gradients are outputs (or stay in the accumulators).
+        expose_gradients: gradients leave the graph reduced over the ranks, for hooks that read or change ``p.grad``.
+    """
+
+    forward: bool = True
+    accumulated: bool = False
+    apply: bool = True
+    expose_gradients: bool = False
+
+    def __str__(self) -> str:
+        parts = [("forward", self.forward), ("accumulate", self.accumulated), ("apply", self.apply)]
+        return "+".join(name for name, present in parts if present) + (" (split)" if self.expose_gradients else "")
+
+
+class OutputRef:
+    """Stands for the graph output at ``position`` inside a recorded call or a returned structure.
+
+    Not a dataclass: dataclasses are containers in batches and outputs (``ir.tree``), this is a leaf.
+    """
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __repr__(self) -> str:
+        return f"<output {self.position}>"
+
+
+class CallRef(OutputRef):
+    """Stands for what the recorded call at ``position`` returns (a metric's value, known only after the graph ran)."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call that training_step made on Lightning's or torchmetrics' side, to be made again after each run.
+
+    Args:
+        target: module path of the object, ``""`` for the LightningModule.
+        method: ``"log"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"``, ``"reset"`` of a metric.
+        args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`.
+    """
+
+    target: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass
 class CapturedStep:
     """One training iteration as a global-view graph: the one-device program on the global batch.
@@ -24,16 +82,18 @@ class CapturedStep:
         signature: roles of inputs and outputs.
         guards: when the graph may be used again.
         constants: live tensors that the code reaches without being parameters, buffers or batch; read anew each step.
-        replay: recorded ``self.log`` and metric calls (opaque here, for the strategy).
-        output_tree: how to rebuild what training_step returned (opaque here, for the strategy).
+        calls: recorded ``self.log`` and metric calls, in order.
+        returned: what training_step returned, tensors replaced by :class:`OutputRef`.
+        variant: the part of an iteration that the graph holds.
     """
 
     graph_module: fx.GraphModule
     signature: Signature
     guards: Guards
     constants: list[Tensor] = field(default_factory=list)
-    replay: Any = None
-    output_tree: Any = None
+    calls: list[RecordedCall] = field(default_factory=list)
+    returned: Any = None
+    variant: Variant = Variant()
 
 
 @dataclass

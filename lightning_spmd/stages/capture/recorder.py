@@ -147,8 +147,12 @@ class Recorder(private.TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in ("profiler", "prim"):  # record_function of optimizers; reads of a tensor's device or layout
             return func(*args, **kwargs)
-        if func in _ALIASES and (node := self.node_of(args[0])) is not None:
-            return self._alias(func, args[0], node)
+        if func in _ALIASES:
+            node = self.node_of(args[0])
+            if node is not None:
+                return self._alias(func, args[0], node)
+            if func is aten.lift_fresh.default:
+                func = aten.clone.default  # torch.tensor(...): fresh each step, not the constant itself
         if func is aten._local_scalar_dense.default:
             return self._item(args[0])
         if self._exposed:
@@ -269,18 +273,33 @@ class Recorder(private.TorchDispatchMode):
         return out
 
 
-_LIBRARY_PARTS = ("/torch/", "/lightning/", "/pytorch_lightning/", "/torchmetrics/", "/lightning_spmd/")
+_LIBRARY_PARTS = ("/torch/", "/lightning/", "/pytorch_lightning/", "/torchmetrics/", "/lightning_spmd/", "/contextlib.py")
+
+
+def _is_user_code(filename: str) -> bool:
+    if filename.startswith("<"):
+        return False
+    return "/lightning_spmd/examples/" in filename or not any(part in filename for part in _LIBRARY_PARTS)
 
 
 def user_location() -> str | None:
     """``file:line`` of the innermost frame outside torch, Lightning and this package, or None."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith("<") and (not any(p in name for p in _LIBRARY_PARTS) or "/lightning_spmd/examples/" in name):
-            return f"{name}:{frame.f_lineno}"
+        if _is_user_code(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def location_of(error: BaseException) -> str | None:
+    """``file:line`` of the user's code closest to where ``error`` was raised, or None."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if _is_user_code(trace.tb_frame.f_code.co_filename):
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 @contextlib.contextmanager

@@ -1,0 +1,66 @@
+"""Which nodes share storage, and which write into it: read off operator schemas.
+
+``aten.native_batch_norm`` and its CUDA variants update the running statistics although their schemas do not say so;
+they are listed here.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+# operator -> (position of `training`, positions of the statistics that it then writes)
+_UNDECLARED_WRITES: dict[Any, tuple[int, tuple[int, ...]]] = {
+    _aten.native_batch_norm.default: (5, (3, 4)),
+    _aten.cudnn_batch_norm.default: (5, (3, 4)),
+    _aten.miopen_batch_norm.default: (5, (3, 4)),
+}
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes that ``node`` writes into."""
+    undeclared = _UNDECLARED_WRITES.get(node.target)
+    if undeclared is not None:
+        training, positions = undeclared
+        return [a for i in positions if node.args[training] and isinstance(a := node.args[i], fx.Node)]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found: list[fx.Node] = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            found.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
+    return found
+
+
+def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every node, the node whose storage its value may share: itself if the value is fresh.
+
+    A view, an in-place result and an item of a multi-output view share the root of the argument they come from.
+    """
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = _aliased_argument(node)
+        roots[node] = node if source is None else roots[source]
+    return roots
+
+
+def _aliased_argument(node: fx.Node) -> fx.Node | None:
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        return _aliased_argument(parent) if isinstance(parent, fx.Node) else None
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+        # `reshape` and friends are recorded as the view or the copy they became
+        return None
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and index < len(node.args) and isinstance(node.args[index], fx.Node):
+            return node.args[index]
+    return None

@@ -1,0 +1,63 @@
+"""Nested batches and outputs: tensors, tuples, named tuples, dicts, mappings, dataclasses, any mixture.
+
+``torch.utils._pytree`` knows neither dataclasses nor Hugging Face's ``BatchEncoding``; Lightning moves both to the
+device, so both must pass through a graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+    """Rebuild ``tree`` with ``function(path, leaf)`` in place of every leaf.
+
+    Args:
+        function: called with a readable path such as ``['image']`` or ``[0].mask``.
+        tree: nested tuples, named tuples, lists, mappings and dataclass instances; everything else is a leaf.
+        path: prefix of the paths.
+    """
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*[map_leaves(function, getattr(tree, f), f"{path}.{f}") for f in tree._fields])
+    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
+        return type(tree)(map_leaves(function, v, f"{path}[{i}]") for i, v in enumerate(tree))
+    if isinstance(tree, MutableMapping):
+        rebuilt = copy.copy(tree)
+        if hasattr(rebuilt, "data") and isinstance(rebuilt.data, dict):  # UserDict shares its data when copied
+            rebuilt.data = dict(rebuilt.data)
+        for key, value in tree.items():
+            rebuilt[key] = map_leaves(function, value, f"{path}[{key!r}]")
+        return rebuilt
+    if isinstance(tree, Mapping):
+        return {k: map_leaves(function, v, f"{path}[{k!r}]") for k, v in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        rebuilt = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                value = map_leaves(function, getattr(tree, field.name), f"{path}.{field.name}")
+                object.__setattr__(rebuilt, field.name, value)
+        return rebuilt
+    return function(path, tree)
+
+
+def leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, in the order of :func:`map_leaves`."""
+    found: list[tuple[str, Any]] = []
+    map_leaves(lambda path, leaf: found.append((path, leaf)), tree)
+    return found
+
+
+def structure(tree: Any) -> Any:
+    """A hashable description of the nesting, without leaves."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return (type(tree), tuple(structure(getattr(tree, f)) for f in tree._fields))
+    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
+        return (type(tree), tuple(map(structure, tree)))
+    if isinstance(tree, Mapping):
+        return (type(tree), tuple((k, structure(v)) for k, v in tree.items()))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return (type(tree), tuple((f.name, structure(getattr(tree, f.name, None))) for f in dataclasses.fields(tree)))
+    return None

@@ -1,0 +1,125 @@
+"""Batches: tensors become graph inputs, everything else becomes a tripwire.
+
+A batch may carry file names, labels as strings or arbitrary objects. Most training steps never look at them, so they
+must not decide which graph runs. At capture each such leaf is replaced by an :class:`UnreadLeaf`; if training_step
+touches it, capture starts again with the real value and a guard on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_spmd.errors import BatchError, CaptureError
+from lightning_spmd.ir.tree import leaves, map_leaves, structure
+
+_GUARDABLE = (str, bytes, int, float, bool, complex)
+
+
+class LeafWasRead(Exception):
+    """Control flow: training_step read a non-tensor leaf of the batch."""
+
+
+class UnreadLeaf:
+    """Stands for a non-tensor leaf; any use raises :class:`LeafWasRead` and is remembered."""
+
+    def __init__(self, path: str, read: set[str]) -> None:
+        object.__setattr__(self, "_path", path)
+        object.__setattr__(self, "_read", read)
+
+    def _touch(self, *_: Any, **__: Any) -> Any:
+        path = object.__getattribute__(self, "_path")
+        object.__getattribute__(self, "_read").add(path)
+        raise LeafWasRead(path)
+
+    __getattribute__ = _touch
+    __setattr__ = __call__ = __len__ = __iter__ = __getitem__ = __contains__ = __bool__ = __hash__ = _touch  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __str__ = __repr__ = __format__ = __fspath__ = _touch  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __mod__ = _touch
+    __int__ = __float__ = __index__ = __neg__ = __abs__ = __floordiv__ = __rfloordiv__ = __rmod__ = _touch
+
+
+class Batch:
+    """The arguments of one training_step call, taken apart.
+
+    Args:
+        args: positional arguments of training_step that hold the batch (first one) as Lightning passes them.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.tree = batch
+        found = leaves(batch)
+        self.paths = [path for path, _ in found]
+        self.values = [leaf for _, leaf in found]
+        self.tensors = [i for i, leaf in enumerate(self.values) if isinstance(leaf, Tensor)]
+
+    @property
+    def tensor_values(self) -> list[Tensor]:
+        """The tensor leaves, in order."""
+        return [self.values[i] for i in self.tensors]
+
+    def rows(self) -> int:
+        """Size of the common first dimension of the tensors.
+
+        Raises:
+            BatchError: if tensors disagree, naming each with its shape; 0-dim tensors are not batched.
+        """
+        sizes = {self.values[i].shape[0] for i in self.tensors if self.values[i].ndim > 0}
+        if len(sizes) == 1:
+            return sizes.pop()
+        shapes = ", ".join(f"batch{self.paths[i]}: {tuple(self.values[i].shape)}" for i in self.tensors)
+        if not sizes:
+            raise BatchError(f"the batch holds no tensor with a batch dimension ({shapes or 'no tensor at all'})")
+        raise BatchError(
+            f"the tensors of the batch have no common first dimension: {shapes}. The batch is split over the devices "
+            "along dimension 0 of every tensor; make the collate function return tensors with the batch first, or keep "
+            "values that are the same for every sample 0-dimensional or on the module"
+        )
+
+    def cache_key(self) -> tuple[Any, ...]:
+        """What must be equal for two batches to run the same graph, without the number of rows."""
+        described = tuple(
+            (tuple(t.shape[1:]), t.ndim, t.dtype, t.device, t.requires_grad, _order(t)) for t in self.tensor_values
+        )
+        return (structure(self.tree), tuple(self.tensors), described)
+
+    def describe(self) -> str:
+        """Readable names, shapes and dtypes of the tensors."""
+        parts = (f"batch{self.paths[i]}: {str(self.values[i].dtype)[6:]}{list(self.values[i].shape)}" for i in self.tensors)
+        return ", ".join(parts)
+
+    def rebuild(self, tensors: dict[int, Tensor], read: set[str]) -> Any:
+        """The batch with ``tensors`` (by leaf index) and tripwires for the leaves not in ``read`` (paths)."""
+        positions = iter(range(len(self.values)))
+
+        def leaf(path: str, value: Any) -> Any:
+            index = next(positions)
+            if index in tensors:
+                return tensors[index]
+            return value if value is None or path in read else UnreadLeaf(path, read)
+
+        return map_leaves(leaf, self.tree)
+
+    def guarded_values(self, read: set[str]) -> tuple[tuple[str, Any], ...]:
+        """(path, value) of the non-tensor leaves that training_step reads.
+
+        Raises:
+            CaptureError: if one is an object whose equality says nothing (it may hold tensors).
+        """
+        values = []
+        for path, value in zip(self.paths, self.values, strict=True):
+            if path not in read:
+                continue
+            if not isinstance(value, _GUARDABLE):
+                raise CaptureError(
+                    f"training_step reads batch{path}, a {type(value).__name__}: only tensors, numbers and strings in "
+                    "tuples, lists, dicts and dataclasses can enter the graph"
+                )
+            values.append((path, value))
+        return tuple(values)
+
+
+def _order(tensor: Tensor) -> Any:
+    """Memory order, which decides kernels and so belongs to the key; not the strides, which contain the rows."""
+    return True if tensor.is_contiguous() else tuple(sorted(range(tensor.ndim), key=lambda d: tensor.stride(d)))

@@ -1,0 +1,133 @@
+"""Records ``self.log`` and torchmetrics calls at capture, to be made again with real values after each run.
+
+``log`` of a LightningModule and ``update``/``forward``/``compute``/``reset`` of every metric are shadowed on the
+*instances*, so no class is patched and callbacks, which hold their own ``log``, are untouched. Tensors among the
+arguments become graph outputs. What a metric returns does not exist before the graph ran: it may be logged or
+returned, nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
+from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.stages.capture.host_scalar import scalar_of
+from lightning_spmd.stages.capture.recorder import user_location
+
+_METRIC_METHODS = ("update", "forward", "compute", "reset")
+
+
+class LaterValue:
+    """What a metric returns inside training_step: a value that exists only after the graph ran."""
+
+    def __init__(self, call: int, metric: str) -> None:
+        object.__setattr__(self, "_call", call)
+        object.__setattr__(self, "_metric", metric)
+
+    def _used(self, *_: Any, **__: Any) -> Any:
+        raise CaptureError(
+            f"the value of metric {object.__getattribute__(self, '_metric')!r} is used inside training_step; metrics are "
+            "updated after the graph ran, so their values can only be logged or returned there",
+            user_location(),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("detach", "clone", "cpu"):  # harmless on what is only logged
+            return lambda: self
+        return self._used()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __float__ = __int__ = _used
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __iter__ = __len__ = __getitem__ = __neg__ = _used
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        later = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, LaterValue))
+        return later._used()
+
+
+class LogRecorder:
+    """Collects calls and turns the tensors in them into graph outputs.
+
+    Args:
+        add_output: ``(value, role, key, name) -> position`` of the new graph output.
+    """
+
+    def __init__(self, add_output: Callable[[Any, OutputRole, tuple[Any, ...], str], int]) -> None:
+        self.calls: list[RecordedCall] = []
+        self._add_output = add_output
+
+    def lift(self, value: Any, role: OutputRole, name: str) -> Any:
+        """``value`` with tensors and recorded numbers replaced by references to graph outputs."""
+
+        def leaf(path: str, item: Any) -> Any:
+            if isinstance(item, LaterValue):
+                return CallRef(object.__getattribute__(item, "_call"))
+            if isinstance(item, Tensor):
+                return OutputRef(self._add_output(item.detach(), role, (), name + path))
+            if scalar_of(item) is not None:
+                return OutputRef(self._add_output(item, role, (), name + path))
+            return item
+
+        return map_leaves(leaf, value)
+
+    def record(self, target: str, method: str, role: OutputRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Remember one call; returns its position."""
+        name = f"{method} {len(self.calls)}" + (f" of {target}" if target else "")
+        call = RecordedCall(target, method, self.lift(args, role, name), self.lift(kwargs, role, name))
+        self.calls.append(call)
+        return len(self.calls) - 1
+
+    @contextlib.contextmanager
+    def active(self, module: nn.Module) -> Iterator[None]:
+        """Shadow ``log`` and the metrics' methods below ``module``."""
+        with contextlib.ExitStack() as stack:
+            for path, part in module.named_modules():
+                if isinstance(part, (Metric, MetricCollection)):
+                    for method in _METRIC_METHODS:
+                        stack.enter_context(_shadow(part, method, self._metric_method(path, method)))
+                elif callable(getattr(type(part), "log_dict", None)) and hasattr(part, "automatic_optimization"):
+                    stack.enter_context(_shadow(part, "log", self._log_method(path)))
+            yield
+
+    def _metric_method(self, path: str, method: str) -> Callable[..., Any]:
+        def shadow(*args: Any, **kwargs: Any) -> Any:
+            call = self.record(path, method, OutputRole.METRIC_INPUT, args, kwargs)
+            return LaterValue(call, path) if method in ("forward", "compute") else None
+
+        return shadow
+
+    def _log_method(self, path: str) -> Callable[..., None]:
+        def shadow(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element")
+            self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
+
+        return shadow
+
+
+@contextlib.contextmanager
+def _shadow(instance: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    attributes = instance.__dict__
+    had, before = name in attributes, attributes.get(name)
+    attributes[name] = replacement
+    try:
+        yield
+    finally:
+        if had:
+            attributes[name] = before
+        else:
+            del attributes[name]
+
+
+def is_tensor_value(value: Any) -> bool:
+    """Whether the value becomes a graph output."""
+    return isinstance(value, Tensor) or isinstance(value, (torch.SymInt, torch.SymFloat))

@@ -1,0 +1,148 @@
+"""Lets the user's own optimizer run on fake tensors and recorded numbers, and collects what it changed.
+
+While swapped, ``param_groups`` hold the fake parameters, every float and int of a group is a recorded number (``lr``,
+betas, counters that optimizers keep there) and ``state`` holds fake twins. State that does not exist yet is created by
+the optimizer itself inside the graph, exactly as eager's first step does, and becomes a graph output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.guards import ValueGuard
+from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.stages.capture.host_scalar import scalar_of
+from lightning_spmd.stages.capture.inputs import InputTable
+
+
+class OptimizerSwap:
+    """One optimizer on fake tensors.
+
+    Args:
+        optimizer: the live optimizer.
+        names: fully qualified name of every live parameter, by ``id``.
+        inputs: where fake twins and recorded numbers come from.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: dict[int, str], inputs: InputTable) -> None:
+        self.optimizer = optimizer
+        self.names = names
+        self.inputs = inputs
+        self._live_groups = optimizer.param_groups
+        self._live_state = optimizer.state
+        self.groups: list[dict[str, Any]] = []
+        self.state: Any = defaultdict(dict)
+        self._before: dict[tuple[str, str], Any] = {}
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The optimizer works on fakes inside; the live groups and state come back whatever happens."""
+        self.groups = [self._group(i, g) for i, g in enumerate(self._live_groups)]
+        for group in self._live_groups:
+            for parameter in group["params"]:
+                if parameter in self._live_state:
+                    self.state[self._fake(parameter)] = self._state(parameter)
+        try:
+            self.optimizer.param_groups, self.optimizer.state = self.groups, self.state
+            with private.optimizers_accept_fake_tensors():
+                yield
+        finally:
+            self.optimizer.param_groups, self.optimizer.state = self._live_groups, self._live_state
+
+    def _fake(self, parameter: Tensor) -> Tensor:
+        name = self.names[id(parameter)]
+        return self.inputs.tensor(parameter, InputRole.PARAMETER, (name,), name)
+
+    def _group(self, index: int, group: dict[str, Any]) -> dict[str, Any]:
+        swapped: dict[str, Any] = {"params": [self._fake(p) for p in group["params"]]}
+        for key, value in group.items():
+            if key != "params":
+                swapped[key] = self._lift((index, key), f"group {index}/{key}", value)
+        return swapped
+
+    def _lift(self, key: tuple[Any, ...], name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.inputs.tensor(value, InputRole.HYPER_PARAMETER, key, name)
+        if isinstance(value, tuple) and value and all(type(v) in (int, float) for v in value):
+            return tuple(self._lift((*key, i), f"{name}[{i}]", v) for i, v in enumerate(value))
+        if type(value) in (int, float):
+            return self.inputs.scalar(value, InputRole.HYPER_PARAMETER, key, name)
+        return value
+
+    def _state(self, parameter: Tensor) -> dict[str, Any]:
+        owner = self.names[id(parameter)]
+        swapped: dict[str, Any] = {}
+        for key, value in self._live_state[parameter].items():
+            name = f"{owner}/{key}"
+            if isinstance(value, Tensor):
+                fake = self.inputs.tensor(value, InputRole.OPTIMIZER_STATE, (owner, key), name)
+                if value.numel() == 1 and value.device.type == "cpu":
+                    self.inputs.recorder.shadow(fake, value.detach().clone())
+                swapped[key] = fake
+            elif type(value) in (int, float):
+                swapped[key] = self.inputs.scalar(value, InputRole.OPTIMIZER_STATE, (owner, key), name)
+            else:
+                swapped[key] = value
+            self._before[owner, key] = swapped[key]
+        return swapped
+
+    def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
+        """(role, key, name, value) of state and hyper-parameters that the optimizer created or rebound."""
+        for group_index, (live, swapped) in enumerate(zip(self._live_groups, self.groups, strict=True)):
+            for parameter in live["params"]:
+                owner = self.names[id(parameter)]
+                for key, value in self.state.get(self._fake(parameter), {}).items():
+                    if value is not self._before.get((owner, key), _ABSENT) and not self._same(value, owner, key):
+                        yield OutputRole.OPTIMIZER_STATE, (owner, key), f"{owner}/{key}", value
+            for key, value in swapped.items():
+                scalar = scalar_of(value)
+                if key != "params" and scalar is not None and not _is_input(scalar, self.inputs):
+                    yield OutputRole.HYPER_PARAMETER, (group_index, key), f"group {group_index}/{key}", value
+
+    def _same(self, value: Any, owner: str, key: str) -> bool:
+        scalar, before = scalar_of(value), scalar_of(self._before.get((owner, key)))
+        return scalar is not None and before is not None and scalar.node is before.node
+
+    def guards(self) -> list[ValueGuard]:
+        """Guards on the structure of groups and state and on everything in the groups that is not an input."""
+        optimizer = self.optimizer
+
+        def structure() -> Any:
+            return tuple(
+                (tuple(map(id, g["params"])), tuple((k, _kind(v)) for k, v in g.items() if k != "params"))
+                for g in optimizer.param_groups
+            )
+
+        def states() -> tuple[int, ...]:
+            state = optimizer.state
+            return tuple([len(state[p]) if p in state else 0 for g in optimizer.param_groups for p in g["params"]])
+
+        return [
+            ValueGuard("the structure of optimizer.param_groups", structure, structure()),
+            ValueGuard("the entries of optimizer.state", states, states()),
+        ]
+
+
+_ABSENT = object()
+
+
+def _kind(value: Any) -> Any:
+    """What of a hyper-parameter is part of the graph: everything but numbers, which are inputs."""
+    if type(value) in (int, float):
+        return type(value)
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, tuple) and all(type(v) in (int, float) for v in value):
+        return tuple(map(type, value))
+    return value if isinstance(value, (bool, str, type(None))) else type(value)
+
+
+def _is_input(scalar: Any, inputs: InputTable) -> bool:
+    return scalar.node is None or scalar.node in inputs.entries

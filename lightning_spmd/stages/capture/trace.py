@@ -1,0 +1,343 @@
+"""Capture: runs one training iteration on fake tensors under the recorder and packs the result as a CapturedStep.
+
+The order is Lightning's: training_step under the precision plugin's context, loss divided by the number of accumulated
+batches, backward, gradient accumulation, clipping through ``configure_gradient_clipping``, ``optimizer.step()``.
+Everything the user wrote runs as it is; nothing is imitated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError, SPMDError
+from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.guards import BatchGuard, Guards
+from lightning_spmd.ir.node_info import Section, TensorSpec
+from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
+from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.stages.capture.batch import Batch, LeafWasRead
+from lightning_spmd.stages.capture.decisions import decision_program
+from lightning_spmd.stages.capture.host_scalar import math_follows_scalars, scalar_of
+from lightning_spmd.stages.capture.inputs import InputTable, global_spec
+from lightning_spmd.stages.capture.log_recorder import LogRecorder
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap
+from lightning_spmd.stages.capture.python_state import (
+    AttributeSpy,
+    TrainerView,
+    python_state_unchanged,
+    trainer_seen_as,
+)
+from lightning_spmd.stages.capture.recorder import Recorder, in_section, location_of
+
+
+@dataclass
+class CaptureRequest:
+    """What to capture.
+
+    Args:
+        module: the LightningModule.
+        optimizer: its only optimizer.
+        trainer: the Trainer, which training_step sees through a recording view.
+        variant: part of the iteration.
+        batch: this rank's batch; None for a variant without forward.
+        arguments: the other arguments of training_step by name, in order (``batch_idx``, ``dataloader_idx``).
+        rows: rows of the global batch.
+        loss_divisor: ``accumulate_grad_batches``.
+        accumulators: names of the parameters that already hold a gradient (of earlier micro-batches, or ``p.grad``).
+        clip: called with the optimizer between backward and step; None for no clipping.
+        step_context: the precision plugin's ``train_step_context``.
+        tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
+    """
+
+    module: Any
+    optimizer: Optimizer
+    trainer: Any
+    variant: Variant
+    batch: Batch | None
+    arguments: dict[str, Any]
+    rows: int
+    loss_divisor: int
+    accumulators: frozenset[str]
+    clip: Callable[[Any], None] | None
+    step_context: Callable[[], contextlib.AbstractContextManager[Any]]
+    tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def capture(request: CaptureRequest) -> CapturedStep:
+    """Capture one variant of the training iteration.
+
+    Raises:
+        CaptureError: training_step or the optimizer does something that one graph cannot express.
+    """
+    read: set[str] = set()
+    while True:
+        known = len(read)
+        try:
+            return _Capture(request, read).run()
+        except Exception:
+            if len(read) == known:  # otherwise training_step read a non-tensor leaf of the batch: again, with its value
+                raise
+
+
+@dataclass
+class _Outputs:
+    """Graph outputs in the order in which they were asked for."""
+
+    recorder: Recorder
+    nodes: list[Any] = field(default_factory=list)
+    entries: list[GraphOutput] = field(default_factory=list)
+
+    def add(self, value: Any, role: OutputRole, key: tuple[Any, ...], name: str) -> int:
+        self.nodes.append(self.recorder.argument(value))
+        scalar = scalar_of(value)
+        seen = TensorSpec.of(value) if isinstance(value, Tensor) else value if scalar is None else scalar.value
+        self.entries.append(GraphOutput(role, key, name, seen))
+        return len(self.nodes) - 1
+
+
+class _Capture:
+    """The state of one capture."""
+
+    def __init__(self, request: CaptureRequest, read: set[str]) -> None:
+        self.request = request
+        self.read = read
+        self.fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.recorder = Recorder(self.fake_mode)
+        self.inputs = InputTable(self.recorder, self.fake_mode)
+        self.outputs = _Outputs(self.recorder)
+        self.logs = LogRecorder(self.outputs.add)
+        self.names = parameter_names(request.module, request.optimizer)
+        self.swap = OptimizerSwap(request.optimizer, self.names, self.inputs)
+        self.spy = AttributeSpy(request.module)
+        self.view = TrainerView(request.trainer, self._host_value)
+        self.returned: Any = None
+
+    def _host_value(self, name: str, value: Any) -> Any:
+        return self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
+
+    def run(self) -> CapturedStep:
+        request = self.request
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(random_state_kept())
+            stack.enter_context(python_state_unchanged(request.module))
+            slots = stack.enter_context(private.module_tensors_replaced(request.module, self._twin))
+            stack.enter_context(self.swap.active())
+            stack.enter_context(trainer_seen_as(request.module, self.view))
+            stack.enter_context(self.logs.active(request.module))
+            stack.enter_context(_modules_followed(request.module, self.recorder))
+            stack.enter_context(math_follows_scalars(self.recorder))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(request.tracing_context())
+            batch = self._fake_batch()
+            trained = self._trained_parameters()
+            stack.enter_context(self.spy.active())
+            stack.enter_context(self.fake_mode)
+            stack.enter_context(self.recorder)
+            with _explained():
+                self._iteration(batch, trained)
+                self._collect(slots)
+        return self._finish()
+
+    def _twin(self, kind: str, fqn: str, tensor: Tensor) -> Tensor:
+        role = InputRole.PARAMETER if kind == "parameter" else InputRole.BUFFER
+        name = self.names.get(id(tensor), fqn)
+        return self.inputs.tensor(tensor, role, (name,), name)
+
+    def _fake_batch(self) -> Any:
+        batch = self.request.batch
+        if batch is None:
+            return None
+        fakes = {}
+        for position, index in enumerate(batch.tensors):
+            live = batch.values[index]
+            spec = global_spec(live, self.request.rows)
+            fake = self.inputs.fresh_tensor(spec, InputRole.BATCH, (position,), f"batch{batch.paths[index]}")
+            fakes[index] = fake.requires_grad_(live.requires_grad)
+        return batch.rebuild(fakes, self.read)
+
+    def _trained_parameters(self) -> list[tuple[str, Tensor]]:
+        """(name, fake) of what gets a gradient: the optimizer's parameters, or all of the module's in split mode."""
+        wanted = {id(p) for g in self.request.optimizer.param_groups for p in g["params"]}
+        found = []
+        for live, name in self.inputs.live_parameters(self.names):
+            fake = self.inputs.fake_of(live)
+            if fake is not None and fake.requires_grad and (self.request.variant.expose_gradients or id(fake) in wanted):
+                found.append((name, fake))
+        return found
+
+    # ------------------------------------------------------------------ the iteration
+    def _iteration(self, batch: Any, trained: list[tuple[str, Tensor]]) -> None:
+        request, variant = self.request, self.request.variant
+        gradients: dict[str, Tensor] = {}
+        if variant.forward:
+            with torch.enable_grad():
+                loss = self._forward(batch)
+                with in_section(self.recorder, Section.BACKWARD):
+                    gradients = self._backward(loss, trained)
+        with torch.no_grad(), in_section(self.recorder, Section.BACKWARD):
+            gradients = self._add_accumulated(gradients, trained)
+        if not variant.apply:
+            for name, gradient in gradients.items():
+                if name not in request.accumulators:  # an accumulator is an input, updated in place
+                    self.outputs.add(gradient, OutputRole.GRADIENT, (name,), f"gradient of {name}")
+            return
+        for name, parameter in trained:
+            parameter.grad = gradients.get(name)
+        if request.clip is not None:
+            with in_section(self.recorder, Section.CLIP):
+                request.clip(request.optimizer)
+        with in_section(self.recorder, Section.OPTIMIZER):
+            type(request.optimizer).step(request.optimizer)
+
+    def _forward(self, batch: Any) -> Tensor:
+        request = self.request
+        arguments = {k: self._host_value(k, v) if type(v) is int else v for k, v in request.arguments.items()}
+        with request.step_context():
+            returned = request.module.training_step(batch, *arguments.values())
+        loss = returned.get("loss") if isinstance(returned, dict) else returned
+        if not isinstance(loss, Tensor):
+            raise CaptureError(
+                f"training_step returned {type(returned).__name__} without a loss tensor: return the loss, or a dict "
+                "with the key 'loss'"
+            )
+        if not loss.requires_grad:
+            raise CaptureError("the loss that training_step returns does not depend on any trained parameter")
+        self.outputs.add(loss.detach(), OutputRole.LOSS, (), "loss")
+        self.returned = self.logs.lift(returned, OutputRole.STEP_OUTPUT, "training_step")
+        return loss if request.loss_divisor == 1 else loss / request.loss_divisor
+
+    def _backward(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        found = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
+        with torch.no_grad():
+            return {
+                name: in_memory_order_of(parameter, gradient)
+                for (name, parameter), gradient in zip(trained, found, strict=True)
+                if gradient is not None
+            }
+
+    def _add_accumulated(self, gradients: dict[str, Tensor], trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        for name, parameter in trained:
+            if name in self.request.accumulators:
+                held = self.inputs.fresh_tensor(
+                    TensorSpec.of(parameter), InputRole.GRADIENT, (name,), f"gradient of {name}"
+                )
+                gradients[name] = held.add_(gradients[name]) if name in gradients else held
+        return gradients
+
+    # ------------------------------------------------------------------ packing
+    def _collect(self, slots: list[tuple[dict[str, Any], str, str, Any]]) -> None:
+        for tensors, key, fqn, replacement in slots:
+            now = tensors.get(key)
+            if now is not replacement and isinstance(now, Tensor):
+                self.outputs.add(now.detach(), OutputRole.BUFFER, (fqn,), fqn)
+        if self.request.variant.apply:
+            for role, key, name, value in self.swap.changes():
+                self.outputs.add(value, role, key, name)
+
+    def _finish(self) -> CapturedStep:
+        recorder, request = self.recorder, self.request
+        graph = recorder.graph
+        program = decision_program(graph, recorder.decisions)
+        graph.output(tuple(self.outputs.nodes)).meta["val"] = None
+        remove_dead_nodes(graph)
+        self.inputs.drop_unused(keep=program.inputs if program else ())
+        graph.lint()
+        inputs = self.inputs.in_order()
+        guards = [*self.spy.guards(), *self.view.guards.values(), *self.swap.guards()]
+        leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
+        predicate = program.guard([node for node, _ in inputs]) if program else None
+        signature = Signature(_with_mutations(graph, inputs), tuple(self.outputs.entries))
+        module = fx.GraphModule(nn.Module(), graph)
+        return CapturedStep(
+            module, signature, Guards(guards, leaves, predicate), recorder.constants, self.logs.calls, self.returned,
+            request.variant,
+        )
+
+
+def parameter_names(module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """Fully qualified name of every parameter, by ``id``; the first name of a shared one."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            names.setdefault(id(parameter), f"optimizer.param_groups.{index}.{position}")
+    return names
+
+
+def in_memory_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the parameter's memory order, as autograd's accumulation into ``p.grad`` leaves it."""
+    sizes = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
+    if all(size == 1 or wanted == got for size, wanted, got in sizes):
+        return gradient
+    if parameter.is_contiguous():
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient.new_empty_strided(parameter.shape, parameter.stride()).copy_(gradient)
+
+
+def remove_dead_nodes(graph: fx.Graph) -> None:
+    """Erase calls that nothing reads and that change nothing; random draws stay, they advance the generator."""
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node.users or written_arguments(node):
+            continue
+        if not (isinstance(node.target, torch._ops.OpOverload) and private.is_random(node.target)):
+            graph.erase_node(node)
+
+
+def _with_mutations(graph: fx.Graph, inputs: list[tuple[fx.Node, GraphInput]]) -> tuple[GraphInput, ...]:
+    roots = storage_roots(graph)
+    written = {roots[target] for node in graph.nodes for target in written_arguments(node)}
+    return tuple(dataclasses.replace(entry, mutated=node in written) for node, entry in inputs)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The recorder advances torch's generators to recognise recomputed draws; put them back afterwards."""
+    host = torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+@contextlib.contextmanager
+def _modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder which module's forward runs, through torch's global module hooks."""
+    paths = {id(module): path for path, module in root.named_modules()}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        recorder.module_path.append(paths.get(id(module), recorder.module_path[-1]))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        recorder.module_path.pop()
+
+    before = register_module_forward_pre_hook(enter)
+    after = register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Whatever goes wrong under fake tensors becomes a CaptureError with the user's line."""
+    try:
+        yield
+    except (SPMDError, LeafWasRead):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        raise CaptureError(f"training_step could not be captured ({reason})", location_of(error)) from error

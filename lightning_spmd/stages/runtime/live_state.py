@@ -1,0 +1,109 @@
+"""Reads the live values of graph inputs and writes graph outputs back: modules, optimizer, counters.
+
+Values are looked up by name each step, never kept: callbacks replace buffers (SWA), swap weights (EMA) and load
+checkpoints in the middle of a run. The look-ups are prepared once a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole
+from lightning_spmd.ir.steps import CapturedStep
+
+Reader = Callable[[], Any]
+
+
+class LiveState:
+    """The live objects behind one graph.
+
+    Args:
+        module: the LightningModule.
+        optimizer: its optimizer.
+        names: fully qualified name of every parameter, by ``id``, as capture saw it.
+        host_values: readers of host values by name (``batch_idx``, ``trainer.global_step``).
+        gradients: where gradients are held between micro-batches, by parameter name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        names: dict[int, str],
+        host_values: dict[str, Reader],
+        gradients: dict[str, Tensor],
+    ) -> None:
+        self.optimizer = optimizer
+        self.host_values = host_values
+        self.gradients = gradients
+        self._slots = private.tensor_slots(module)
+        self._parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"] if id(p) in names}
+
+    # ------------------------------------------------------------------ inputs
+    def readers(self, step: CapturedStep) -> list[Reader | int]:
+        """For each graph input a function that gives its live value; for a batch leaf its position."""
+        return [self._reader(entry, step.constants) for entry in step.signature.inputs]
+
+    def _reader(self, entry: GraphInput, constants: Sequence[Tensor]) -> Reader | int:
+        key = entry.key
+        match entry.role:
+            case InputRole.BATCH:
+                return int(key[0])
+            case InputRole.PARAMETER | InputRole.BUFFER:
+                if key[0] in self._slots:
+                    tensors, name = self._slots[key[0]]
+                    return lambda: tensors[name]
+                parameter = self._parameters[key[0]]
+                return lambda: parameter
+            case InputRole.CONSTANT:
+                constant = constants[key[0]]
+                return lambda: constant
+            case InputRole.OPTIMIZER_STATE:
+                parameter, optimizer, name = self._parameters[key[0]], self.optimizer, key[1]
+                return lambda: optimizer.state[parameter][name]
+            case InputRole.HYPER_PARAMETER:
+                return self._hyper_parameter(key)
+            case InputRole.HOST_VALUE:
+                return self.host_values[key[0]]
+            case InputRole.GRADIENT:
+                gradients, name = self.gradients, key[0]
+                return lambda: gradients[name]
+        raise ValueError(f"graph input {entry.name!r} of role {entry.role} has no live value")
+
+    def _hyper_parameter(self, key: tuple[Any, ...]) -> Reader:
+        optimizer = self.optimizer
+        if len(key) == 3:
+            group, name, index = key
+            return lambda: optimizer.param_groups[group][name][index]
+        group, name = key
+        return lambda: optimizer.param_groups[group][name]
+
+    # ------------------------------------------------------------------ outputs
+    def writers(self, step: CapturedStep) -> list[tuple[int, Callable[[Any], None]]]:
+        """(output position, function that stores the value) for every output that is state."""
+        found = []
+        for position, entry in enumerate(step.signature.outputs):
+            writer = self._writer(entry)
+            if writer is not None:
+                found.append((position, writer))
+        return found
+
+    def _writer(self, entry: GraphOutput) -> Callable[[Any], None] | None:
+        key = entry.key
+        if entry.role is OutputRole.OPTIMIZER_STATE:
+            parameter, optimizer, name = self._parameters[key[0]], self.optimizer, key[1]
+            return lambda value: optimizer.state[parameter].__setitem__(name, value)
+        if entry.role is OutputRole.HYPER_PARAMETER:
+            group, name = key
+            return lambda value: self.optimizer.param_groups[group].__setitem__(name, value)
+        if entry.role is OutputRole.GRADIENT:
+            return lambda value: self.gradients.__setitem__(key[0], value)
+        if entry.role is OutputRole.BUFFER:
+            tensors, name = self._slots[key[0]]
+            return lambda value: tensors.__setitem__(name, value)
+        return None

@@ -1,0 +1,48 @@
+"""The eager path: plain autograd, gradients averaged over the ranks after backward. For replicated parameters only.
+
+It is what DDP computes (the mean of per-rank means), not one-device semantics, which is why it is announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Average ``p.grad`` over all ranks, in one flat all-reduce a dtype.
+
+    A parameter that got no gradient on any rank keeps None; one that got none here but some elsewhere takes part with
+    zeros. Averaging again what is already averaged changes nothing, so it may follow every backward.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        return
+    present = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
+    dist.all_reduce(present, dist.ReduceOp.MAX)
+    chosen = [p for p, has in zip(trained, present.tolist(), strict=True) if has]
+    world_size = dist.get_world_size()
+    for _, group in groupby(sorted(chosen, key=lambda p: str(p.dtype)), key=lambda p: p.dtype):
+        members = list(group)
+        for p in members:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        flat = torch.cat([p.grad.reshape(-1) for p in members if p.grad is not None])
+        dist.all_reduce(flat)
+        flat /= world_size
+        for p, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
+            if p.grad is not None:
+                p.grad.copy_(piece.view_as(p.grad))
+
+
+def mean_loss(loss: Tensor | None) -> Tensor | None:
+    """The loss averaged over the ranks, so that an optimizer that looks at it (LBFGS) decides alike everywhere."""
+    if loss is None:
+        return None
+    averaged = loss.detach().clone()
+    dist.all_reduce(averaged)
+    return averaged / dist.get_world_size()

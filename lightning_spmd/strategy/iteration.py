@@ -1,0 +1,334 @@
+"""One run's compiled training iteration: finds or builds the graph for a batch, runs it, falls back when it must.
+
+Decisions are taken by all ranks together (``stages.runtime.agreement``): before each step the ranks exchange which
+graph they would run; a rank that has none makes all of them build.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import BatchError, CaptureError, SPMDError
+from lightning_spmd.ir.placement import ShardAxis
+from lightning_spmd.ir.printer import write_stage
+from lightning_spmd.ir.steps import Variant
+from lightning_spmd.stages import build
+from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.trace import CaptureRequest, capture, parameter_names
+from lightning_spmd.stages.runtime.agreement import ControlPlane, stable_hash
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.stages.runtime.live_state import LiveState
+from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.strategy.replay import replay, resolve
+
+# A graph whose guards keep failing costs a capture a step: past this many for one shape, training goes on eagerly.
+MAX_GRAPHS_PER_SHAPE = 16
+# Past this many shapes the user is told once to pad.
+MANY_SHAPES = 16
+
+
+@dataclass(frozen=True)
+class BuildEvent:
+    """Progress of building one graph, for listeners.
+
+    Args:
+        stage: ``"capture"``, ``"expand"``, ``"agree"`` or ``"ready"``.
+        variant: which part of the iteration.
+        seconds: since this build began.
+        nodes: size of the graph, once known.
+    """
+
+    stage: str
+    variant: str
+    seconds: float
+    nodes: int | None = None
+
+
+class FellBack(Exception):  # noqa: N818 - control flow, not an error
+    """This iteration cannot be one graph; the caller goes on eagerly."""
+
+
+class TrainingIteration:
+    """The compiled iteration of one ``fit``.
+
+    Args:
+        module: the LightningModule.
+        optimizer: its optimizer.
+        trainer: the Trainer.
+        axis: builds the mesh axis for a split of the batch: ``split -> ShardAxis``; None on one device.
+        control: host messages among the ranks; None on one device.
+        streams: random numbers of several ranks; None on one device.
+        tracing_context: entered while tracing.
+        listeners: called with each BuildEvent.
+        dump_dir: where every stage's graph is written, or None.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: Optimizer,
+        trainer: Any,
+        axis: Callable[[tuple[int, ...]], ShardAxis] | None,
+        control: ControlPlane | None,
+        streams: RandomStreams | None,
+        tracing_context: Callable[[int], contextlib.AbstractContextManager[Any]],
+        listeners: Sequence[Callable[[BuildEvent], None]],
+        dump_dir: Path | None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.trainer = trainer
+        self.gradients: dict[str, Tensor] = {}
+        self.captures = 0
+        self._axis = axis
+        self._control = control
+        self._streams = streams
+        self._tracing_context = tracing_context
+        self._listeners = listeners
+        self._dump_dir = dump_dir
+        self._graphs: dict[tuple[Any, ...], list[int]] = {}
+        self._executables: list[Executable] = []
+        self._arguments: dict[str, Any] = {}
+        self._told_about_shapes = False
+
+    # ------------------------------------------------------------------ running
+    def run(self, batch_tree: Any, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None) -> Any:
+        """Run one micro-batch.
+
+        Args:
+            batch_tree: the batch as Lightning hands it to training_step.
+            arguments: the other arguments of training_step by name.
+            variant: part of the iteration; ``accumulated`` follows from the gradients that are held.
+            clip: gradient clipping to capture.
+
+        Returns:
+            what training_step returns, with real tensors.
+
+        Raises:
+            FellBack: the iteration must run eagerly; nothing has been changed.
+        """
+        batch = Batch(batch_tree)
+        self._arguments = arguments
+        variant = dataclasses.replace(variant, accumulated=bool(self.gradients))
+        executable, rows = self._executable(batch, variant, clip)
+        outputs = executable.run(batch.tensor_values)
+        self._after(variant)
+        captured = executable.captured
+        world_size = 1 if self._control is None else self._control.world_size
+        replay(self.module, captured.calls, outputs, world_size, rows)
+        return resolve(captured.returned, outputs)
+
+    def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None) -> None:
+        """Run the optimizer alone on gradients that are there already (by parameter name)."""
+        self.gradients.clear()
+        self.gradients.update(gradients)
+        self._arguments = {}
+        executable, _ = self._executable(None, Variant(forward=False, accumulated=True), clip)
+        executable.run(())
+        self._after(executable.captured.variant)
+
+    def _after(self, variant: Variant) -> None:
+        if variant.apply:
+            self.gradients.clear()
+            private.mark_stepped(self.optimizer)
+
+    # ------------------------------------------------------------------ choosing
+    def _executable(
+        self, batch: Batch | None, variant: Variant, clip: Callable[[Any], None] | None
+    ) -> tuple[Executable, int]:
+        if self._control is None:
+            split = (0 if batch is None else batch.rows(),)
+            key, index, reason = self._find(batch, variant, split)
+        else:
+            split, key, index, reason = self._agreed_choice(self._control, batch, variant)
+        if index is None:
+            self._check_limits(key, reason)
+            return self._build(key, batch, variant, clip, split), sum(split)
+        return self._executables[index], sum(split)
+
+    def _agreed_choice(
+        self, control: ControlPlane, batch: Batch | None, variant: Variant
+    ) -> tuple[tuple[int, ...], tuple[Any, ...], int | None, str | None]:
+        """Split, key and graph on which all ranks agree; one small exchange, a second one only when rows differ."""
+        problem: BatchError | None = None
+        rows = 0
+        try:
+            rows = 0 if batch is None else batch.rows()
+        except BatchError as error:
+            problem = error
+        split = (rows,) * control.world_size
+        key, index, reason = self._find(batch, variant, split)
+        shape = stable_hash(None if batch is None else batch.cache_key()[1:])
+        vote = control.vote(None if problem else index, rows, -1 if problem else shape)
+        if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
+            self._reject_batch(control, batch, problem)
+        if vote.rows[0] != vote.rows[1]:
+            split = tuple(control.gather(rows))
+            key, index, reason = self._find(batch, variant, split)
+            vote = control.vote(index, 0, 0)
+        same = not vote.missing and vote.graph[0] == vote.graph[1]
+        return split, key, index if same else None, reason
+
+    def _reject_batch(self, control: ControlPlane, batch: Batch | None, problem: BatchError | None) -> None:
+        sides = control.gather((None if batch is None else batch.describe(), None if problem is None else str(problem)))
+        told = next((text for _, text in sides if text is not None), None)
+        if told is not None:
+            raise BatchError(told)
+        other = next(i for i, side in enumerate(sides) if side != sides[0])
+        raise BatchError(
+            "the ranks hold batches that differ in more than the number of rows:\n"
+            f"  rank 0: {sides[0][0]}\n  rank {other}: {sides[other][0]}\n"
+            "pad every batch to the same shape (in the collate function)"
+        )
+
+    def _find(
+        self, batch: Batch | None, variant: Variant, split: tuple[int, ...]
+    ) -> tuple[tuple[Any, ...], int | None, str | None]:
+        """(key, index of a graph whose guards hold or None, why the last one's do not)."""
+        key = (
+            variant,
+            None if batch is None else batch.cache_key(),
+            split,
+            tuple(self._arguments),
+            self.trainer.accumulate_grad_batches,
+            tuple(self.gradients),
+        )
+        tensors = [] if batch is None else batch.tensor_values
+        reason: str | None = None
+        for index in reversed(self._graphs.get(key, [])):
+            executable = self._executables[index]
+            reason = executable.captured.guards.failure(
+                functools.partial(executable.inputs, tensors),
+                lambda: {} if batch is None else dict(zip(batch.paths, batch.values, strict=True)),
+            )
+            if reason is None:
+                return key, index, None
+        return key, None, reason
+
+    def _check_limits(self, key: tuple[Any, ...], reason: str | None) -> None:
+        if len(self._graphs.get(key, [])) >= MAX_GRAPHS_PER_SHAPE:
+            self._fall_back(
+                f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({reason}); make that value "
+                "a tensor, or stop reading it in training_step"
+            )
+        if len(self._graphs) >= MANY_SHAPES and not self._told_about_shapes:
+            self._told_about_shapes = True
+            rank_zero_warn(
+                f"{len(self._graphs)} different batch shapes so far, each with a graph of its own; pad batches to a few "
+                "sizes to save capture time"
+            )
+
+    # ------------------------------------------------------------------ building
+    def _build(
+        self,
+        key: tuple[Any, ...],
+        batch: Batch | None,
+        variant: Variant,
+        clip: Callable[[Any], None] | None,
+        split: tuple[int, ...],
+    ) -> Executable:
+        started = time.perf_counter()
+
+        def tell(stage: str, nodes: int | None = None) -> None:
+            event = BuildEvent(stage, str(variant), time.perf_counter() - started, nodes)
+            for listener in self._listeners:
+                listener(event)
+
+        executable, problem = None, None
+        tell("capture")
+        try:
+            executable = self._capture_and_build(batch, variant, clip, split, tell)
+        except SPMDError as error:
+            problem = error
+        self._agree(executable, problem, tell)
+        if executable is None:
+            raise RuntimeError("unreachable: without an executable the ranks agreed to fall back")
+        self.captures += 1
+        self._executables.append(executable)
+        self._graphs.setdefault(key, []).append(len(self._executables) - 1)
+        tell("ready", len(executable.graphs.main.graph_module.graph.nodes))
+        return executable
+
+    def _capture_and_build(
+        self,
+        batch: Batch | None,
+        variant: Variant,
+        clip: Callable[[Any], None] | None,
+        split: tuple[int, ...],
+        tell: Callable[[str], None],
+    ) -> Executable:
+        rows = sum(split)
+        captured = capture(
+            CaptureRequest(
+                module=self.module,
+                optimizer=self.optimizer,
+                trainer=self.trainer,
+                variant=variant,
+                batch=batch,
+                arguments=self._arguments,
+                rows=rows,
+                loss_divisor=self.trainer.accumulate_grad_batches,
+                accumulators=frozenset(self.gradients),
+                clip=clip,
+                step_context=self.trainer.precision_plugin.train_step_context,
+                tracing_context=lambda: self._tracing_context(rows),
+            )
+        )
+        self._dump("captured", captured.graph_module, captured.signature)
+        axes = () if self._axis is None else (self._axis(split if batch is not None else self._even()),)
+        graphs = build(captured, axes, tell)
+        if axes:
+            self._dump("expanded", graphs.main.graph_module, graphs.main.signature)
+        names = parameter_names(self.module, self.optimizer)
+        state = LiveState(self.module, self.optimizer, names, self._host_values(), self.gradients)
+        return Executable(captured, graphs, state, self._streams)
+
+    def _even(self) -> tuple[int, ...]:
+        return (1,) * (1 if self._control is None else self._control.world_size)
+
+    def _host_values(self) -> dict[str, Callable[[], Any]]:
+        trainer = self.trainer
+        readers: dict[str, Callable[[], Any]] = {
+            name: lambda n=name: self._arguments[n] for name in self._arguments
+        }
+        readers["trainer.global_step"] = lambda: trainer.global_step
+        readers["trainer.current_epoch"] = lambda: trainer.current_epoch
+        return readers
+
+    def _agree(self, executable: Executable | None, problem: SPMDError | None, tell: Callable[[str], None]) -> None:
+        """All ranks go on with the graph, or all of them fall back, or all of them raise."""
+        problems = [problem]
+        if self._control is not None:
+            tell("agree")
+            problems = self._control.gather(problem)
+        worst = next((p for p in problems if p is not None), None)
+        if worst is None:
+            if self._control is not None and executable is not None:
+                self._control.agree_on(executable.graphs.main)
+            return
+        if isinstance(worst, CaptureError):
+            self._fall_back(str(worst))
+        raise worst
+
+    def _fall_back(self, reason: str) -> None:
+        rank_zero_warn(
+            f"strategy='spmd' trains eagerly from here on (gradients averaged over the ranks, as DDP does): {reason}"
+        )
+        raise FellBack
+
+    def _dump(self, stage: str, graph_module: Any, signature: Any) -> None:
+        if self._dump_dir is not None and self.trainer.is_global_zero:
+            path = write_stage(self._dump_dir, f"{self.captures:02d}_{stage}", graph_module, signature)
+            rank_zero_info(f"wrote {path}")

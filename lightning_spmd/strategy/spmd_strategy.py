@@ -1,0 +1,433 @@
+"""The strategy: Lightning's hooks in, hooks out. Which graph runs is :mod:`lightning_spmd.strategy.iteration`'s affair."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError, ConfigurationError
+from lightning_spmd.ir.steps import Variant
+from lightning_spmd.parallel.mesh import data_parallel_axis
+from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
+from lightning_spmd.stages.runtime.agreement import ControlPlane
+from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.strategy.eager_path import average_gradients, mean_loss
+from lightning_spmd.strategy.iteration import BuildEvent, FellBack, TrainingIteration
+from lightning_spmd.strategy.random_state import pack_random_state, restore_random_state
+from lightning_spmd.strategy.support import Context, Mode, classify
+
+_CHECKPOINT_KEY = "lightning_spmd"
+
+
+class SPMDStrategy(ParallelStrategy):
+    """Trains an unmodified LightningModule as one distributed graph an iteration, exactly as one device would.
+
+    Forward, loss, backward, gradient clipping, optimizer step and logged values become one graph that every device runs
+    on its part of the batch. Parameters are replicated; the batch is split along dimension 0. The result is that of one
+    device on the concatenated global batch, also where DDP differs (losses with ``ignore_index``, batch norm, ragged
+    batches).
+
+    Args:
+        accelerator: set by the Trainer.
+        parallel_devices: set by the Trainer.
+        cluster_environment: set by the Trainer; any of Lightning's.
+        checkpoint_io: set by the Trainer or given as plugin.
+        precision_plugin: set by the Trainer.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
+        timeout: how long a collective may wait for the other ranks.
+        dump_dir: folder that receives every graph as readable Python; None writes nothing.
+
+    Example::
+
+        trainer = L.Trainer(strategy="spmd", devices=2)
+        trainer = L.Trainer(strategy=SPMDStrategy(dump_dir="graphs"), devices=2)
+
+    Raises:
+        ConfigurationError: at ``fit``, when a Trainer flag or callback cannot work with this strategy.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = private.default_process_group_timeout,
+        dump_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.num_nodes = 1
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self.dump_dir = None if dump_dir is None else Path(dump_dir)
+        self.mode = Mode.EAGER
+        self._listeners: list[Callable[[BuildEvent], None]] = []
+        self._iteration: TrainingIteration | None = None
+        self._control: ControlPlane | None = None
+        self._streams: RandomStreams | None = None
+        self._group: Any = None
+        self._stepping = False
+        self._ran_forward = False
+        self._sync_blocked = False
+        self._eager_apply = False
+        self._held: dict[str, Tensor] = {}
+        self._tracing_rows: int | None = None
+        self._resumed: dict[str, Any] | None = None
+
+    # ------------------------------------------------------------------ what Lightning asks by name
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning should sync metrics and split the data set; on one device nothing differs from ``auto``."""
+        return self.num_processes * self.num_nodes > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self.parallel_devices is None:
+            raise ConfigurationError("SPMDStrategy has no devices yet: pass it to Trainer(strategy=...)")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node, one a device."""
+        return 0 if self.parallel_devices is None else len(self.parallel_devices)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is None:
+            raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
+        if self.num_processes * self.num_nodes > 1:
+            self._launcher = private.SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self._set_world_ranks()
+        if not self.is_distributed:
+            return
+        backend = self.process_group_backend or private.default_backend(self.root_device)
+        device = None if self.root_device.type == "cpu" else self.root_device
+        private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
+        if self._control is None:
+            self._control = ControlPlane(self.timeout)
+            # in-graph collectives on a communicator of their own: the default one also carries Lightning's per-batch
+            # broadcast, which would wait for all of them
+            self._group = dist.new_group(backend=backend, timeout=self.timeout)
+
+    def _set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        private.set_rank_zero_only(self.global_rank)
+
+    # ------------------------------------------------------------------ setup
+    @override
+    def setup(self, trainer: Any) -> None:
+        if self.accelerator is None or self.model is None:
+            raise ConfigurationError("SPMDStrategy is not attached to a Trainer: pass it to Trainer(strategy=...)")
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self.is_distributed:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                dist.broadcast(tensor.detach(), 0)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            private.optimizers_to_device(self.optimizers, self.root_device)
+            self._setup_iteration(trainer)
+
+    def _setup_iteration(self, trainer: Any) -> None:
+        module = self.lightning_module
+        if module is None:
+            raise ConfigurationError("there is no LightningModule to train")
+        self.mode, findings = classify(Context(trainer, module, self.optimizers))
+        if self.mode is Mode.REJECTED:
+            raise ConfigurationError(f"strategy='spmd' cannot train this: {findings[0]}")
+        elsewhere = tensors_on_other_devices(module, self.root_device)
+        if elsewhere:
+            raise ConfigurationError(
+                f"tensors of the module are not on {self.root_device}: {', '.join(elsewhere[:5])}. Register them with "
+                "register_buffer (or as parameters), so that they move with the module"
+            )
+        if findings:
+            rank_zero_info(f"strategy='spmd' runs this training {self.mode}: {findings[0]}")
+        self._eager_apply = any(f.feature.name == "optimizer step hooks" for f in findings)
+        self._iteration = None
+        if self.mode is Mode.EAGER:
+            return
+        self._iteration = TrainingIteration(
+            module=module,
+            optimizer=self.optimizers[0],
+            trainer=trainer,
+            axis=self._axis if self.is_distributed else None,
+            control=self._control,
+            streams=self._new_streams(),
+            tracing_context=self._tracing,
+            listeners=self._listeners,
+            dump_dir=self.dump_dir,
+        )
+
+    def _axis(self, split: tuple[int, ...]) -> Any:
+        return data_parallel_axis(split, self.global_rank, self._group.group_name)
+
+    def _new_streams(self) -> RandomStreams | None:
+        if not self.is_distributed:
+            return None
+        seed = self.broadcast(torch.initial_seed())
+        self._streams = RandomStreams(seed, self.global_rank)
+        return self._streams
+
+    @override
+    def model_to_device(self) -> None:
+        if self.model is not None:
+            self.model.to(self.root_device)
+
+    def add_build_listener(self, listener: Callable[[BuildEvent], None]) -> None:
+        """Call ``listener`` with a :class:`BuildEvent` at every stage of building a graph (for progress bars)."""
+        self._listeners.append(listener)
+
+    # ------------------------------------------------------------------ the training iteration
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        iteration = self._compiled_iteration()
+        if iteration is None:
+            return super().training_step(*args, **kwargs)
+        variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
+        arguments = self._named_arguments(args, kwargs)
+        batch = arguments.pop(next(iter(arguments)))
+        try:
+            output = iteration.run(batch, arguments, variant, self._clip)
+        except FellBack:
+            self._leave_graphs(iteration)
+            return super().training_step(*args, **kwargs)
+        self._ran_forward = True
+        if self.mode is Mode.SPLIT:
+            self._held = dict(iteration.gradients)
+            iteration.gradients.clear()
+        return output
+
+    def _compiled_iteration(self) -> TrainingIteration | None:
+        if self._iteration is None or self.lightning_module is None:
+            return None
+        # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
+        return None if private.skips_backward(self.lightning_module.trainer) else self._iteration
+
+    def _named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if self.lightning_module is None:
+            raise ConfigurationError("there is no LightningModule to train")
+        return dict(inspect.signature(self.lightning_module.training_step).bind(*args, **kwargs).arguments)
+
+    def _clip(self, optimizer: Optimizer) -> None:
+        """What the graph does between backward and step: Lightning's own hook, as ``Precision`` calls it."""
+        module = self.lightning_module
+        if module is not None:
+            trainer = module.trainer
+            module.configure_gradient_clipping(
+                optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
+
+    def _leave_graphs(self, iteration: TrainingIteration) -> None:
+        """From now on eagerly; gradients of micro-batches that already ran become ``p.grad``."""
+        self.mode = Mode.EAGER
+        self._iteration = None
+        scale = self.world_size  # each rank holds its share of the sum; the eager path takes the mean over the ranks
+        parameters = dict(iteration.module.named_parameters())
+        for name, gradient in iteration.gradients.items():
+            parameters[name].grad = gradient * scale
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        if module is None:
+            raise ConfigurationError("there is no LightningModule to train")
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if self._iteration is not None and module.automatic_optimization:
+            self._put_gradients(module)
+        else:
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            if self.is_distributed and not self._sync_blocked:
+                average_gradients(list(module.parameters()))
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _put_gradients(self, module: Any) -> None:
+        """Split mode: add what the graph computed to ``p.grad``, as autograd would at this moment."""
+        parameters = dict(module.named_parameters())
+        for name, gradient in self._held.items():
+            parameter = parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._held = {}
+
+    @override
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._sync_blocked = True
+        try:
+            yield
+        finally:
+            self._sync_blocked = False
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if self._iteration is None:
+            return super().optimizer_step(optimizer, self._synced(closure), model, **kwargs)
+        self._stepping, self._ran_forward = True, False
+        try:
+            result = closure()
+        finally:
+            self._stepping = False
+        module = self.lightning_module
+        if self._iteration is None:  # the closure fell back: its gradients are in p.grad, its step is still to come
+            return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+        if self.mode is Mode.SPLIT:
+            private.after_closure(self.precision_plugin, module, optimizer)
+            self._apply_gradients(optimizer)
+        elif not self._ran_forward:
+            self._iteration.apply(dict(self._iteration.gradients), self._clip)
+        return result
+
+    def _apply_gradients(self, optimizer: Optimizer) -> None:
+        iteration = self._iteration
+        module = self.lightning_module
+        if iteration is None or module is None:
+            return
+        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        if not self._eager_apply:
+            try:
+                iteration.apply(gradients, None)
+            except FellBack:
+                self._eager_apply = True
+        if self._eager_apply:
+            optimizer.step()
+
+    def _synced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Eager path: every rank sees the mean loss, so optimizers that look at it (LBFGS) decide alike."""
+        return (lambda: mean_loss(closure())) if self.is_distributed else closure
+
+    # ------------------------------------------------------------------ collectives
+    @contextlib.contextmanager
+    def _tracing(self, rows: int) -> Iterator[None]:
+        """While training_step is traced: it sees the global batch, and compiled submodules run as written."""
+        self._tracing_rows = rows
+        torch.compiler.set_stance("force_eager")
+        try:
+            yield
+        finally:
+            self._tracing_rows = None
+            torch.compiler.set_stance("default")
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self.is_distributed and dist.is_initialized():
+            devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=devices)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not (self.is_distributed and dist.is_initialized()):
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks; inside training_step values are global already and come back as they are."""
+        if not isinstance(tensor, Tensor) or self._tracing_rows is not None:
+            return tensor
+        return private.reduce_over_ranks(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the ranks' tensors; inside training_step a view of the global tensor, differentiable by nature."""
+        rows = self._tracing_rows
+        if rows is None:
+            return super().all_gather(tensor, group, sync_grads)
+        if not self.is_distributed:
+            return tensor
+        if tensor.ndim == 0 or tensor.shape[0] != rows:
+            return tensor.unsqueeze(0).expand(self.world_size, *tensor.shape)
+        if rows % self.world_size:
+            raise CaptureError("self.all_gather in training_step needs the same number of rows on every rank")
+        return tensor.reshape(self.world_size, rows // self.world_size, *tensor.shape[1:])
+
+    # ------------------------------------------------------------------ checkpoints
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            within = private.is_within_training_epoch(module.trainer)
+            checkpoint[_CHECKPOINT_KEY] = {"random_state": pack_random_state(self._streams), "within_epoch": within}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        self._resumed = checkpoint.get(_CHECKPOINT_KEY)
+        return checkpoint
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # The last hook before Lightning makes the training iterator, which draws a shuffle seed as the next epoch of an
+        # uninterrupted run would. In mid-epoch that run draws none, so there the state is restored after it.
+        self._restore_random_state(within_epoch=False)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        self._restore_random_state(within_epoch=True)
+
+    def _restore_random_state(self, *, within_epoch: bool) -> None:
+        module = self.lightning_module
+        if self._resumed is None or module is None or not module.trainer.training:
+            return
+        if self._resumed["within_epoch"] == within_epoch:
+            restore_random_state(self._resumed["random_state"], self._streams)
+            self._resumed = None
+
+    @property
+    def captures(self) -> int:
+        """Number of graphs built since ``fit`` began; 0 when training runs eagerly."""
+        return 0 if self._iteration is None else self._iteration.captures

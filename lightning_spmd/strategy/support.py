@@ -1,0 +1,257 @@
+"""The support matrix: what this strategy does with each Lightning feature, and how it knows at setup.
+
+One row a feature: *compiled* (one graph), *split* (a graph up to ``p.grad``, the user's hooks, a graph from there),
+*eager* (plain autograd, gradients averaged over the ranks as DDP does; only with replicated parameters) or *rejected*.
+Rows with a detector decide the mode of a run; ``docs/support_matrix.md`` is written from this table
+(``python -m lightning_spmd.report.support_matrix``), and every row names the test that backs it.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_spmd import _private_api as private
+
+
+class Mode(enum.StrEnum):
+    """How a training iteration runs."""
+
+    COMPILED = "compiled"
+    SPLIT = "split"
+    EAGER = "eager"
+    REJECTED = "rejected"
+
+
+_ORDER = (Mode.COMPILED, Mode.SPLIT, Mode.EAGER, Mode.REJECTED)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What detectors look at: the Trainer, the LightningModule and its optimizers."""
+
+    trainer: Any
+    module: LightningModule
+    optimizers: list[Any]
+
+
+Detector = Callable[[Context], str | None]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the matrix.
+
+    Args:
+        name: the flag, hook or callback, in Lightning's words.
+        mode: what the strategy does with it.
+        note: why, or what to know; for rejected features the fix.
+        test: test that backs the row (``file::name``).
+        detect: returns what it found (for the message), or None.
+    """
+
+    name: str
+    mode: Mode
+    note: str
+    test: str
+    detect: Detector | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A feature of this run that is not simply compiled."""
+
+    feature: Feature
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.feature.note}"
+
+
+def classify(context: Context) -> tuple[Mode, list[Finding]]:
+    """The mode of a run and the findings that decided it, worst first."""
+    findings = [
+        Finding(feature, found)
+        for feature in FEATURES
+        if feature.detect is not None and (found := feature.detect(context)) is not None
+    ]
+    findings.sort(key=lambda f: -_ORDER.index(f.feature.mode))
+    return (findings[0].feature.mode if findings else Mode.COMPILED), findings
+
+
+# ---------------------------------------------------------------------- detectors
+_GRADIENT_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+def _overrides(context: Context, hooks: Iterable[str]) -> str | None:
+    for hook in hooks:
+        if is_overridden(hook, context.module, LightningModule):
+            return f"{type(context.module).__name__}.{hook} is overridden"
+        for callback in context.trainer.callbacks:
+            if hasattr(Callback, hook) and is_overridden(hook, callback, Callback):
+                return f"callback {type(callback).__name__}.{hook} is overridden"
+    return None
+
+
+def _gradient_hooks(context: Context) -> str | None:
+    return _overrides(context, _GRADIENT_HOOKS)
+
+
+def _clipping_override(context: Context) -> str | None:
+    return _overrides(context, ("configure_gradient_clipping",))
+
+
+def _zero_grad_override(context: Context) -> str | None:
+    return _overrides(context, ("optimizer_zero_grad",))
+
+
+def _backward_override(context: Context) -> str | None:
+    return _overrides(context, ("backward",))
+
+
+def _autograd_hooks(context: Context) -> str | None:
+    hooked = private.names_with_autograd_hooks(context.module)
+    return f"autograd hooks are registered on {', '.join(hooked[:3])}" if hooked else None
+
+
+def _optimizer_hooks(context: Context) -> str | None:
+    hooked = [o for o in context.optimizers if private.has_step_hooks(o)]
+    return f"{type(hooked[0]).__name__} has step hooks" if hooked else None
+
+
+def _needs_closure(context: Context) -> str | None:
+    for optimizer in context.optimizers:
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].kind not in (
+            inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        ):
+            return f"{type(optimizer).__name__}.step evaluates the closure itself"
+    return None
+
+
+def _manual_optimization(context: Context) -> str | None:
+    return None if context.module.automatic_optimization else f"{type(context.module).__name__} optimizes manually"
+
+
+def _no_optimizer(context: Context) -> str | None:
+    real = [o for o in context.optimizers if isinstance(o, torch.optim.Optimizer)]
+    return None if real or not context.module.automatic_optimization else "configure_optimizers returned no optimizer"
+
+
+def _dataloader_iter(context: Context) -> str | None:
+    names = inspect.signature(context.module.training_step).parameters
+    return "training_step takes dataloader_iter" if "dataloader_iter" in names else None
+
+
+def _detect_anomaly(context: Context) -> str | None:
+    return "Trainer(detect_anomaly=True)" if private.detects_anomaly(context.trainer) else None
+
+
+def _scaled_precision(context: Context) -> str | None:
+    plugin = context.trainer.precision_plugin
+    scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+    return "precision='16-mixed' scales the loss" if scaled else None
+
+
+def _foreign_precision(context: Context) -> str | None:
+    known = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+    plugin = context.trainer.precision_plugin
+    return None if type(plugin) in known else f"precision plugin {type(plugin).__name__}"
+
+
+def _foreign_accelerator(context: Context) -> str | None:
+    kind = context.trainer.strategy.root_device.type
+    return None if kind in ("cpu", "cuda") else f"accelerator {kind!r}"
+
+
+def _pruning(context: Context) -> str | None:
+    return "callback ModelPruning" if any(isinstance(c, ModelPruning) for c in context.trainer.callbacks) else None
+
+
+_FIT = "tests/strategy/test_features.py"
+_EQUAL = "tests/equality/test_one_device.py"
+_SPLIT_NOTE = "p.grad is real and reduced when the hook runs; the update is a graph of its own"
+FEATURES: tuple[Feature, ...] = (
+    Feature("automatic optimization, one optimizer", Mode.COMPILED, "the whole iteration is one graph",
+            f"{_EQUAL}::test_world_size_one_is_bitwise_the_eager_trainer"),
+    Feature("accumulate_grad_batches, GradientAccumulationScheduler", Mode.COMPILED,
+            "graphs that accumulate and graphs that apply; gradients are reduced at the apply only",
+            f"{_FIT}::test_gradient_accumulation_scheduler_equals_eager"),
+    Feature("gradient_clip_val by norm and by value", Mode.COMPILED, "Lightning's own clipping, in the graph",
+            f"{_EQUAL}::test_world_size_one_is_bitwise_the_eager_trainer"),
+    Feature("LR schedulers, LearningRateMonitor", Mode.COMPILED,
+            "lr, betas and momentum are graph inputs: a scheduler never causes a recapture",
+            f"{_FIT}::test_one_cycle_never_recaptures"),
+    Feature("self.log, self.log_dict, torchmetrics", Mode.COMPILED,
+            "recorded at capture, replayed each step; logged values are global on every rank",
+            f"{_EQUAL}::test_several_ranks_equal_one_device"),
+    Feature("precision 32-true, bf16-mixed, bf16-true, 64-true", Mode.COMPILED, "captured under the precision plugin",
+            f"{_FIT}::test_precision_equals_eager"),
+    Feature("precision 16-mixed", Mode.EAGER, "loss scaling skips steps on overflow, a decision on data",
+            f"{_FIT}::test_loss_scaling_runs_eagerly", _scaled_precision),
+    Feature("precision transformer-engine, bitsandbytes and others", Mode.REJECTED,
+            "use 32-true, bf16-true, bf16-mixed or 64-true",
+            f"{_FIT}::test_foreign_precision_is_rejected", _foreign_precision),
+    Feature("accelerators other than cpu and cuda", Mode.REJECTED, "use accelerator='cpu' or 'gpu'",
+            f"{_FIT}::test_foreign_accelerator_is_rejected", _foreign_accelerator),
+    Feature("on_before_zero_grad, on_before_backward, on_after_backward, on_before_optimizer_step", Mode.SPLIT,
+            _SPLIT_NOTE, f"{_FIT}::test_gradient_hooks_see_and_change_gradients", _gradient_hooks),
+    Feature("configure_gradient_clipping overridden", Mode.SPLIT, _SPLIT_NOTE,
+            f"{_FIT}::test_overridden_clipping_is_honoured", _clipping_override),
+    Feature("optimizer_zero_grad overridden", Mode.SPLIT, _SPLIT_NOTE,
+            f"{_FIT}::test_overridden_zero_grad_is_honoured", _zero_grad_override),
+    Feature("optimizer step hooks", Mode.SPLIT, "gradients come from a graph, optimizer.step() itself runs eagerly",
+            f"{_FIT}::test_optimizer_step_hooks_run_each_step", _optimizer_hooks),
+    Feature("optimizer_step overridden", Mode.COMPILED,
+            "delegating to optimizer.step(closure) is one graph; calling closure() first gives two",
+            f"{_FIT}::test_optimizer_step_that_calls_the_closure_itself"),
+    Feature("backward overridden", Mode.EAGER, "user code runs autograd",
+            f"{_FIT}::test_eager_features_train", _backward_override),
+    Feature("tensor, parameter and module backward hooks (wandb.watch)", Mode.EAGER, "autograd must call them",
+            f"{_FIT}::test_eager_features_train", _autograd_hooks),
+    Feature("LBFGS and other optimizers that re-evaluate the closure", Mode.EAGER, "the closure runs several times a step",
+            f"{_FIT}::test_eager_features_train", _needs_closure),
+    Feature("manual optimization", Mode.EAGER, "user code runs the optimizers; gradients are averaged over the ranks",
+            f"{_FIT}::test_eager_features_train", _manual_optimization),
+    Feature("configure_optimizers returns None", Mode.EAGER, "nothing to optimize",
+            f"{_FIT}::test_eager_features_train", _no_optimizer),
+    Feature("training_step(dataloader_iter)", Mode.EAGER, "the step fetches its own data",
+            f"{_FIT}::test_eager_features_train", _dataloader_iter),
+    Feature("detect_anomaly", Mode.EAGER, "anomaly detection watches autograd at work",
+            f"{_FIT}::test_eager_features_train", _detect_anomaly),
+    Feature(".item(), data-dependent branches and shapes, Python or NumPy random numbers in training_step", Mode.EAGER,
+            "found at capture; announced once with file:line", "tests/strategy/test_bad_input.py::test_item_falls_back"),
+    Feature("StochasticWeightAveraging", Mode.COMPILED, "its batch-norm epoch runs eagerly",
+            f"{_FIT}::test_weight_callbacks_equal_eager"),
+    Feature("EMAWeightAveraging, callbacks that write weights", Mode.COMPILED, "parameters are the live storage",
+            f"{_FIT}::test_weight_callbacks_equal_eager"),
+    Feature("BackboneFinetuning, add_param_group, freezing", Mode.COMPILED, "a guard recaptures when the structure changes",
+            f"{_FIT}::test_unfreezing_recaptures"),
+    Feature("ModelPruning", Mode.REJECTED, "it reparametrises modules while training; prune before or after",
+            f"{_FIT}::test_pruning_is_rejected", _pruning),
+    Feature("sync_batchnorm", Mode.COMPILED, "batch-norm statistics are those of the global batch anyway",
+            f"{_FIT}::test_sync_batchnorm_changes_nothing"),
+    Feature("tied, frozen, unused parameters; shared modules", Mode.COMPILED, "one input a tensor; no gradient, no update",
+            f"{_FIT}::test_special_parameters_equal_eager"),
+    Feature("varying shapes, ragged last batch", Mode.COMPILED, "one graph a shape, decided by all ranks together",
+            f"{_FIT}::test_ragged_last_batch_equals_eager"),
+    Feature("gradient checkpointing (torch.utils.checkpoint)", Mode.COMPILED, "recomputation is part of the graph",
+            f"{_FIT}::test_activation_checkpointing_equals_eager"),
+    Feature("self.all_gather, strategy.reduce in training_step", Mode.COMPILED,
+            "the graph sees the global batch: all_gather is a view of it, reduce is the identity",
+            f"{_FIT}::test_all_gather_in_training_step"),
+    Feature("validate, test, predict", Mode.EAGER, "plain eager steps on each rank's share of the data",
+            f"{_FIT}::test_evaluation_equals_eager"),
+    Feature("ModelCheckpoint, resume, load_from_checkpoint", Mode.COMPILED,
+            "plain Lightning checkpoints plus the state of the random numbers",
+            "tests/strategy/test_checkpoint.py::test_resume_is_bitwise"),
+)
