@@ -26,7 +26,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if not RequirementCache("jsonargparse[signatures]>=4.39"):
         raise SystemExit(
             "lightning-spmd: the command line needs jsonargparse, which training from Python does not. "
-            "Install it with: pip install 'lightning-spmd[cli]'"
+            "Install it with: pip install 'lightning-spmd[cli]', or by itself: pip install 'jsonargparse[signatures]'"
         )
     # A mistake is answered with usage and message: the full usage, 60 lines of options, would hide the message.
     usage = {name: {"usage": f"lightning-spmd {name} --config RECIPE [options]"} for name in LightningCLI.subcommands()}
