@@ -14,6 +14,9 @@ import torch.optim.optimizer as _torch_optimizer
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout as default_process_group_timeout
 
+# Sharding rules are looked up by operator; rules for unknown overloads need its packet and tags.
+from torch._ops import OpOverload
+
 # Capture sees operators below autograd through a dispatch mode; without it there is no graph at all.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -41,6 +44,7 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "SubprocessScriptLauncher",
     "TorchDispatchMode",
     "after_closure",
@@ -65,6 +69,7 @@ __all__ = [
     "reduce_over_ranks",
     "set_rank_zero_only",
     "skips_backward",
+    "storage_of",
     "tensor_slots",
 ]
 
@@ -224,3 +229,8 @@ def skips_backward(trainer: Any) -> bool:
 def is_within_training_epoch(trainer: Any) -> bool:
     """Whether batches of the current epoch are still to come (decides where a resumed run restores random state)."""
     return not trainer.fit_loop.epoch_loop._is_training_done and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identity of the tensor's storage; fake tensors have no data pointer to compare."""
+    return tensor.untyped_storage()._cdata

@@ -135,10 +135,10 @@ class SPMDStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
         self._set_world_ranks()
         if not self.is_distributed:
-            return
+            return  # nor reset_seed(): one device draws the numbers that strategy="auto" draws
+        reset_seed()
         backend = self.process_group_backend or private.default_backend(self.root_device)
         device = None if self.root_device.type == "cpu" else self.root_device
         private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)

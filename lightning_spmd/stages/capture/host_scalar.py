@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from lightning_spmd.stages.capture.recorder import Recorder
@@ -210,6 +211,18 @@ def scalar_of(value: Any) -> HostScalar | None:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and isinstance(value.node, HostScalar):
         return value.node
     return None
+
+
+class TensorsFollowScalars(TorchFunctionMode):
+    """``torch.tensor(x)`` and ``torch.as_tensor(x)`` of a recorded number stay connected to it instead of freezing it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and args and (scalar := scalar_of(args[0])) is not None:
+            default = {float: torch.get_default_dtype(), int: torch.int64, bool: torch.bool}[type(scalar.value)]
+            dtype = kwargs.get("dtype") or default
+            return torch.scalar_tensor(args[0], dtype=dtype, device=kwargs.get("device"))
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -78,6 +78,10 @@ class InputTable:
         index = len(self.recorder.constants)
         return self._placeholder(InputRole.CONSTANT, (index,), f"constant {index}", TensorSpec.of(tensor))
 
+    def storages(self) -> set[int]:
+        """Identities of the storages of all tensor inputs."""
+        return {private.storage_of(fake) for _, fake in self._fakes.values()}
+
     def live_parameters(self, names: dict[int, str]) -> list[tuple[Tensor, str]]:
         """(live tensor, name) of every parameter that is an input, in the order of ``names``."""
         return [(self._fakes[i][0], name) for i, name in names.items() if i in self._fakes]

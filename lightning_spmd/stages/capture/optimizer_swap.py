@@ -110,8 +110,8 @@ class OptimizerSwap:
         scalar, before = scalar_of(value), scalar_of(self._before.get((owner, key)))
         return scalar is not None and before is not None and scalar.node is before.node
 
-    def guards(self) -> list[ValueGuard]:
-        """Guards on the structure of groups and state and on everything in the groups that is not an input."""
+    def guards(self, *, stepped: bool) -> list[ValueGuard]:
+        """Guards on the groups' structure and on everything in them that is not an input; on the state if ``stepped``."""
         optimizer = self.optimizer
 
         def structure() -> Any:
@@ -124,10 +124,8 @@ class OptimizerSwap:
             state = optimizer.state
             return tuple([len(state[p]) if p in state else 0 for g in optimizer.param_groups for p in g["params"]])
 
-        return [
-            ValueGuard("the structure of optimizer.param_groups", structure, structure()),
-            ValueGuard("the entries of optimizer.state", states, states()),
-        ]
+        guards = [ValueGuard("the structure of optimizer.param_groups", structure, structure())]
+        return [*guards, ValueGuard("the entries of optimizer.state", states, states())] if stepped else guards
 
 
 _ABSENT = object()

@@ -76,7 +76,8 @@ class Recorder(private.TorchDispatchMode):
         self.constants.append(tensor)
         self.bind(tensor, node)
         if tensor.numel() == 1 and tensor.device.type == "cpu":
-            self.shadow(tensor, tensor.detach().clone())
+            with private.disable_dispatch_modes():
+                self.shadow(tensor, tensor.detach().clone())
         return node
 
     def argument(self, value: Any) -> Any:
@@ -153,7 +154,7 @@ class Recorder(private.TorchDispatchMode):
                 return self._alias(func, args[0], node)
             if func is aten.lift_fresh.default:
                 func = aten.clone.default  # torch.tensor(...): fresh each step, not the constant itself
-        if func is aten._local_scalar_dense.default:
+        if func in (aten._local_scalar_dense.default, aten.item.default):
             return self._item(args[0])
         if self._exposed:
             args, kwargs = self.reclaim(func, args, kwargs)
@@ -223,14 +224,17 @@ class Recorder(private.TorchDispatchMode):
                 user_location(),
             )
         node = self.graph.call_function(aten._local_scalar_dense.default, (source,))
-        value = real.item()
+        with private.disable_dispatch_modes():
+            value = real.item()
         node.meta.update(val=value, info=self.info())
         return HostScalar(value, node, self).as_symbol()
 
     def _run_shadow(self, func: Any, args: Any, kwargs: Any, flat: list[Any], out: Any) -> None:
         """Compute on true values what is computed from single-element host tensors alone (step counters)."""
         tensors = [a for a in flat if isinstance(a, Tensor)]
-        if not tensors or not all(id(t) in self._shadows for t in tensors):
+        is_made_here = not tensors and isinstance(out, Tensor) and out.numel() == 1 and out.device.type == "cpu"
+        known = all(id(t) in self._shadows for t in tensors) and not private.is_random(func)
+        if not known or not (tensors or is_made_here):
             for t in private.mutated_arguments(func, args, kwargs):
                 self._shadows.pop(id(t), None)
             return

@@ -27,7 +27,7 @@ from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, Outp
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.stages.capture.batch import Batch, LeafWasRead
 from lightning_spmd.stages.capture.decisions import decision_program
-from lightning_spmd.stages.capture.host_scalar import math_follows_scalars, scalar_of
+from lightning_spmd.stages.capture.host_scalar import TensorsFollowScalars, math_follows_scalars, scalar_of
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap
@@ -136,6 +136,7 @@ class _Capture:
             stack.enter_context(self.logs.active(request.module))
             stack.enter_context(_modules_followed(request.module, self.recorder))
             stack.enter_context(math_follows_scalars(self.recorder))
+            stack.enter_context(TensorsFollowScalars())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.tracing_context())
             batch = self._fake_batch()
@@ -218,12 +219,17 @@ class _Capture:
 
     def _backward(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
         found = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
+        taken = self.inputs.storages()
+        gradients: dict[str, Tensor] = {}
         with torch.no_grad():
-            return {
-                name: in_memory_order_of(parameter, gradient)
-                for (name, parameter), gradient in zip(trained, found, strict=True)
-                if gradient is not None
-            }
+            for (name, parameter), gradient in zip(trained, found, strict=True):
+                if gradient is not None:
+                    owned = in_memory_order_of(parameter, gradient)
+                    if private.storage_of(owned) in taken:  # two parameters, one gradient tensor: clipping writes twice
+                        owned = owned.clone()
+                    taken.add(private.storage_of(owned))
+                    gradients[name] = owned
+        return gradients
 
     def _add_accumulated(self, gradients: dict[str, Tensor], trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
         for name, parameter in trained:
@@ -253,7 +259,7 @@ class _Capture:
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()
         inputs = self.inputs.in_order()
-        guards = [*self.spy.guards(), *self.view.guards.values(), *self.swap.guards()]
+        guards = [*self.spy.guards(), *self.view.guards.values(), *self.swap.guards(stepped=request.variant.apply)]
         leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
         predicate = program.guard([node for node, _ in inputs]) if program else None
         signature = Signature(_with_mutations(graph, inputs), tuple(self.outputs.entries))
