@@ -1,0 +1,154 @@
+"""What must hold of every artefact: checked between stages and after every pass.
+
+* the graph is in topological order, its placeholders and outputs are those of the signature, every node has its facts;
+* nothing moved across a write to the storage that it reads (:func:`stamp_writes` remembers which side it was on);
+* every collective is waited exactly once, and nobody reads it before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import fx
+
+from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.node_info import NodeInfo, TensorSpec
+from lightning_spmd.ir.signature import InputRole, Signature
+from lightning_spmd.ir.steps import CapturedStep, ShardedStep
+
+_NAMESPACE = "_c10d_functional"
+_STAMP = "write_counts"
+
+
+def verify_captured(step: CapturedStep) -> None:
+    """Check a captured step.
+
+    Raises:
+        VerificationError: naming the node and what is wrong with it.
+    """
+    graph = step.graph_module.graph
+    _verify_graph(graph, step.signature)
+    for node in graph.nodes:
+        if _namespace(node) == _NAMESPACE:
+            raise VerificationError(f"{node.name}: a collective in a captured graph, which is the one-device program")
+
+
+def verify_sharded(step: ShardedStep) -> None:
+    """Check a sharded step, after expansion and after every pass.
+
+    Raises:
+        VerificationError: naming the node and what is wrong with it.
+    """
+    graph = step.graph_module.graph
+    _verify_graph(graph, step.signature)
+    _verify_collectives(graph)
+    _verify_writes(graph)
+    for entry in (*step.signature.inputs, *step.signature.outputs):
+        if len(entry.placements) != len(step.axes):
+            raise VerificationError(
+                f"{entry.name} has {len(entry.placements)} placements on {len(step.axes)} mesh axes"
+            )
+
+
+def stamp_writes(graph: fx.Graph) -> None:
+    """Remember, for every node, how many writes each storage that it reads had seen: the side of every mutation."""
+    for node, counts in _write_counts(graph):
+        node.meta[_STAMP] = counts
+
+
+def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that start a collective."""
+    return (n for n in graph.nodes if _namespace(n) == _NAMESPACE and "wait_tensor" not in str(n.target))
+
+
+def activation_collectives(step: ShardedStep) -> list[fx.Node]:
+    """Collectives that move activations, which data parallelism never needs. For tests.
+
+    Innocent are all-reduces of
+
+    * one number, or per-channel statistics (all dimensions but one have at most two elements);
+    * a gradient: as many elements as some parameter.
+
+    Every other all-reduce, and every gather or scatter of more than one number a rank, is returned.
+    """
+    parameters = {
+        entry.value.numel
+        for _, entry in step.signature.inputs_of(InputRole.PARAMETER, InputRole.GRADIENT)
+        if isinstance(entry.value, TensorSpec)
+    }
+    guilty: list[fx.Node] = []
+    for node in collectives(step.graph_module.graph):
+        spec = node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else None
+        if not isinstance(spec, TensorSpec):
+            guilty.append(node)
+            continue
+        statistic = spec.numel == 1 or math.prod(sorted(spec.shape)[:-1]) <= 2
+        reduces = "all_reduce" in str(node.target)
+        if not (spec.numel == 1 or (reduces and (statistic or spec.numel in parameters))):
+            guilty.append(node)
+    return guilty
+
+
+# ---------------------------------------------------------------- pieces
+def _namespace(node: fx.Node) -> str:
+    return getattr(node.target, "namespace", "") if node.op == "call_function" else ""
+
+
+def _verify_graph(graph: fx.Graph, signature: Signature) -> None:
+    seen: set[fx.Node] = set()
+    placeholders: list[fx.Node] = []
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                raise VerificationError(f"{node.name} reads {operand.name}, which comes later or is not in the graph")
+        seen.add(node)
+        if node.op == "placeholder":
+            placeholders.append(node)
+        elif node.op == "call_function":
+            _verify_facts(node)
+    if len(placeholders) != len(signature.inputs):
+        raise VerificationError(f"{len(placeholders)} placeholders for {len(signature.inputs)} inputs in the signature")
+    for node, entry in zip(placeholders, signature.inputs, strict=True):
+        if isinstance(entry.value, TensorSpec) and node.meta.get("val") != entry.value:
+            raise VerificationError(f"input {entry.name} is {entry.value}, its placeholder {node.meta.get('val')}")
+    output = next(iter(reversed(graph.nodes)), None)
+    if output is None or output.op != "output" or not isinstance(output.args[0], (tuple, list)):
+        raise VerificationError("the graph does not end in a flat tuple of outputs")
+    if len(output.args[0]) != len(signature.outputs):
+        raise VerificationError(f"{len(output.args[0])} outputs, {len(signature.outputs)} in the signature")
+
+
+def _verify_facts(node: fx.Node) -> None:
+    if "val" not in node.meta or not isinstance(node.meta.get("info"), NodeInfo):
+        raise VerificationError(f"{node.name} ({node.target}) lacks meta['val'] or meta['info']")
+
+
+def _verify_collectives(graph: fx.Graph) -> None:
+    for node in collectives(graph):
+        waits = [u for u in node.users if "wait_tensor" in str(u.target)]
+        if len(waits) != 1 or len(node.users) != 1:
+            users = ", ".join(u.name for u in node.users)
+            raise VerificationError(
+                f"{node.name} must be waited exactly once and read by nobody else; its users: {users}"
+            )
+
+
+def _write_counts(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
+    roots = storage_roots(graph)
+    writes: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        yield node, tuple(writes.get(roots[operand], 0) for operand in node.all_input_nodes)
+        for operand in written_arguments(node):
+            writes[roots[operand]] = writes.get(roots[operand], 0) + 1
+
+
+def _verify_writes(graph: fx.Graph) -> None:
+    for node, counts in _write_counts(graph):
+        stamped = node.meta.get(_STAMP)
+        if stamped is not None and stamped != counts and len(stamped) == len(counts):
+            operand = next(o for o, a, b in zip(node.all_input_nodes, stamped, counts, strict=True) if a != b)
+            raise VerificationError(
+                f"{node.name} ({node.target}) reads {operand.name} on the wrong side of a write to its storage"
+            )

@@ -1,0 +1,183 @@
+"""What a sharding rule sees (:class:`OpCall`) and what it answers (:class:`Layout`).
+
+A rule speaks about one operator call and one mesh axis. Operands are the tensors among the arguments in schema order,
+lists flattened; outputs are flattened the same way. Rules are asked only when some operand is not replicated (or a
+placement of the result was asked for), and need not mention the layout in which everything is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import fx
+
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Shard, ShardAxis
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.expand.emit import LocalCall
+
+Emit: TypeAlias = "Callable[[LocalCall], list[fx.Node | None]]"
+Rule: TypeAlias = "Callable[[OpCall], list[Layout]]"
+Localizer: TypeAlias = "Callable[[LocalCall], dict[str, Any]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One legal way to run an operator on the ranks of one axis.
+
+    Args:
+        inputs: the placement that each operand must have.
+        outputs: the placement that each output then has.
+        emit: builds the local program where the operator itself on local tensors is not it; gives one node an output.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    emit: Emit | None = None
+
+
+@cache
+def argument_names(op: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, default, keyword-only) of every schema argument of an operator."""
+    return tuple((a.name, a.default_value, a.kwarg_only) for a in op._schema.arguments)  # noqa: SLF001
+
+
+def bind_arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by schema name, defaults filled in."""
+    return {
+        name: args[i] if i < len(args) else kwargs.get(name, default)
+        for i, (name, default, _) in enumerate(argument_names(op))
+    }
+
+
+def flatten_values(value: Any) -> Iterator[Any]:
+    """The leaves of nested lists and tuples."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flatten_values(item)
+    else:
+        yield value
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether an argument is a node that produces one tensor."""
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), TensorSpec)
+
+
+class OpCall:
+    """One operator call of the global graph, seen along one mesh axis."""
+
+    __slots__ = ("arguments", "axis", "current", "forced", "node", "op", "operands", "outputs", "specs")
+
+    def __init__(self, node: fx.Node, axis: ShardAxis, placement_of: Callable[[fx.Node], Placement]) -> None:
+        self.node = node
+        self.op: Any = node.target
+        self.axis = axis
+        self.arguments = bind_arguments(node.target, node.args, node.kwargs)
+        self.operands: list[fx.Node] = [v for v in flatten_values(list(self.arguments.values())) if is_tensor(v)]
+        self.specs: list[TensorSpec] = [n.meta["val"] for n in self.operands]
+        self.current: list[Placement] = [placement_of(n) for n in self.operands]
+        self.outputs: list[Any] = list(flatten_values(node.meta.get("val")))
+        self.forced: Placement | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument by schema name, or ``default`` if this overload has none of that name."""
+        return self.arguments.get(name, default)
+
+    def index(self, name: str) -> int | None:
+        """Position among the operands of the tensor argument ``name``, or None if it is absent."""
+        position = 0
+        for key, value in self.arguments.items():
+            leaves = [v for v in flatten_values(value) if is_tensor(v)]
+            if key == name:
+                return position if leaves else None
+            position += len(leaves)
+        return None
+
+    def named(self, dims: dict[str, int | None]) -> list[int | None]:
+        """Dimensions per operand from dimensions per argument name (first tensor of a list argument)."""
+        found: list[int | None] = [None] * len(self.operands)
+        for name, dim in dims.items():
+            if (i := self.index(name)) is not None:
+                found[i] = dim
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape of the first output."""
+        return self.outputs[0].shape
+
+
+# Per operand or output: a tensor dimension to split, or a placement, or None for "replicated".
+Where: TypeAlias = "int | Placement | None"
+
+
+def _placement(where: Where, outer: int) -> Placement:
+    if where is None:
+        return REPLICATE
+    return Shard(where, outer) if isinstance(where, int) else where
+
+
+def along(call: OpCall, inputs: Sequence[Where], outputs: Sequence[Where], emit: Emit | None = None) -> list[Layout]:
+    """Layouts that split the given dimensions of operands and outputs together.
+
+    Offered only where an operand already is split that way (or the output is wanted that way): nobody splits for fun.
+    """
+    outers = {
+        p.outer
+        for p, d in zip(call.current, inputs, strict=True)
+        if isinstance(p, Shard) and isinstance(d, int) and p.dim == d
+    }
+    if isinstance(call.forced, Shard) and outputs and outputs[0] == call.forced.dim and isinstance(outputs[0], int):
+        outers.add(call.forced.outer)
+    found: list[Layout] = []
+    for outer in outers:
+        sizes = {s.shape[d] for s, d in zip(call.specs, inputs, strict=True) if isinstance(d, int)}
+        sizes |= {
+            s.shape[d] for s, d in zip(call.outputs, outputs, strict=True) if isinstance(d, int) and s is not None
+        }
+        if all(size % outer == 0 and call.axis.divides(size // outer) for size in sizes) and (
+            outer == 1 or len(sizes) == 1
+        ):
+            found.append(
+                Layout(tuple(_placement(d, outer) for d in inputs), tuple(_placement(d, outer) for d in outputs), emit)
+            )
+    return found
+
+
+def linear(call: OpCall, positions: Sequence[int], outputs: Sequence[Where] | None = None) -> list[Layout]:
+    """The layout in which the operands at ``positions`` and all outputs are partial sums, the others replicated."""
+    if not any(call.current[i] == Partial() for i in positions):
+        return []
+    inputs = tuple(Partial() if i in positions else REPLICATE for i in range(len(call.operands)))
+    return [Layout(inputs, tuple(_placement(d, 1) for d in outputs) if outputs else (Partial(),) * len(call.outputs))]
+
+
+def rowwise(call: OpCall, excluded: Sequence[int] = (), *, last: int = 0) -> list[Layout]:
+    """Layouts for operators that treat every index of the other dimensions alike.
+
+    All operands and outputs that have at least ``ndim - last`` dimensions share their leading ones; smaller operands
+    are replicated.
+
+    Args:
+        call: the call.
+        excluded: dimensions (of the first output) that are worked along, may be negative.
+        last: that many trailing dimensions are worked along too.
+    """
+    ndim = max((len(s.shape) for s in [*call.specs, *call.outputs] if s is not None), default=0)
+    banned = {d % ndim for d in excluded} if ndim else set()
+    found: list[Layout] = []
+    for dim in range(ndim - last):
+        if dim in banned:
+            continue
+        inputs = [dim if len(s.shape) > dim and len(s.shape) >= ndim - last else None for s in call.specs]
+        outputs = [dim if s is not None and len(s.shape) > dim else None for s in call.outputs]
+        found.extend(along(call, inputs, outputs))
+    return found

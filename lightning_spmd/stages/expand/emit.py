@@ -1,0 +1,305 @@
+"""Writes this rank's program from the placements that propagation chose, one global node after the other.
+
+Every value may exist in several versions, one a placement tuple. A version is made once and used by all later readers;
+writing into a value drops its other versions and those of everything that shares its storage.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from lightning_spmd._private_api import is_random
+from lightning_spmd.errors import ExpansionError
+from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.node_info import TensorSpec, info_of
+from lightning_spmd.ir.placement import REPLICATE, Placement, Shard, ShardAxis
+from lightning_spmd.ir.signature import Signature
+from lightning_spmd.stages.expand.call import (
+    Emit,
+    Layout,
+    argument_names,
+    bind_arguments,
+    flatten_values,
+    is_tensor,
+)
+from lightning_spmd.stages.expand.program import LocalProgram, local_shape, local_spec
+from lightning_spmd.stages.expand.propagate import AxisPlan
+from lightning_spmd.stages.expand.redistribute import cost, redistribute
+from lightning_spmd.stages.expand.rules import LOCALIZERS, lookup
+
+Placements = tuple[Placement, ...]
+
+
+class EmissionError(ExpansionError):
+    """The local program of one node does not fit: a rule is wrong for this call. ``node`` is the global node."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        info = info_of(node)
+        where = " ".join(filter(None, [f"in module {info.module!r}" if info.module else "", info.source]))
+        super().__init__(f"{node.target} {where}: {reason}")
+        self.node = node
+
+
+class LocalCall:
+    """What a custom emitter or a localizer sees of one call: local operands, placements on every axis.
+
+    Args:
+        program: where nodes are appended.
+        node: the global node.
+        layouts: the chosen layout on each axis.
+        operands: the local operands, in schema order.
+        numbers: the local nodes of number-valued global nodes.
+    """
+
+    def __init__(
+        self,
+        program: LocalProgram,
+        node: fx.Node,
+        layouts: Sequence[Layout],
+        operands: list[fx.Node],
+        numbers: dict[fx.Node, fx.Node],
+    ) -> None:
+        self.program = program
+        self.node = node
+        self.layouts = layouts
+        self.operands = operands
+        self.globals = bind_arguments(node.target, node.args, node.kwargs)
+        self.outputs: list[Any] = list(flatten_values(node.meta.get("val")))
+        self._numbers = numbers
+        flat = iter(operands)
+        self._locals = {name: self._substitute(value, flat) for name, value in self.globals.items()}
+        self.call = program.call
+
+    def _substitute(self, value: Any, flat: Any) -> Any:
+        if is_tensor(value):
+            return next(flat)
+        if isinstance(value, fx.Node):
+            return self._numbers[value]
+        return type(value)(self._substitute(v, flat) for v in value) if isinstance(value, (list, tuple)) else value
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument ``name`` with local operands."""
+        return self._locals[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As ``[]``, or ``default`` if the overload has no such argument."""
+        return self._locals.get(name, default)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Global spec of the tensor argument ``name``."""
+        return self.globals[name].meta["val"]
+
+    def output_shape(self, index: int = 0) -> list[int]:
+        """Local shape of output ``index``."""
+        placements = [layout.outputs[index] for layout in self.layouts]
+        return list(local_shape(self.outputs[index].shape, placements, self.program.axes))
+
+    def sharded_axes(self, operand: int = 0) -> list[ShardAxis]:
+        """The axes over which operand ``operand`` is split."""
+        pairs = zip(self.program.axes, self.layouts, strict=True)
+        return [axis for axis, layout in pairs if isinstance(layout.inputs[operand], Shard)]
+
+    def emitting_axes(self, emit: Emit) -> list[ShardAxis]:
+        """The axes whose layout asked for this emitter."""
+        return [a for a, layout in zip(self.program.axes, self.layouts, strict=True) if layout.emit is emit]
+
+    def all_reduce(self, value: fx.Node, axes: Sequence[ShardAxis], op: str = "sum") -> fx.Node:
+        """``value`` reduced over several axes."""
+        for axis in axes:
+            value = self.program.all_reduce(value, axis, op)
+        return value
+
+    def items(self, value: fx.Node) -> list[fx.Node | None]:
+        """The outputs of a multi-output call, one node each."""
+        return [
+            self.call(operator.getitem, value, i) if isinstance(spec, TensorSpec) else None
+            for i, spec in enumerate(value.meta["val"])
+        ]
+
+    def default(self, **overrides: Any) -> fx.Node:
+        """The operator itself on local operands, written as the global call is, with some arguments replaced."""
+        node = self.node
+        names = [name for name, _, _ in argument_names(node.target)]
+        values = {**self._locals, **overrides}
+        given = names[: len(node.args)]
+        keywords = [n for n in names if n in node.kwargs or (n in overrides and n not in given)]
+        new = self.call(node.target, *[values[n] for n in given], **{n: values[n] for n in keywords})
+        if overrides and any(not axis.is_even for axis in self.program.axes):
+            new.meta["rank_dependent"] = True
+        return new
+
+
+class Emitter:
+    """One run over the global graph.
+
+    Args:
+        graph: the global graph.
+        plans: what propagation chose, one entry a mesh axis.
+    """
+
+    def __init__(self, graph: fx.Graph, plans: Sequence[AxisPlan]) -> None:
+        self.graph = graph
+        self.plans = plans
+        self.axes = tuple(plan.axis for plan in plans)
+        self.program = LocalProgram(self.axes)
+        self.versions: dict[fx.Node, dict[Placements, fx.Node]] = {}
+        self.items: dict[fx.Node, Sequence[fx.Node | None]] = {}
+        self.numbers: dict[fx.Node, fx.Node] = {}
+        roots = storage_roots(graph)
+        self.aliases: dict[fx.Node, list[fx.Node]] = {}
+        for node, root in roots.items():
+            self.aliases.setdefault(root, []).append(node)
+        self.roots = roots
+
+    def run(self, signature: Signature) -> fx.GraphModule:
+        """Write the whole graph."""
+        inputs = iter(signature.inputs)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node, next(inputs).value)
+            elif node.op == "output":
+                return self._output(node)
+            else:
+                self._node(node)
+        raise ExpansionError("the captured graph has no output node")
+
+    # ------------------------------------------------------------------ pieces
+    def _placements(self, node: fx.Node, index: int = 0) -> Placements:
+        return tuple(plan.outputs[node][index] for plan in self.plans)
+
+    def _input(self, node: fx.Node, value: Any) -> None:
+        if isinstance(value, TensorSpec):
+            placements = self._placements(node)
+            new = self.program.add_input(node, local_spec(value, placements, self.axes), placements)
+            self.versions[node] = {placements: new}
+        else:
+            self.numbers[node] = self.program.add_input(node, value, (REPLICATE,) * len(self.axes))
+
+    def _node(self, node: fx.Node) -> None:
+        self.program.info = info_of(node)
+        try:
+            if node.target is operator.getitem:
+                self._getitem(node)
+            elif any(node in plan.layouts for plan in self.plans):
+                self._operator(node)
+            else:
+                new = self.program.call(
+                    node.target, *fx.map_arg(node.args, self._number), **fx.map_arg(node.kwargs, self._number)
+                )
+                new.meta["val"] = node.meta["val"]
+                new.meta["placements"] = (REPLICATE,) * len(self.axes)
+                self.numbers[node] = new
+        except EmissionError:
+            raise
+        except Exception as error:
+            raise EmissionError(node, f"{type(error).__name__}: {error}") from error
+
+    def _number(self, node: fx.Node) -> fx.Node:
+        return self.numbers[node]
+
+    def _getitem(self, node: fx.Node) -> None:
+        parent, index = node.args
+        item = self.items[parent][index]  # type: ignore[index]
+        if item is None:
+            item = self.program.call(operator.getitem, self.numbers[parent], index)  # type: ignore[index]
+        if isinstance(node.meta["val"], TensorSpec):
+            self._bind(node, item, self._placements(node))
+        else:
+            self.numbers[node] = item
+
+    def _bind(self, node: fx.Node, new: fx.Node, placements: Placements) -> None:
+        expected = local_shape(node.meta["val"].shape, placements, self.axes)
+        if self.program.shape(new) != expected:
+            raise EmissionError(
+                node, f"local shape is {self.program.shape(new)}, placements {placements} say {expected}"
+            )
+        new.meta["placements"] = placements
+        self.versions[node] = {placements: new}
+
+    def _operator(self, node: fx.Node) -> None:
+        layouts = [plan.layouts[node] for plan in self.plans]
+        operands = self.plans[0].operands[node]
+        local = [self._version(o, tuple(layout.inputs[i] for layout in layouts)) for i, o in enumerate(operands)]
+        written = written_arguments(node)
+        for operand, new in zip(operands, local, strict=True):
+            if operand in written:
+                self._written(operand, new)
+        call = LocalCall(self.program, node, layouts, local, self.numbers)
+        emits = {layout.emit for layout in layouts if layout.emit is not None}
+        if len(emits) > 1:
+            raise EmissionError(node, "two mesh axes need different local programs")
+        if emits:
+            self._bind_items(node, emits.pop()(call))
+            return
+        new = call.default(**self._local_sizes(call))
+        if is_random(node.target):
+            sharded = any(isinstance(p, Shard) for layout in layouts for p in layout.outputs)
+            new.meta["random"] = "sharded" if sharded else "replicated"
+        self._bind_outputs(node, new)
+
+    def _local_sizes(self, call: LocalCall) -> dict[str, Any]:
+        localizer = lookup(LOCALIZERS, call.node.target)
+        split = any(isinstance(p, Shard) for layout in call.layouts for p in (*layout.inputs, *layout.outputs))
+        return localizer(call) if localizer is not None and split else {}
+
+    def _bind_outputs(self, node: fx.Node, new: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, TensorSpec):
+            self._bind(node, new, self._placements(node))
+        elif isinstance(value, (tuple, list)):
+            self.numbers[node] = new
+            self.items[node] = [None] * len(value)
+            new.meta["placements"] = tuple(self._placements(node, i) for i in range(len(value)))
+        else:
+            self.numbers[node] = new
+            new.meta["placements"] = (REPLICATE,) * len(self.axes)
+
+    def _bind_items(self, node: fx.Node, items: list[fx.Node | None]) -> None:
+        if isinstance(node.meta.get("val"), TensorSpec):
+            if items[0] is None:
+                raise EmissionError(node, "the emitter gave no output")
+            self._bind(node, items[0], self._placements(node))
+        else:
+            self.items[node] = items
+
+    # ------------------------------------------------------------------ versions
+    def _version(self, node: fx.Node, want: Placements) -> fx.Node:
+        versions = self.versions[node]
+        if want in versions:
+            return versions[want]
+        spec, section = node.meta["val"], info_of(node).section
+
+        def distance(have: Placements) -> float:
+            return sum(cost(spec, h, w, section) for h, w in zip(have, want, strict=True))
+
+        have = min(versions, key=distance)
+        versions.update(redistribute(self.program, versions[have], spec.shape, have, want))
+        if want not in versions:
+            raise ExpansionError(f"no way from {have} to {want} for {node.name}")
+        return versions[want]
+
+    def _written(self, node: fx.Node, new: fx.Node) -> None:
+        """``node`` is about to be written through its version ``new``: every other version is stale."""
+        for alias in self.aliases[self.roots[node]]:
+            versions = self.versions.get(alias)
+            if versions is None:
+                continue
+            if alias is node:
+                self.versions[alias] = {p: v for p, v in versions.items() if v is new}
+            else:
+                first = next(iter(versions))
+                self.versions[alias] = {first: versions[first]}
+
+    def _output(self, node: fx.Node) -> fx.GraphModule:
+        outputs: list[Any] = []
+        for i, value in enumerate(node.args[0]):  # type: ignore[arg-type]
+            if is_tensor(value):
+                self.program.info = info_of(value)
+                outputs.append(self._version(value, tuple(plan.results[i] for plan in self.plans)))
+            else:
+                outputs.append(self.numbers[value] if isinstance(value, fx.Node) else value)
+        return self.program.finish(outputs)

@@ -1,0 +1,89 @@
+"""The stage's function: placements for every axis, then one local program."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+from torch import fx
+
+from lightning_spmd.errors import ExpansionError
+from lightning_spmd.ir.node_info import TensorSpec, info_of
+from lightning_spmd.ir.placement import ShardAxis
+from lightning_spmd.ir.signature import Signature
+from lightning_spmd.ir.steps import CapturedStep, ShardedStep
+from lightning_spmd.ir.verify import stamp_writes
+from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan
+from lightning_spmd.stages.expand.emit import EmissionError, Emitter
+from lightning_spmd.stages.expand.program import local_spec
+from lightning_spmd.stages.expand.propagate import AxisPlan, propagate
+
+_ATTEMPTS = 32
+
+
+class ReplicationWarning(UserWarning):
+    """An operator without a sharding rule runs on gathered tensors: correct, slow, and named in the message."""
+
+
+def expand(captured: CapturedStep, axes: tuple[ShardAxis, ...], plan: ParallelPlan | None = None) -> ShardedStep:
+    """This rank's program of a captured step: one-device semantics on the concatenated global batch.
+
+    Args:
+        captured: the global-view step; it is not changed.
+        axes: the mesh axes, each with this rank's coordinate on it.
+        plan: placements of inputs and outputs; by default the batch is split and everything else replicated, and
+            gradients are exposed as the step's variant says.
+
+    Raises:
+        ExpansionError: naming the operator, its module and line, if no correct local program was found.
+        BatchError: if a leaf of the batch cannot be split like the batch.
+    """
+    plan = plan or ReplicatedPlan(reduce_gradients=captured.variant.expose_gradients)
+    graph, signature = captured.graph_module.graph, captured.signature
+    banned: dict[fx.Node, str] = {}
+    for _ in range(_ATTEMPTS):
+        plans = [propagate(graph, signature, axis, plan, banned) for axis in axes]
+        emitter = Emitter(graph, plans)
+        try:
+            graph_module = emitter.run(signature)
+        except EmissionError as error:
+            if error.node in banned:
+                raise
+            banned[error.node] = str(error)
+            continue
+        stamp_writes(graph_module.graph)
+        fallbacks = _describe(plans, banned)
+        return ShardedStep(graph_module, _local_signature(graph, signature, plans), axes, fallbacks)
+    raise ExpansionError("no correct local program after trying to replicate:\n" + "\n".join(banned.values()))
+
+
+def _local_signature(graph: fx.Graph, signature: Signature, plans: list[AxisPlan]) -> Signature:
+    axes = tuple(p.axis for p in plans)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs = []
+    for node, entry in zip(placeholders, signature.inputs, strict=True):
+        placements = tuple(p.outputs[node][0] for p in plans)
+        value = local_spec(entry.value, placements, axes) if isinstance(entry.value, TensorSpec) else entry.value
+        inputs.append(dataclasses.replace(entry, value=value, placements=placements))
+    outputs = []
+    for i, entry in enumerate(signature.outputs):
+        placements = tuple(p.results[i] for p in plans)
+        value = local_spec(entry.value, placements, axes) if isinstance(entry.value, TensorSpec) else entry.value
+        outputs.append(dataclasses.replace(entry, value=value, placements=placements))
+    return Signature(tuple(inputs), tuple(outputs))
+
+
+def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str]) -> list[str]:
+    lines: list[str] = []
+    for plan in plans:
+        for node, size in plan.replicated.items():
+            info = info_of(node)
+            where = " ".join(filter(None, [f"in module {info.module!r}" if info.module else "", info.source]))
+            reason = f" ({banned[node]})" if node in banned else ""
+            lines.append(
+                f"{node.target} {where} has no sharding rule: its inputs are gathered over {plan.axis.name}, "
+                f"{size} bytes a step{reason}; register one with torch.distributed.tensor.experimental.register_sharding"
+            )
+    for op, line in {line.split(" ", 1)[0]: line for line in reversed(lines)}.items():
+        warnings.warn(f"{line}" if lines else op, ReplicationWarning, stacklevel=3)
+    return lines

@@ -1,0 +1,136 @@
+"""The graph being written: every call is run once on fake tensors, which gives its local spec and catches bad shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_spmd._private_api import FakeTensorMode
+from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
+from lightning_spmd.ir.placement import Placement, Shard, ShardAxis
+
+_functional = torch.ops._c10d_functional
+
+
+def local_shape(shape: Sequence[int], placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> tuple[int, ...]:
+    """This rank's shape of a tensor of global ``shape``."""
+    local = list(shape)
+    for placement, axis in zip(placements, axes, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] = placement.outer * axis.local_size(local[placement.dim] // placement.outer)
+    return tuple(local)
+
+
+def local_spec(spec: TensorSpec, placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> TensorSpec:
+    """This rank's spec of a dense tensor: local shape, strides in the same order."""
+    shape = local_shape(spec.shape, placements, axes)
+    if shape == spec.shape:
+        return spec
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (spec.stride[d], -d)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return TensorSpec(shape, tuple(stride), spec.dtype, spec.device)
+
+
+class LocalProgram:
+    """Builds one rank's graph.
+
+    Args:
+        axes: the mesh axes.
+    """
+
+    def __init__(self, axes: tuple[ShardAxis, ...]) -> None:
+        self.axes = axes
+        self.graph = fx.Graph()
+        self.attributes: dict[str, torch.Tensor] = {}
+        self.mode = FakeTensorMode()
+        self.fakes: dict[fx.Node, Any] = {}
+        self.info: NodeInfo | None = None
+
+    def add_input(self, node: fx.Node, value: Any, placements: tuple[Placement, ...]) -> fx.Node:
+        """A placeholder for the global placeholder ``node`` with its local value."""
+        new = self.graph.placeholder(str(node.target))
+        new.meta.update(val=value, placements=placements)
+        if isinstance(value, TensorSpec):
+            self.fakes[new] = self.fake(value)
+        return new
+
+    def fake(self, spec: TensorSpec) -> Any:
+        """A fake tensor of this spec."""
+        with self.mode:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Local shape of what a new node produces."""
+        return tuple(self.fakes[node].shape)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append a call and compute its spec."""
+        fake_args = fx.map_arg(args, self._fake_of)
+        fake_kwargs = fx.map_arg(kwargs, self._fake_of)
+        with self.mode:
+            fake = op(*fake_args, **fake_kwargs)
+        return self._append(op, args, kwargs, fake)
+
+    def collective(self, op: Any, operand: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
+        """Append a functional collective on ``operand`` and the wait for it; gives the waited result.
+
+        The result's spec is stated, not computed: no process group needs to exist while graphs are built.
+        """
+        source = self.fakes[operand]
+        if not source.is_contiguous():
+            operand = self.call(torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
+        with self.mode:
+            result = torch.empty(shape, dtype=source.dtype, device=source.device)
+        info = self.info or NodeInfo(Section.COMMUNICATION)
+        info = NodeInfo(Section.COMMUNICATION, info.module, info.source)
+        started = self._append(op, (operand, *args), {}, result)
+        waited = self._append(_functional.wait_tensor.default, (started,), {}, result)
+        started.meta["info"] = waited.meta["info"] = info
+        return waited
+
+    def all_reduce(self, operand: fx.Node, axis: ShardAxis, op: str = "sum") -> fx.Node:
+        """The reduction of ``operand`` over the ranks of ``axis``."""
+        return self.collective(_functional.all_reduce.default, operand, self.shape(operand), op, axis.group)
+
+    def constant(self, value: torch.Tensor) -> fx.Node:
+        """A small constant tensor held by the graph module."""
+        name = f"constant_{len(self.attributes)}"
+        self.attributes[name] = value
+        node = self.graph.create_node("get_attr", name)
+        node.meta.update(val=TensorSpec.of(value), info=self.info)
+        with self.mode:
+            self.fakes[node] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        return node
+
+    def _fake_of(self, node: fx.Node) -> Any:
+        return self.fakes[node] if node in self.fakes else node.meta["val"]
+
+    def _append(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> fx.Node:
+        node = self.graph.call_function(op, args, kwargs)
+        node.meta["info"] = self.info
+        if isinstance(fake, torch.Tensor):
+            node.meta["val"] = TensorSpec.of(fake)
+            self.fakes[node] = fake
+        elif isinstance(fake, (tuple, list)):
+            node.meta["val"] = type(fake)(TensorSpec.of(f) if isinstance(f, torch.Tensor) else f for f in fake)
+            self.fakes[node] = fake
+        else:
+            node.meta["val"] = fake
+        return node
+
+    def finish(self, outputs: list[Any]) -> fx.GraphModule:
+        """Close the graph."""
+        self.graph.output(tuple(outputs))
+        return fx.GraphModule(torch.nn.Module() if not self.attributes else _holder(self.attributes), self.graph)
+
+
+def _holder(attributes: dict[str, torch.Tensor]) -> torch.nn.Module:
+    holder = torch.nn.Module()
+    for name, value in attributes.items():
+        holder.register_buffer(name, value)
+    return holder

@@ -1,0 +1,312 @@
+"""Chooses, for one mesh axis, the placement of every value of the global graph.
+
+Nodes are visited once, in order. For each operator the cheapest legal layout given what its operands already are wins
+(``redistribute.cost``); placements already paid for (a gradient that was reduced for the norm) are free.
+
+**Mutation.** A written operand may change its placement only if nobody can see the difference: it is no graph input and
+no other name of its storage is read later; then later readers get the new tensor. Otherwise it must stay as it was
+created. If that would cost communication (``out = zeros(B, T); out[:, 0] = x`` with a split ``x``), the placement is
+wanted at the creation of the storage: it is forced there and propagation starts again (each creation at most once).
+Writes into graph inputs (buffers) never change the input's placement: the other operands are gathered or reduced.
+
+Order of the rules for one operator: ours, then those registered with DTensor (also by users), then replication of
+everything, which is reported.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from lightning_spmd.errors import ExpansionError
+from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.node_info import TensorSpec, info_of
+from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.signature import Signature
+from lightning_spmd.parallel.parallel_plan import ParallelPlan
+from lightning_spmd.stages.expand.call import Layout, OpCall, is_tensor
+from lightning_spmd.stages.expand.redistribute import LATENCY, cost
+from lightning_spmd.stages.expand.registered import registered_layouts
+from lightning_spmd.stages.expand.rules import rule_of
+
+
+@dataclass
+class AxisPlan:
+    """Placements along one axis.
+
+    Args:
+        axis: the mesh axis.
+        layouts: the chosen layout of every operator node.
+        operands: the tensor operands that a layout's ``inputs`` speak of.
+        outputs: placement of each output of a node.
+        results: placement of each graph output.
+        replicated: operators for which no rule was found, and the bytes gathered for that.
+    """
+
+    axis: ShardAxis
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    outputs: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
+    results: list[Placement] = field(default_factory=list)
+    replicated: dict[fx.Node, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Aliasing:
+    """What of the global graph's storage matters here; the same for all axes."""
+
+    roots: dict[fx.Node, fx.Node]
+    groups: dict[fx.Node, list[fx.Node]]
+    position: dict[fx.Node, int]
+    last_use: dict[fx.Node, int]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> _Aliasing:
+        roots = storage_roots(graph)
+        groups: dict[fx.Node, list[fx.Node]] = {}
+        for node, root in roots.items():
+            groups.setdefault(root, []).append(node)
+        position = {node: i for i, node in enumerate(graph.nodes)}
+        last = {node: max((position[u] for u in node.users), default=-1) for node in graph.nodes}
+        return cls(roots, groups, position, last)
+
+    def others_read_later(self, operand: fx.Node, writer: fx.Node) -> list[fx.Node]:
+        """Other names of ``operand``'s storage that are read after ``writer``."""
+        now = self.position[writer]
+        group = self.groups[self.roots[operand]]
+        return [a for a in group if a is not operand and a is not writer and self.position[a] < now < self.last_use[a]]
+
+
+class _ForceError(Exception):
+    """Propagation must start again with another placement at the creation of a storage."""
+
+
+class Propagation:
+    """Propagation along one axis.
+
+    Args:
+        graph: the global graph.
+        signature: its signature.
+        axis: the axis.
+        plan: placements of inputs and outputs.
+        banned: operators whose rules did not fit: replicate them.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, signature: Signature, axis: ShardAxis, plan: ParallelPlan, banned: Mapping[fx.Node, str]
+    ) -> None:
+        self.graph = graph
+        self.signature = signature
+        self.axis = axis
+        self.plan = plan
+        self.banned = banned
+        self.aliasing = _Aliasing.of(graph)
+        self.forced: dict[fx.Node, Placement] = {}
+        self.result = AxisPlan(axis)
+        self.versions: dict[fx.Node, list[Placement]] = {}
+        self.detached: set[fx.Node] = set()
+
+    def run(self) -> AxisPlan:
+        """Choose all placements."""
+        while True:
+            self.result = AxisPlan(self.axis)
+            self.versions, self.detached = {}, set()
+            try:
+                self._pass()
+            except _ForceError:
+                continue
+            return self.result
+
+    def _pass(self) -> None:
+        inputs = iter(self.signature.inputs)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._set(node, (self.plan.input_placement(self.axis, next(inputs)),))
+            elif node.op == "output":
+                self._results(node)
+            elif node.target is operator.getitem:
+                self._getitem(node)
+            elif hasattr(node.target, "_schema"):
+                self._operator(node)
+
+    def _set(self, node: fx.Node, placements: tuple[Placement, ...]) -> None:
+        self.result.outputs[node] = placements
+        if isinstance(node.meta.get("val"), TensorSpec):
+            self.versions[node] = [placements[0]]
+
+    def _getitem(self, node: fx.Node) -> None:
+        parent, index = node.args
+        if isinstance(parent, fx.Node) and isinstance(index, int):
+            self._set(node, (self.result.outputs[parent][index],))
+            if parent in self.detached:
+                self.detached.add(node)
+
+    def _results(self, node: fx.Node) -> None:
+        for value, entry in zip(node.args[0], self.signature.outputs, strict=True):  # type: ignore[arg-type]
+            current = self._current(value) if is_tensor(value) else REPLICATE
+            self.result.results.append(self.plan.output_placement(self.axis, entry, current))
+
+    # ------------------------------------------------------------------ one operator
+    def _current(self, node: fx.Node) -> Placement:
+        """The placement to reason from: a reduced version, where there is one, stands for a partial sum."""
+        versions = self.versions[node]
+        if isinstance(versions[0], Partial) and Replicate() in versions:
+            return REPLICATE
+        return versions[0]
+
+    def _operator(self, node: fx.Node) -> None:
+        call = OpCall(node, self.axis, self._current)
+        call.forced = self.forced.get(node)
+        self.result.operands[node] = call.operands
+        everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))
+        if call.forced is None and all(isinstance(p, Replicate) for p in call.current):
+            self._choose(call, everywhere)
+            return
+        candidates = self._candidates(call)
+        if call.forced is not None:
+            wanted = [c for c in candidates if c.outputs[0] == call.forced]
+            if wanted:
+                self._choose(call, min(wanted, key=lambda c: self._cost(call, c)))
+                return
+        written = written_arguments(node)
+        options = [*candidates, everywhere]
+        if written:
+            self._choose_writing(call, options, written)
+        else:
+            self._choose(call, min(options, key=lambda c: self._cost(call, c)))
+
+    def _candidates(self, call: OpCall) -> list[Layout]:
+        node = call.node
+        if node in self.banned:
+            self.result.replicated[node] = self._gathered_bytes(call)
+            return []
+        rule = rule_of(call.op)
+        if rule is not None:
+            return rule(call)
+        found = registered_layouts(call)
+        if found is None:
+            self.result.replicated[node] = self._gathered_bytes(call)
+            return []
+        return found
+
+    def _gathered_bytes(self, call: OpCall) -> int:
+        return sum(s.bytes for s, p in zip(call.specs, call.current, strict=True) if not isinstance(p, Replicate))
+
+    def _operand_cost(self, call: OpCall, index: int, want: Placement) -> float:
+        node = call.operands[index]
+        section = info_of(call.node).section
+        return min(cost(call.specs[index], have, want, section) for have in self.versions[node])
+
+    def _cost(self, call: OpCall, layout: Layout) -> float:
+        total = sum(self._operand_cost(call, i, want) for i, want in enumerate(layout.inputs))
+        # A partial sum must be reduced some day, a replicated value is computed by every rank.
+        later = sum(
+            s.bytes
+            for s, p in zip(call.outputs, layout.outputs, strict=False)
+            if isinstance(p, Partial) and s is not None
+        )
+        return total + 1e-3 * later
+
+    def _choose(self, call: OpCall, layout: Layout) -> None:
+        node = call.node
+        self.result.layouts[node] = layout
+        aliasing = self.aliasing.roots[node] is not node
+        for operand, want in zip(call.operands, layout.inputs, strict=True):
+            versions = self.versions[operand]
+            if aliasing and self.aliasing.roots[operand] is self.aliasing.roots[node]:
+                if want != versions[0] or operand in self.detached:
+                    self.detached.add(node)
+            if want not in versions:
+                if (
+                    isinstance(versions[0], (Partial, Shard))
+                    and Replicate() not in versions
+                    and not isinstance(want, Partial)
+                ):
+                    if not (isinstance(versions[0], Partial) and isinstance(want, Shard)):
+                        versions.append(REPLICATE)
+                if want not in versions:
+                    versions.append(want)
+        self._set(node, layout.outputs)
+
+    # ------------------------------------------------------------------ writes
+    def _choose_writing(self, call: OpCall, options: list[Layout], written: list[fx.Node]) -> None:
+        bound = [i for i, o in enumerate(call.operands) if o in written and not self._may_change(o, call.node)]
+
+        def legal(layout: Layout) -> bool:
+            return all(layout.inputs[i] == self.versions[call.operands[i]][0] for i in bound)
+
+        free = min(options, key=lambda c: self._cost(call, c))
+        allowed = [c for c in options if legal(c)]
+        best = min(allowed, key=lambda c: self._cost(call, c), default=None)
+        if best is None or self._cost(call, best) >= LATENCY > self._cost(call, free):
+            self._force(call, free, bound)
+        if best is None:
+            info = info_of(call.node)
+            raise ExpansionError(
+                f"{call.op} in module {info.module!r} {info.source} writes into a tensor that is split over "
+                f"{self.axis.name} in a way that the operator cannot work on; write to a copy (`x = x.clone()`) instead"
+            )
+        self._choose(call, best)
+        for i, operand in enumerate(call.operands):
+            if operand in written:
+                self._written(operand, best.inputs[i], call.node)
+
+    def _may_change(self, operand: fx.Node, writer: fx.Node) -> bool:
+        root = self.aliasing.roots[operand]
+        return root.op != "placeholder" and not self.aliasing.others_read_later(operand, writer)
+
+    def _written(self, operand: fx.Node, placement: Placement, writer: fx.Node) -> None:
+        others = self.aliasing.others_read_later(operand, writer)
+        if others and (operand in self.detached or any(o in self.detached for o in others)):
+            info = info_of(writer)
+            raise ExpansionError(
+                f"{writer.target} in module {info.module!r} {info.source} writes into one of several views of a tensor "
+                f"that lie differently on the ranks of {self.axis.name}; write to a copy instead"
+            )
+        self.versions[operand] = [placement]
+        for alias in self.aliasing.groups[self.aliasing.roots[operand]]:
+            if alias is not operand and alias in self.versions:
+                del self.versions[alias][1:]
+
+    def _force(self, call: OpCall, wanted: Layout, bound: list[int]) -> None:
+        """Ask for the wanted placement of a written operand where its storage is created, if that can give it."""
+        for i in bound:
+            operand, want = call.operands[i], wanted.inputs[i]
+            root = self.aliasing.roots[operand]
+            if root.op == "placeholder" or root in self.forced or want == self.versions[operand][0]:
+                continue
+            path = [operand]
+            while path[-1] is not root:
+                path.append(next(a for a in path[-1].all_input_nodes if self.aliasing.roots[a] is root))
+            path.reverse()
+            for dim in range(len(root.meta["val"].shape) if isinstance(root.meta["val"], TensorSpec) else 0):
+                if self.axis.divides(root.meta["val"].shape[dim]) and self._leads_to(path, Shard(dim), want):
+                    self.forced[root] = Shard(dim)
+                    raise _ForceError
+
+    def _leads_to(self, path: list[fx.Node], start: Placement, want: Placement) -> bool:
+        placement = start
+        for before, node in zip(path, path[1:], strict=False):
+            if node.target is operator.getitem:
+                continue
+            call = OpCall(node, self.axis, lambda n, b=before, p=placement: p if n is b else self._current(n))
+            rule = rule_of(call.op)
+            index = call.operands.index(before)
+            found = [c for c in (rule(call) if rule else []) if c.inputs[index] == placement]
+            if not found:
+                return False
+            best = min(
+                found, key=lambda c: sum(self._operand_cost(call, i, w) for i, w in enumerate(c.inputs) if i != index)
+            )
+            placement = best.outputs[0]
+        return placement == want
+
+
+def propagate(
+    graph: fx.Graph, signature: Signature, axis: ShardAxis, plan: ParallelPlan, banned: Mapping[fx.Node, str]
+) -> AxisPlan:
+    """Placements of every value along ``axis``. See the module docstring."""
+    return Propagation(graph, signature, axis, plan, banned).run()

@@ -1,0 +1,62 @@
+"""Sharding rules, one operator family a file.
+
+Each file has ``RULES``: operator (an overload, or a packet for all its overloads) → rule, and may have ``LOCALIZERS``:
+operator → function that gives the arguments that must change with local shapes (sizes). An in-place operator without an
+entry uses its functional form's. To add an operator, add an entry to its family.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_spmd._private_api import OpOverload
+from lightning_spmd.stages.expand.call import Localizer, Rule
+from lightning_spmd.stages.expand.rules import (
+    attention,
+    batch_norm,
+    convolution,
+    embedding,
+    factories,
+    foreach,
+    indexing,
+    losses,
+    matmul,
+    norms,
+    pointwise,
+    random,
+    reductions,
+    spatial,
+    views,
+)
+
+_FAMILIES = (
+    pointwise, views, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm, attention, losses,
+    spatial, indexing, foreach,
+)  # fmt: skip
+
+RULES: dict[Any, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
+LOCALIZERS: dict[Any, Localizer] = {
+    op: localizer for family in _FAMILIES for op, localizer in getattr(family, "LOCALIZERS", {}).items()
+}
+
+T = TypeVar("T")
+
+
+def lookup(table: dict[Any, T], op: Any) -> T | None:
+    """The entry of an operator: its overload's, its packet's, or that of the functional form."""
+    found = table.get(op)
+    if found is not None or not isinstance(op, OpOverload):
+        return found
+    packet = op.overloadpacket
+    found = table.get(packet)
+    if found is None and packet.__name__.endswith("_") and not packet.__name__.endswith("__"):
+        base = getattr(getattr(torch.ops, op.namespace), packet.__name__[:-1], None)
+        found = None if base is None else table.get(base)
+    return found
+
+
+def rule_of(op: Any) -> Rule | None:
+    """The sharding rule of an operator; element-wise ones need no entry."""
+    return lookup(RULES, op) or (pointwise.elementwise if pointwise.is_pointwise(op) else None)

@@ -1,0 +1,59 @@
+"""Tensors out of nothing: created whole on every rank, or as this rank's piece where a later write wants it so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_spmd.ir.placement import REPLICATE, Shard
+from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.expand.emit import LocalCall
+
+aten = torch.ops.aten
+
+
+def create(call: OpCall) -> list[Layout]:
+    """Any placement of the result; operands (``new_zeros``) give dtype and device, not values."""
+    operands = tuple(call.current)
+    found = [Layout(operands, (REPLICATE,))]
+    if isinstance(call.forced, Shard):
+        found.append(Layout(operands, (call.forced,)))
+    return found
+
+
+def _size(call: LocalCall) -> dict[str, Any]:
+    return {"size": call.output_shape()}
+
+
+_SIZED = [
+    aten.zeros,
+    aten.ones,
+    aten.full,
+    aten.empty.memory_format,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.new_empty,
+]
+
+RULES: dict[Any, Rule] = dict.fromkeys(
+    [*_SIZED, aten.scalar_tensor, aten.new_empty_strided, aten.empty_strided], create
+)
+
+
+def _size_and_stride(call: LocalCall) -> dict[str, Any]:
+    size = call.output_shape()
+    stride, step = [0] * len(size), 1
+    for dim in sorted(range(len(size)), key=lambda d: (call.outputs[0].stride[d], -d)):
+        stride[dim] = step
+        step *= max(size[dim], 1)
+    return {"size": size, "stride": stride}
+
+
+LOCALIZERS: dict[Any, Localizer] = {
+    **dict.fromkeys(_SIZED, _size),
+    **dict.fromkeys([aten.new_empty_strided, aten.empty_strided], _size_and_stride),
+}

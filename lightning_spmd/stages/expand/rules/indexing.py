@@ -1,0 +1,207 @@
+"""Gather, scatter and advanced indexing.
+
+* along unsplit dimensions, everything else row-wise;
+* a replicated table read with split indices, and its gradient: a partial sum;
+* ``x[arange(batch), position]``: row i reads its own row, recognised by the ``arange`` in the graph; each rank
+  subtracts where its rows start.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from lightning_spmd.ir.placement import PARTIAL
+from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along, is_tensor, rowwise
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.expand.emit import LocalCall
+
+aten = torch.ops.aten
+
+
+# ---------------------------------------------------------------- gather, scatter, index_select
+def _along_dim(call: OpCall) -> list[Layout]:
+    """Every other dimension has one size in all operands, so it may be split."""
+    ndim = len(call.shape)
+    worked = call["dim"] % ndim if ndim else 0
+    found: list[Layout] = []
+    for dim in range(ndim):
+        same = len({s.shape[dim] for s in call.specs if len(s.shape) == ndim}) == 1
+        if dim != worked and same:
+            found += along(call, [dim if len(s.shape) == ndim else None for s in call.specs], [dim])
+    return found
+
+
+def _scatter_add(call: OpCall) -> list[Layout]:
+    found = _along_dim(call)
+    for dim in range(len(call["index"].meta["val"].shape)):
+        if call["index"].meta["val"].shape[dim] == call["src"].meta["val"].shape[dim]:
+            found += along(call, [PARTIAL, dim, dim], [PARTIAL])
+    return found
+
+
+def _index_select(call: OpCall) -> list[Layout]:
+    ndim = len(call.shape)
+    worked = call["dim"] % ndim
+    found = along(call, [None, 0], [worked]) if len(call.specs[1].shape) == 1 else []
+    for dim in range(ndim):
+        if dim != worked:
+            found += along(call, [dim, None], [dim])
+    return found
+
+
+def _index_add(call: OpCall) -> list[Layout]:
+    ndim = len(call.shape)
+    worked = call["dim"] % ndim
+    found = along(call, [PARTIAL, 0, worked], [PARTIAL]) if len(call.specs[1].shape) == 1 else []
+    for dim in range(ndim):
+        if dim != worked:
+            found += along(call, [dim, None, dim], [dim])
+    return found
+
+
+# ---------------------------------------------------------------- x[indices]
+def _is_row_numbers(node: fx.Node, rows: int) -> bool:
+    """Whether the index is ``arange(rows)`` (perhaps as a column)."""
+    views = (
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.expand.default,
+        aten._unsafe_view.default,
+        aten._to_copy.default,
+    )
+    while node.target in views and isinstance(node.args[0], fx.Node):
+        if [s for s in node.meta["val"].shape if s != 1][:1] != [rows] or node.meta["val"].shape[0] != rows:
+            return False
+        node = node.args[0]
+    if node.target is aten.arange.default:
+        return node.args[0] == rows
+    if node.target is aten.arange.start:
+        return node.args[:2] == (0, rows)
+    return node.target is aten.arange.start_step and node.args[:3] in ((0, rows), (0, rows, 1))
+
+
+class _Indexing:
+    """Shape bookkeeping of ``x[indices]``: which result dimensions come from where."""
+
+    def __init__(self, call: OpCall) -> None:
+        self.call = call
+        self.source = call["self"].meta["val"].shape
+        indices = list(call["indices"])
+        self.indices: list[fx.Node | None] = indices + [None] * (len(self.source) - len(indices))
+        tensors = [i for i in self.indices if i is not None]
+        self.plain = all(i.meta["val"].dtype in (torch.int64, torch.int32) for i in tensors)
+        self.broadcast = torch.broadcast_shapes(*[i.meta["val"].shape for i in tensors]) if tensors else ()
+        used = [d for d, i in enumerate(self.indices) if i is not None]
+        adjacent = bool(used) and used == list(range(used[0], used[-1] + 1))
+        self.start = used[0] if adjacent else 0
+        self.used = used
+
+    def result_dim(self, source_dim: int) -> int:
+        """Result dimension of an unindexed source dimension."""
+        before = sum(1 for d in range(source_dim) if self.indices[d] is None)
+        after_block = source_dim > self.start if self.used and self.start in self.used else True
+        return before + (len(self.broadcast) if after_block and (source_dim > self.start or self.start == 0) else 0)
+
+    def index_dims(self, dim: int) -> list[Where]:
+        """Per index operand, its own dimension for dimension ``dim`` of the broadcast shape."""
+        found: list[Where] = []
+        for index in self.indices:
+            if index is not None:
+                shape = index.meta["val"].shape
+                own = dim - (len(self.broadcast) - len(shape))
+                found.append(own if own >= 0 and shape[own] == self.broadcast[dim] else None)
+        return found
+
+
+def _emit_own_rows(call: LocalCall) -> list[fx.Node | None]:
+    indices = list(call["indices"])
+    for axis in call.emitting_axes(_emit_own_rows):
+        offset = axis.offset(call.spec("self").shape[0])
+        indices[0] = call.call(aten.sub.Tensor, indices[0], offset)
+        indices[0].meta["rank_dependent"] = True
+    return [call.default(indices=indices)]
+
+
+def _value_dim(info: _Indexing, result_dim: int, call: OpCall) -> Where:
+    """Dimension of ``values`` for one dimension of the region that is written."""
+    values = call["values"].meta["val"].shape
+    region = list(info.broadcast)
+    for d, index in enumerate(info.indices):
+        if index is None:
+            region.insert(info.result_dim(d), info.source[d])
+    own = result_dim - (len(region) - len(values))
+    return own if own >= 0 and values[own] == region[result_dim] else None
+
+
+def index(call: OpCall) -> list[Layout]:
+    """``x[indices]`` with integer tensors."""
+    info = _Indexing(call)
+    if not info.plain or not info.used:
+        return []
+    count = len(info.used)
+    found: list[Layout] = []
+    for dim, at in enumerate(info.indices):
+        if at is None:
+            found += along(call, [dim, *[None] * count], [info.result_dim(dim)])
+    for dim in range(len(info.broadcast)):
+        found += along(call, [None, *info.index_dims(dim)], [info.start + dim])
+    first = info.indices[0]
+    if first is not None and info.broadcast[:1] == info.source[:1] and _is_row_numbers(first, info.source[0]):
+        found += along(call, [0, *info.index_dims(0)], [info.start], _emit_own_rows)
+    return found
+
+
+def index_put(call: OpCall) -> list[Layout]:
+    """``x[indices] = values`` (or ``+=``)."""
+    info = _Indexing(call)
+    if not info.plain or not info.used or not is_tensor(call["values"]):
+        return []
+    count = len(info.used)
+    found: list[Layout] = []
+    for dim, at in enumerate(info.indices):
+        if at is None:
+            found += along(call, [dim, *[None] * count, _value_dim(info, info.result_dim(dim), call)], [dim])
+    first = info.indices[0]
+    if first is not None and info.broadcast[:1] == info.source[:1] and _is_row_numbers(first, info.source[0]):
+        inputs = [0, *info.index_dims(0), _value_dim(info, info.start, call)]
+        found += along(call, inputs, [0], _emit_own_rows)
+    if call["accumulate"]:
+        for dim in range(len(info.broadcast)):
+            value = _value_dim(info, info.start + dim, call)
+            if value is not None:
+                found += along(call, [PARTIAL, *info.index_dims(dim), value], [PARTIAL])
+    return found
+
+
+def _rows_only(call: OpCall) -> list[Layout]:
+    return rowwise(call, last=1)
+
+
+def _search(call: OpCall) -> list[Layout]:
+    """``bucketize``/``searchsorted`` with one-dimensional boundaries: element-wise in the values."""
+    values = call.index("self")
+    found: list[Layout] = []
+    if values is None or len(call["self"].meta["val"].shape) != len(call.shape):
+        return found
+    boundaries = call.index("boundaries") if "boundaries" in call.arguments else call.index("sorted_sequence")
+    if boundaries is None or len(call.specs[boundaries].shape) != 1:
+        return found
+    for dim in range(len(call.shape)):
+        inputs: list[Where] = [dim if i == values else None for i in range(len(call.operands))]
+        found += along(call, inputs, [dim])
+    return found
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys([aten.gather, aten.scatter, aten.scatter_reduce], _along_dim),
+    aten.scatter_add: _scatter_add,
+    aten.index_select: _index_select,
+    aten.index_add: _index_add,
+    **dict.fromkeys([aten.index.Tensor, aten._unsafe_index.Tensor], index),
+    **dict.fromkeys([aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._index_put_impl_], index_put),
+    **dict.fromkeys([aten.bucketize.Tensor, aten.searchsorted.Tensor], _search),
+}

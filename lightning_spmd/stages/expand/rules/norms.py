@@ -1,0 +1,63 @@
+"""Layer, group and RMS norms: row-wise; gradients of weight and bias are partial sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_spmd.ir.placement import PARTIAL
+from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule, Where, along
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.expand.emit import LocalCall
+
+aten = torch.ops.aten
+
+
+def _rows(call: OpCall, leading: int, whole: tuple[str, ...], outputs: list[Where]) -> list[Layout]:
+    found: list[Layout] = []
+    names = [n for n, v in call.arguments.items() if call.index(n) is not None]
+    for dim in range(leading):
+        inputs = call.named({n: None if n in whole else dim for n in names})
+        placed = [dim if o == 0 else o for o in outputs]
+        placed = [None if spec is None else o for o, spec in zip(placed, call.outputs, strict=True)]
+        found += along(call, inputs, placed)
+    return found
+
+
+def _layer(call: OpCall) -> list[Layout]:
+    leading = len(call.specs[0].shape) - len(call["normalized_shape"])
+    return _rows(call, leading, ("weight", "bias"), [0] * len(call.outputs))
+
+
+def _layer_backward(call: OpCall) -> list[Layout]:
+    leading = len(call.specs[0].shape) - len(call["normalized_shape"])
+    return _rows(call, leading, ("weight", "bias"), [0, *[PARTIAL] * (len(call.outputs) - 1)])
+
+
+def _group(call: OpCall) -> list[Layout]:
+    return _rows(call, 1, ("weight", "bias"), [0, 0, 0])
+
+
+def _group_backward(call: OpCall) -> list[Layout]:
+    return _rows(call, 1, ("weight", "bias"), [0, PARTIAL, PARTIAL])
+
+
+def _rows_argument(call: LocalCall) -> dict[str, Any]:
+    first = next(iter(call.globals))
+    return {"N": call.program.shape(call[first])[0]}
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_layer_norm: _layer,
+    aten.native_layer_norm_backward: _layer_backward,
+    aten._fused_rms_norm: _layer,
+    aten._fused_rms_norm_backward: _layer_backward,
+    aten.native_group_norm: _group,
+    aten.native_group_norm_backward: _group_backward,
+}
+LOCALIZERS: dict[Any, Localizer] = {
+    aten.native_group_norm: _rows_argument,
+    aten.native_group_norm_backward: _rows_argument,
+}

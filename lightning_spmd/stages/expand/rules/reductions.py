@@ -1,0 +1,234 @@
+"""Reductions and row-wise operators along a dimension.
+
+Reducing over the split dimension gives a partial sum (or maximum); a mean is the local sum over the global count, so
+ranks may hold different numbers of rows. Variances combine local means and squared deviations (Chan et al.) in double
+precision, norms combine local powers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from lightning_spmd.ir.placement import PARTIAL, Partial
+from lightning_spmd.stages.expand.call import Emit, Layout, OpCall, Rule, Where, along, linear, rowwise
+from lightning_spmd.stages.expand.rules.pointwise import elementwise
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.expand.emit import LocalCall
+
+aten = torch.ops.aten
+
+
+def _reduced(arguments: Any, ndim: int) -> list[int]:
+    dims = arguments.get("dim")
+    if dims is None or dims == []:
+        return list(range(ndim))
+    return [d % ndim for d in ([dims] if isinstance(dims, int) else dims)] if ndim else []
+
+
+def _after(dim: int, reduced: list[int], keepdim: bool) -> int:
+    return dim if keepdim else dim - sum(1 for d in reduced if d < dim)
+
+
+def _kept(call: OpCall) -> list[Layout]:
+    """Layouts that split a dimension which is not reduced."""
+    ndim = len(call.specs[0].shape)
+    reduced = _reduced(call.arguments, ndim)
+    found: list[Layout] = []
+    for dim in range(ndim):
+        if dim not in reduced:
+            target = _after(dim, reduced, bool(call.get("keepdim", False)))
+            found += along(call, [dim] * len(call.operands), [None if o is None else target for o in call.outputs])
+    return found
+
+
+def _over(call: OpCall, result: Where, emit: Emit | None = None) -> list[Layout]:
+    """Layouts that split a reduced dimension."""
+    reduced = _reduced(call.arguments, len(call.specs[0].shape))
+    return [c for dim in reduced for c in along(call, [dim], [result] * len(call.outputs), emit)]
+
+
+def _sum(call: OpCall) -> list[Layout]:
+    return _kept(call) + _over(call, PARTIAL) + linear(call, (0,))
+
+
+def _emit_mean(call: LocalCall) -> list[fx.Node | None]:
+    spec = call.spec("self")
+    dims = _reduced(call.globals, len(spec.shape))
+    count = math.prod(spec.shape[d] for d in dims)
+    dtype = call.outputs[0].dtype
+    # Half precision: add up in float32, as mean itself does.
+    inner = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = call.call(aten.sum.dim_IntList, call["self"], dims, bool(call.get("keepdim", False)), dtype=inner)
+    mean = call.call(aten.div.Tensor, total, count)
+    return [mean if inner == dtype else call.call(aten._to_copy.default, mean, dtype=dtype)]
+
+
+def _mean(call: OpCall) -> list[Layout]:
+    return _kept(call) + _over(call, PARTIAL, _emit_mean) + linear(call, (0,))
+
+
+def _extreme(op: str) -> Rule:
+    partial = Partial("max") if op == "max" else Partial("min")
+
+    def rule(call: OpCall) -> list[Layout]:
+        if len(call.operands) == 2 or len(call.outputs) == 2:
+            return _kept(call) if len(call.outputs) == 2 else elementwise(call)
+        integer_or_float = call.specs[0].dtype != torch.bool
+        return _kept(call) + (_over(call, partial) if integer_or_float else [])
+
+    return rule
+
+
+def _emit_any(call: LocalCall) -> list[fx.Node | None]:
+    local = call.default()
+    number = call.call(aten._to_copy.default, local, dtype=torch.int32)
+    op = "max" if call.node.target.overloadpacket is aten.any else "min"
+    whole = call.all_reduce(number, call.emitting_axes(_emit_any), op)
+    return [call.call(aten._to_copy.default, whole, dtype=call.outputs[0].dtype)]
+
+
+def _any(call: OpCall) -> list[Layout]:
+    return _kept(call) + _over(call, None, _emit_any)
+
+
+def _correction(call: LocalCall) -> float:
+    if "unbiased" in call.globals:
+        return 1.0 if call.globals["unbiased"] else 0.0
+    correction = call.globals.get("correction")
+    return 1.0 if correction is None else float(correction)
+
+
+def _emit_variance(call: LocalCall) -> list[fx.Node | None]:
+    spec = call.spec("self")
+    dims = _reduced(call.globals, len(spec.shape))
+    keep = bool(call.get("keepdim", False))
+    local = call.program.shape(call["self"])
+    rows, count = math.prod(local[d] for d in dims), math.prod(spec.shape[d] for d in dims)
+    wide = call.call(aten._to_copy.default, call["self"], dtype=torch.float64)
+    total = call.call(aten.sum.dim_IntList, wide, dims, True)
+    centre = call.call(aten.div.Tensor, total, max(rows, 1))
+    deviation = call.call(aten.sub.Tensor, wide, centre)
+    squares = call.call(aten.sum.dim_IntList, call.call(aten.mul.Tensor, deviation, deviation), dims, True)
+    axes = call.emitting_axes(_emit_variance)
+    moment = call.call(
+        aten.add.Tensor, squares, call.call(aten.mul.Tensor, call.call(aten.mul.Tensor, centre, centre), rows)
+    )
+    both = call.all_reduce(call.call(aten.stack.default, [total, moment]), axes)
+    mean = call.call(aten.div.Tensor, call.call(aten.select.int, both, 0, 0), count)
+    spread = call.call(
+        aten.sub.Tensor,
+        call.call(aten.select.int, both, 0, 1),
+        call.call(aten.mul.Tensor, call.call(aten.mul.Tensor, mean, mean), count),
+    )
+    variance = call.call(
+        aten.div.Tensor, call.call(aten.clamp_min.default, spread, 0.0), max(count - _correction(call), 0.0)
+    )
+    name = call.node.target.overloadpacket.__name__
+    if name.startswith("std"):
+        variance = call.call(aten.sqrt.default, variance)
+
+    def finish(value: fx.Node) -> fx.Node:
+        value = value if keep else call.call(aten.squeeze.dims, value, dims)
+        return call.call(aten._to_copy.default, value, dtype=call.outputs[0].dtype)
+
+    return [finish(v) for v in ((variance, mean) if name.endswith("_mean") else (variance,))]
+
+
+def _variance(call: OpCall) -> list[Layout]:
+    return _kept(call) + _over(call, None, _emit_variance)
+
+
+def _emit_norm(call: LocalCall) -> list[fx.Node | None]:
+    power = float(call.get("ord", call.get("p", 2)))
+    local = call.default()
+    axes = call.emitting_axes(_emit_norm)
+    if math.isinf(power):
+        return [call.all_reduce(local, axes, "max" if power > 0 else "min")]
+    if power == 1.0:
+        return [call.all_reduce(local, axes)]
+    powers = call.all_reduce(call.call(aten.pow.Tensor_Scalar, local, power), axes)
+    return [call.call(aten.pow.Tensor_Scalar, powers, 1.0 / power)]
+
+
+def _norm(call: OpCall) -> list[Layout]:
+    power = call.get("ord", call.get("p", 2))
+    known = isinstance(power, (int, float)) and power != 0
+    return _kept(call) + (_over(call, None, _emit_norm) if known else [])
+
+
+def _worked(call: OpCall) -> list[Layout]:
+    """Operators along ``dim`` (all dimensions where it is a list): the other ones may be split."""
+    dims = call["dim"]
+    return rowwise(call, [dims] if isinstance(dims, int) else list(dims))
+
+
+def _cumulative_sum(call: OpCall) -> list[Layout]:
+    return _worked(call) + linear(call, (0,))
+
+
+def _softmax_backward(call: OpCall) -> list[Layout]:
+    return rowwise(call, [call["dim"]])
+
+
+def _selecting_backward(call: OpCall) -> list[Layout]:
+    """Gradient of ``max(dim)`` and the like: scatters along ``dim`` of a tensor of shape ``sizes``."""
+    ndim = len(call.shape)
+    worked = call["dim"] % ndim
+    found: list[Layout] = []
+    for dim in range(ndim):
+        if dim != worked:
+            source = dim if call["keepdim"] else dim - (dim > worked)
+            found += along(call, [source, source], [dim])
+    return found
+
+
+def _sizes(call: LocalCall) -> dict[str, Any]:
+    return {"sizes": call.output_shape()}
+
+
+def _packet(*names: str) -> list[Any]:
+    return [getattr(aten, n) for n in names if hasattr(aten, n)]
+
+
+def _count(call: OpCall) -> list[Layout]:
+    return _kept(call) + _over(call, PARTIAL)
+
+
+RULES: dict[Any, Rule] = {
+    aten.sum: _sum,
+    aten.nansum: _count,
+    aten.mean: _mean,
+    aten.count_nonzero: _count,
+    **dict.fromkeys(_packet("amax", "max"), _extreme("max")),
+    **dict.fromkeys(_packet("amin", "min"), _extreme("min")),
+    **dict.fromkeys(_packet("any", "all"), _any),
+    **dict.fromkeys(_packet("var", "std", "var_mean", "std_mean"), _variance),
+    **dict.fromkeys(_packet("linalg_vector_norm", "norm"), _norm),
+    **dict.fromkeys(_packet("argmax", "argmin", "prod", "aminmax", "median", "nanmedian", "mode", "kthvalue"), _kept),
+    aten.logsumexp: _kept,
+    aten.cumsum: _cumulative_sum,
+    **dict.fromkeys(
+        _packet(
+            "_softmax",
+            "_log_softmax",
+            "topk",
+            "sort",
+            "argsort",
+            "cumprod",
+            "cummax",
+            "cummin",
+            "logcumsumexp",
+            "renorm",
+        ),
+        _worked,
+    ),
+    **dict.fromkeys(_packet("_softmax_backward_data", "_log_softmax_backward_data"), _softmax_backward),
+    aten.value_selecting_reduction_backward: _selecting_backward,
+    aten._safe_softmax: _worked,
+}
+LOCALIZERS: dict[Any, Any] = {aten.value_selecting_reduction_backward: _sizes}

@@ -1,0 +1,272 @@
+"""Views, their backward twins, joining and splitting.
+
+A view in row-major order turns ``(before, split, after)`` into other dimensions. The split stays one dimension's if the
+elements before it are a multiple of that dimension's prefix; the quotient is the number of blocks (``Shard.outer``).
+All of these are linear, so partial sums pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_spmd.ir.placement import Placement, Shard, ShardAxis
+from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule, along, linear
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.expand.emit import LocalCall
+
+aten = torch.ops.aten
+
+
+def map_view(source: Sequence[int], target: Sequence[int], placement: Shard, axis: ShardAxis) -> Shard | None:
+    """Where a split dimension of shape ``source`` is in shape ``target``, or None if it is not one dimension there."""
+    blocks = math.prod(source[: placement.dim]) * placement.outer
+    best: Shard | None = None
+    before = 1
+    for dim, size in enumerate(target):
+        if before > 0 and blocks % before == 0:
+            outer = blocks // before
+            if outer > 0 and size % outer == 0 and axis.divides(size // outer) and (best is None or outer < best.outer):
+                best = Shard(dim, outer)
+        before *= size
+    return best
+
+
+def _through(call: OpCall, placements: Sequence[Placement]) -> list[Layout]:
+    source, target = call.specs[0].shape, call.shape
+    found: list[Layout] = []
+    for placement in placements:
+        if isinstance(placement, Shard) and (mapped := map_view(source, target, placement, call.axis)) is not None:
+            found.append(Layout((placement,), (mapped,)))
+    return found
+
+
+def view(call: OpCall) -> list[Layout]:
+    """``view`` and ``reshape``."""
+    candidates: list[Placement] = [call.current[0]]
+    if isinstance(call.forced, Shard):
+        candidates += [Shard(d) for d in range(len(call.specs[0].shape)) if call.axis.divides(call.specs[0].shape[d])]
+    return _through(call, candidates) + linear(call, (0,))
+
+
+def _dims(call: OpCall, mapping: dict[int, int]) -> list[Layout]:
+    found: list[Layout] = []
+    for source, target in mapping.items():
+        found += along(call, [source], [target])
+    return found + linear(call, (0,))
+
+
+def _permute(call: OpCall) -> list[Layout]:
+    ndim = len(call.shape)
+    return _dims(call, {d % ndim: i for i, d in enumerate(call["dims"])})
+
+
+def _transpose(call: OpCall) -> list[Layout]:
+    ndim = len(call.shape)
+    if ndim < 2:
+        return _dims(call, {d: d for d in range(ndim)})
+    a, b = (call["dim0"] % ndim, call["dim1"] % ndim) if "dim0" in call.arguments else (0, 1)
+    return _dims(call, {d: b if d == a else a if d == b else d for d in range(ndim)})
+
+
+def _unsqueeze(call: OpCall) -> list[Layout]:
+    at = call["dim"] % len(call.shape)
+    return _dims(call, {d: d + (d >= at) for d in range(len(call.shape) - 1)})
+
+
+def _squeeze(call: OpCall) -> list[Layout]:
+    shape = call.specs[0].shape
+    dims = call.get("dim", list(range(len(shape))))
+    dims = [dims] if isinstance(dims, int) else dims
+    gone = {d % len(shape) for d in dims if shape[d] == 1} if shape else set()
+    kept = [d for d in range(len(shape)) if d not in gone]
+    return _dims(call, {d: i for i, d in enumerate(kept)})
+
+
+def _expand(call: OpCall) -> list[Layout]:
+    source, new = call.specs[0].shape, len(call.shape) - len(call.specs[0].shape)
+    return _dims(call, {d: d + new for d in range(len(source)) if source[d] == call.shape[d + new]})
+
+
+def _unfold(call: OpCall) -> list[Layout]:
+    ndim = len(call.specs[0].shape)
+    return _dims(call, {d: d for d in range(ndim) if d != call["dimension"] % max(ndim, 1)})
+
+
+def _select(call: OpCall) -> list[Layout]:
+    ndim = len(call.specs[0].shape)
+    at = call["dim"] % ndim
+    return _dims(call, {d: d - (d > at) for d in range(ndim) if d != at})
+
+
+def _slice(call: OpCall) -> list[Layout]:
+    """A slice along an unsplit dimension, or of everything."""
+    shape = call.specs[0].shape
+    at = call["dim"] % len(shape)
+    return _dims(call, {d: d for d in range(len(shape)) if d != at or call.shape[d] == shape[d]})
+
+
+def _slice_sizes(call: LocalCall) -> dict[str, Any]:
+    at = call["dim"] % len(call.spec("self").shape)
+    whole = call.outputs[0].shape[at] == call.spec("self").shape[at] and call["step"] == 1
+    return {"start": None, "end": None} if whole and "start" in call.globals else {}
+
+
+def _slice_backward(call: OpCall) -> list[Layout]:
+    shape, small = call.shape, call.specs[0].shape
+    at = call["dim"] % len(shape)
+    return _dims(call, {d: d for d in range(len(shape)) if d != at or small[d] == shape[d]})
+
+
+def _slice_backward_sizes(call: LocalCall) -> dict[str, Any]:
+    sizes = call.output_shape()
+    at = call["dim"] % len(sizes)
+    whole = call.outputs[0].shape[at] == call.spec("grad_output").shape[at]
+    return {"input_sizes": sizes, **({"start": 0, "end": sizes[at]} if whole else {})}
+
+
+def _select_backward(call: OpCall) -> list[Layout]:
+    at = call["dim"] % len(call.shape)
+    return _dims(call, {d: d + (d >= at) for d in range(len(call.shape) - 1)})
+
+
+def _diagonal(call: OpCall) -> list[Layout]:
+    ndim = len(call.specs[0].shape)
+    pair = {call.get("dim1", 0) % ndim, call.get("dim2", 1) % ndim}
+    return _dims(call, {d: i for i, d in enumerate(d for d in range(ndim) if d not in pair)})
+
+
+def _diagonal_backward(call: OpCall) -> list[Layout]:
+    ndim = len(call.shape)
+    pair = {call["dim1"] % ndim, call["dim2"] % ndim}
+    return _dims(call, {i: d for i, d in enumerate(d for d in range(ndim) if d not in pair)})
+
+
+def _split(call: OpCall) -> list[Layout]:
+    ndim = len(call.specs[0].shape)
+    at = call["dim"] % ndim
+    found: list[Layout] = []
+    for d in range(ndim):
+        if d != at:
+            found += along(call, [d], [d] * len(call.outputs))
+    return found + linear(call, (0,))
+
+
+def _unbind(call: OpCall) -> list[Layout]:
+    ndim = len(call.specs[0].shape)
+    at = call["dim"] % ndim
+    found: list[Layout] = []
+    for d in range(ndim):
+        if d != at:
+            found += along(call, [d], [d - (d > at)] * len(call.outputs))
+    return found + linear(call, (0,))
+
+
+def _cat(call: OpCall) -> list[Layout]:
+    ndim = len(call.shape)
+    at = call["dim"] % ndim
+    found: list[Layout] = []
+    for d in range(ndim):
+        if d != at:
+            found += along(call, [d if len(s.shape) == ndim else None for s in call.specs], [d])
+    return found + linear(call, range(len(call.operands)))
+
+
+def _stack(call: OpCall) -> list[Layout]:
+    at = call["dim"] % len(call.shape)
+    found: list[Layout] = []
+    for d in range(len(call.shape) - 1):
+        found += along(call, [d] * len(call.operands), [d + (d >= at)])
+    return found + linear(call, range(len(call.operands)))
+
+
+def _repeat(call: OpCall) -> list[Layout]:
+    source, repeats = call.specs[0].shape, call["repeats"]
+    new = len(repeats) - len(source)
+    return _dims(call, {d: d + new for d in range(len(source)) if repeats[d + new] == 1})
+
+
+def _as_strided(call: OpCall) -> list[Layout]:
+    """Sound where the split dimension is the outermost in memory and the result takes whole pieces of it."""
+    source, current = call.specs[0], call.current[0]
+    found = linear(call, (0,)) if source.stride == call.outputs[0].stride and source.shape == call.shape else []
+    if not isinstance(current, Shard) or current.outer != 1:
+        return found
+    row = source.stride[current.dim]
+    if any(s > row for d, s in enumerate(source.stride) if source.shape[d] > 1):
+        return found
+    size, stride = call["size"], call["stride"]
+    rows = [d for d in range(len(size)) if stride[d] == row and size[d] == source.shape[current.dim]]
+    span = sum((n - 1) * s for d, (n, s) in enumerate(zip(size, stride, strict=True)) if d not in rows[:1])
+    if len(rows) == 1 and span + (call["storage_offset"] or 0) < row:
+        found.append(Layout((current,), (Shard(rows[0]),)))
+    return found
+
+
+def _flip(call: OpCall) -> list[Layout]:
+    ndim = len(call.shape)
+    worked = {d % ndim for d in call["dims"]}
+    return _dims(call, {d: d for d in range(ndim) if d not in worked}) if call["dims"] else linear(call, (0,))
+
+
+def _output_shape(name: str) -> Localizer:
+    return lambda call: {name: call.output_shape()}
+
+
+def _triangle(call: OpCall) -> list[Layout]:
+    return _dims(call, {d: d for d in range(len(call.shape) - 2)})
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(
+        [aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.view_copy.default], view
+    ),
+    **dict.fromkeys([aten.permute, aten.permute_copy], _permute),
+    **dict.fromkeys([aten.transpose, aten.t, aten.transpose_copy, aten.t_copy], _transpose),
+    **dict.fromkeys([aten.unsqueeze, aten.unsqueeze_copy], _unsqueeze),
+    **dict.fromkeys([aten.squeeze, aten.squeeze_copy], _squeeze),
+    **dict.fromkeys([aten.expand, aten.expand_copy], _expand),
+    aten.unfold: _unfold,
+    **dict.fromkeys([aten.select.int, aten.select_copy.int], _select),
+    **dict.fromkeys([aten.slice.Tensor, aten.slice_copy.Tensor], _slice),
+    aten.slice_backward: _slice_backward,
+    aten.select_backward: _select_backward,
+    aten.diagonal: _diagonal,
+    aten.diagonal_backward: _diagonal_backward,
+    **dict.fromkeys(
+        [
+            aten.split,
+            aten.split_with_sizes,
+            aten.unsafe_split,
+            aten.unsafe_split_with_sizes,
+            aten.chunk,
+            aten.unsafe_chunk,
+        ],
+        _split,
+    ),
+    aten.unbind: _unbind,
+    aten.cat: _cat,
+    aten.stack: _stack,
+    aten.repeat: _repeat,
+    aten.as_strided: _as_strided,
+    **dict.fromkeys([aten.flip, aten.roll], _flip),
+    **dict.fromkeys([aten.tril, aten.triu], _triangle),
+}
+
+
+LOCALIZERS: dict[Any, Localizer] = {
+    **dict.fromkeys([aten.view.default, aten._unsafe_view, aten.view_copy.default], _output_shape("size")),
+    aten.reshape: _output_shape("shape"),
+    aten._reshape_alias: _output_shape("size"),
+    aten.expand: _output_shape("size"),
+    aten.expand_copy: _output_shape("size"),
+    aten.slice.Tensor: _slice_sizes,
+    aten.slice_backward: _slice_backward_sizes,
+    aten.select_backward: _output_shape("input_sizes"),
+    aten.diagonal_backward: _output_shape("input_sizes"),
+    aten.as_strided: _output_shape("size"),
+}
