@@ -23,6 +23,7 @@ from lightning_spmd.errors import (
     SPMDError,
     VerificationError,
 )
+from lightning_spmd.strategy.foreign_lightning import explain_in_pytorch_lightning
 from lightning_spmd.strategy.iteration import BuildEvent
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
@@ -47,3 +48,4 @@ StrategyRegistry.register(
     description="The whole training iteration as one distributed graph, parameters replicated",
     override=True,
 )
+explain_in_pytorch_lightning()

@@ -8,6 +8,7 @@ from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.stages.expand import expand
+from lightning_spmd.stages.runtime.random_streams import switch_streams
 
 
 def build(
@@ -28,6 +29,6 @@ def build(
     if not axes:
         return IterationGraphs(main=ShardedStep(captured.graph_module, captured.signature, ()))
     on_stage("expand")
-    sharded = expand(captured, axes)
+    sharded = switch_streams(expand(captured, axes))
     verify_sharded(sharded)
     return IterationGraphs(main=sharded)

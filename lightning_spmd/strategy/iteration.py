@@ -292,8 +292,8 @@ class TrainingIteration:
         if axes:
             self._dump("expanded", graphs.main.graph_module, graphs.main.signature)
         names = parameter_names(self.module, self.optimizer)
-        state = LiveState(self.module, self.optimizer, names, self._host_values(), self.gradients)
-        return Executable(captured, graphs, state, self._streams)
+        state = LiveState(self.module, self.optimizer, names, self._host_values(), self.gradients, self._streams)
+        return Executable(captured, graphs, state)
 
     def _even(self) -> tuple[int, ...]:
         return (1,) * (1 if self._control is None else self._control.world_size)

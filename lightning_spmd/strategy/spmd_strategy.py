@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.runtime.agreement import ControlPlane
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.eager_path import average_gradients, mean_loss
+from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.iteration import BuildEvent, FellBack, TrainingIteration
 from lightning_spmd.strategy.random_state import pack_random_state, restore_random_state
 from lightning_spmd.strategy.support import Context, Mode, classify
@@ -426,6 +428,10 @@ class SPMDStrategy(ParallelStrategy):
         if self._resumed["within_epoch"] == within_epoch:
             restore_random_state(self._resumed["random_state"], self._streams)
             self._resumed = None
+
+    def __repr__(self) -> str:
+        # pytorch_lightning's Trainer prints this in its "invalid strategy" error
+        return f"SPMDStrategy [{EXPLANATION}]" if "pytorch_lightning" in sys.modules else super().__repr__()
 
     @property
     def captures(self) -> int:

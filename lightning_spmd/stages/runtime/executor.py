@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs
 from lightning_spmd.stages.runtime.live_state import LiveState
-from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 
 @dataclass
@@ -22,31 +21,29 @@ class Executable:
         captured: signature, guards and recorded calls.
         graphs: what runs.
         state: the live objects.
-        streams: random numbers of sharded and replicated values; None on one device, where eager's own are used.
     """
 
     captured: CapturedStep
     graphs: IterationGraphs
     state: LiveState
-    streams: RandomStreams | None = None
 
     def __post_init__(self) -> None:
-        self._readers = self.state.readers(self.captured)
+        self._readers = self.state.readers(self.graphs.main.signature.inputs, self.captured.constants)
         self._writers = self.state.writers(self.captured)
         self._run = self.graphs.main.graph_module.forward
 
     def inputs(self, batch: Sequence[Tensor]) -> list[Any]:
-        """The graph's inputs for this batch (tensor leaves, in order)."""
+        """The graph's inputs for this batch (tensor leaves, in order); the captured graph's ones come first."""
         return [batch[r] if isinstance(r, int) else r() for r in self._readers]
 
     def run(self, batch: Sequence[Tensor]) -> Sequence[Any]:
         """Run one iteration: parameters, buffers and state are updated; returns the graph's outputs."""
         with torch.no_grad():
             inputs = self.inputs(batch)
-            if self.streams is None:
+            if self.state.streams is None:  # one device: the graph draws eager's own numbers
                 outputs = self._run(*inputs)
             else:
-                with self.streams.active():
+                with self.state.streams.active():
                     outputs = self._run(*inputs)
         for position, write in self._writers:
             write(outputs[position])

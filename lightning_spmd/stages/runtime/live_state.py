@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole
 from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 Reader = Callable[[], Any]
 
@@ -28,6 +29,7 @@ class LiveState:
         names: fully qualified name of every parameter, by ``id``, as capture saw it.
         host_values: readers of host values by name (``batch_idx``, ``trainer.global_step``).
         gradients: where gradients are held between micro-batches, by parameter name.
+        streams: random numbers of several ranks, or None.
     """
 
     def __init__(
@@ -37,17 +39,19 @@ class LiveState:
         names: dict[int, str],
         host_values: dict[str, Reader],
         gradients: dict[str, Tensor],
+        streams: RandomStreams | None,
     ) -> None:
         self.optimizer = optimizer
         self.host_values = host_values
         self.gradients = gradients
+        self.streams = streams
         self._slots = private.tensor_slots(module)
         self._parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"] if id(p) in names}
 
     # ------------------------------------------------------------------ inputs
-    def readers(self, step: CapturedStep) -> list[Reader | int]:
+    def readers(self, inputs: Sequence[GraphInput], constants: Sequence[Tensor]) -> list[Reader | int]:
         """For each graph input a function that gives its live value; for a batch leaf its position."""
-        return [self._reader(entry, step.constants) for entry in step.signature.inputs]
+        return [self._reader(entry, constants) for entry in inputs]
 
     def _reader(self, entry: GraphInput, constants: Sequence[Tensor]) -> Reader | int:
         key = entry.key
@@ -73,6 +77,8 @@ class LiveState:
             case InputRole.GRADIENT:
                 gradients, name = self.gradients, key[0]
                 return lambda: gradients[name]
+            case InputRole.RNG:
+                return lambda: self.streams
         raise ValueError(f"graph input {entry.name!r} of role {entry.role} has no live value")
 
     def _hyper_parameter(self, key: tuple[Any, ...]) -> Reader:

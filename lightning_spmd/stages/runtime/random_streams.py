@@ -9,10 +9,16 @@ one device none of this happens: the graph draws eager's own numbers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 
 import torch
+from torch import fx
+
+from lightning_spmd.ir.node_info import info_of
+from lightning_spmd.ir.signature import GraphInput, InputRole
+from lightning_spmd.ir.steps import ShardedStep
 
 
 class RandomStreams:
@@ -47,3 +53,34 @@ class RandomStreams:
         parts = (self.seed, self.tick, draw, kind, self.coordinate if kind == "sharded" else -1)
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest, "big"))
+
+
+def switch_streams(step: ShardedStep) -> ShardedStep:
+    """Make the graph choose the stream before each random operator.
+
+    ``meta["random"]`` of a node says ``"sharded"`` or ``"replicated"``. A graph that draws for sharded values alone is
+    returned as it is: a run begins in that stream.
+    """
+    graph = step.graph_module.graph
+    draws = [n for n in graph.nodes if n.meta.get("random") is not None]
+    if all(n.meta["random"] == "sharded" for n in draws):
+        return step
+    last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last_input):
+        streams = graph.placeholder("random_streams")
+    streams.meta["val"] = None
+    current = "sharded"
+    for index, node in enumerate(draws):
+        if node.meta["random"] != current:
+            current = node.meta["random"]
+            _insert_switch(graph, node, streams, current, index)
+    step.graph_module.recompile()
+    entry = GraphInput(InputRole.RNG, (), "random streams", None)
+    signature = dataclasses.replace(step.signature, inputs=(*step.signature.inputs, entry))
+    return dataclasses.replace(step, signature=signature)
+
+
+def _insert_switch(graph: fx.Graph, node: fx.Node, streams: fx.Node, kind: str, index: int) -> None:
+    with graph.inserting_before(node):
+        switch = graph.call_function(RandomStreams.select, (streams, kind, index))
+    switch.meta.update(val=None, info=info_of(node))
