@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_spmd.ir.placement import PARTIAL
-from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, along
+from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, along, linear
 
 aten = torch.ops.aten
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 def _lookup(call: OpCall) -> list[Layout]:
     index, width = call.specs[1], len(call.shape) - 1
     found = [c for d in range(len(index.shape)) for c in along(call, [None, d], [d])]
-    return found + along(call, [1, None], [width])
+    return found + along(call, [1, None], [width]) + linear(call, (0,))
 
 
 def _gradient(call: OpCall) -> list[Layout]:
@@ -23,7 +23,7 @@ def _gradient(call: OpCall) -> list[Layout]:
         return []
     index, width = call.specs[1], len(call.specs[0].shape) - 1
     found = [c for d in range(len(index.shape)) for c in along(call, [d, d], [PARTIAL])]
-    return found + along(call, [width, None], [1])
+    return found + along(call, [width, None], [1]) + linear(call, (0,))
 
 
 RULES: dict[Any, Rule] = {
