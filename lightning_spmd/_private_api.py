@@ -11,19 +11,6 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer as _torch_optimizer
-from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout as default_process_group_timeout
-
-# Sharding rules are looked up by operator; rules for unknown overloads need its packet and tags.
-from torch._ops import OpOverload
-
-# Capture sees operators below autograd through a dispatch mode; without it there is no graph at all.
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 
 # The launcher that DDP uses: it validates SLURM settings and sets thread counts; there is no public one.
 from lightning.fabric.utilities.distributed import (
@@ -36,6 +23,20 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_zero_only
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as _rank_zero_only
+from torch import Tensor, nn
+
+# Sharding rules are looked up by operator; rules for unknown overloads need its packet and tags.
+from torch._ops import OpOverload
+
+# What ``torch.ops.aten.add.Tensor`` is: graphs are told apart from Python functions by this type.
+# Capture sees operators below autograd through a dispatch mode; without it there is no graph at all.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.distributed.constants import default_pg_timeout as default_process_group_timeout
 
 # Capture computes on true values while its own modes are active (step counters); without it they would be recorded.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -44,6 +45,7 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "OpOverload",
     "SubprocessScriptLauncher",
     "TorchDispatchMode",
@@ -228,7 +230,10 @@ def skips_backward(trainer: Any) -> bool:
 
 def is_within_training_epoch(trainer: Any) -> bool:
     """Whether batches of the current epoch are still to come (decides where a resumed run restores random state)."""
-    return not trainer.fit_loop.epoch_loop._is_training_done and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return (
+        not trainer.fit_loop.epoch_loop._is_training_done
+        and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    )
 
 
 def storage_of(tensor: Tensor) -> int:

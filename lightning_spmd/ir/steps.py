@@ -76,7 +76,7 @@ class CapturedStep:
 
     Args:
         graph_module: the graph. Placeholders follow ``signature.inputs``; the output node returns one flat tuple that
-            follows ``signature.outputs``. Every node has ``meta["val"]`` and call nodes ``meta["info"]`` (ir.node_info).
+            follows ``signature.outputs``. Nodes have ``meta["val"]``, call nodes also ``meta["info"]`` (ir.node_info).
             In-place operators stay in place and name their result; parameters and state are updated through the
             placeholders.
         signature: roles of inputs and outputs.

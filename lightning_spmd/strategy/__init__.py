@@ -1,0 +1,1 @@
+"""Lightning's side: hooks in, hooks out; no graph code."""

@@ -18,8 +18,8 @@ from lightning_spmd.errors import ConfigurationError
 
 _WATCHED = "pytorch_lightning.strategies"
 EXPLANATION = (
-    "strategy='spmd' works with the package `lightning`, and this is a Trainer of `pytorch_lightning`, which has classes "
-    "of its own: write `import lightning as L` and use L.Trainer, L.LightningModule (`pip install lightning`)"
+    "strategy='spmd' works with the package `lightning`, and this is a Trainer of `pytorch_lightning`, which has "
+    "classes of its own: write `import lightning as L` and use L.Trainer, L.LightningModule (`pip install lightning`)"
 )
 
 

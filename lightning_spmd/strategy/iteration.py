@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -56,7 +56,7 @@ class BuildEvent:
     nodes: int | None = None
 
 
-class FellBack(Exception):  # noqa: N818 - control flow, not an error
+class FellBack(Exception):
     """This iteration cannot be one graph; the caller goes on eagerly."""
 
 
@@ -104,7 +104,9 @@ class TrainingIteration:
         self._told_about_shapes = False
 
     # ------------------------------------------------------------------ running
-    def run(self, batch_tree: Any, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None) -> Any:
+    def run(
+        self, batch_tree: Any, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
+    ) -> Any:
         """Run one micro-batch.
 
         Args:
@@ -220,14 +222,14 @@ class TrainingIteration:
     def _check_limits(self, key: tuple[Any, ...], reason: str | None) -> None:
         if len(self._graphs.get(key, [])) >= MAX_GRAPHS_PER_SHAPE:
             self._fall_back(
-                f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({reason}); make that value "
-                "a tensor, or stop reading it in training_step"
+                f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({reason}); make that "
+                "value a tensor, or stop reading it in training_step"
             )
         if len(self._graphs) >= MANY_SHAPES and not self._told_about_shapes:
             self._told_about_shapes = True
             rank_zero_warn(
-                f"{len(self._graphs)} different batch shapes so far, each with a graph of its own; pad batches to a few "
-                "sizes to save capture time"
+                f"{len(self._graphs)} different batch shapes so far, each with a graph of its own; pad batches to a "
+                "few sizes to save capture time"
             )
 
     # ------------------------------------------------------------------ building
@@ -300,9 +302,7 @@ class TrainingIteration:
 
     def _host_values(self) -> dict[str, Callable[[], Any]]:
         trainer = self.trainer
-        readers: dict[str, Callable[[], Any]] = {
-            name: lambda n=name: self._arguments[n] for name in self._arguments
-        }
+        readers: dict[str, Callable[[], Any]] = {name: lambda n=name: self._arguments[n] for name in self._arguments}
         readers["trainer.global_step"] = lambda: trainer.global_step
         readers["trainer.current_epoch"] = lambda: trainer.current_epoch
         return readers

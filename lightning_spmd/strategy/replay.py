@@ -71,4 +71,3 @@ def _forward_with_sync(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         for part, value in zip(parts, before, strict=True):
             if value is not None:
                 part.dist_sync_on_step = value
-

@@ -1,4 +1,4 @@
-"""The strategy: Lightning's hooks in, hooks out. Which graph runs is :mod:`lightning_spmd.strategy.iteration`'s affair."""
+"""The strategy: Lightning's hooks in, hooks out. Which graph runs is decided in ``strategy.iteration``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -143,6 +143,8 @@ class SPMDStrategy(ParallelStrategy):
         reset_seed()
         backend = self.process_group_backend or private.default_backend(self.root_device)
         device = None if self.root_device.type == "cpu" else self.root_device
+        if self.cluster_environment is None:
+            raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
         private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
         if self._control is None:
             self._control = ControlPlane(self.timeout)
@@ -310,9 +312,7 @@ class SPMDStrategy(ParallelStrategy):
             self._sync_blocked = False
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._iteration is None:
             return super().optimizer_step(optimizer, self._synced(closure), model, **kwargs)
         self._stepping, self._ran_forward = True, False

@@ -36,7 +36,9 @@ class UnreadLeaf:
     __getattribute__ = _touch
     __setattr__ = __call__ = __len__ = __iter__ = __getitem__ = __contains__ = __bool__ = __hash__ = _touch  # type: ignore[assignment]
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __str__ = __repr__ = __format__ = __fspath__ = _touch  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __mod__ = _touch
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __mod__ = (
+        _touch
+    )
     __int__ = __float__ = __index__ = __neg__ = __abs__ = __floordiv__ = __rfloordiv__ = __rmod__ = _touch
 
 
@@ -86,7 +88,9 @@ class Batch:
 
     def describe(self) -> str:
         """Readable names, shapes and dtypes of the tensors."""
-        parts = (f"batch{self.paths[i]}: {str(self.values[i].dtype)[6:]}{list(self.values[i].shape)}" for i in self.tensors)
+        parts = (
+            f"batch{self.paths[i]}: {str(self.values[i].dtype)[6:]}{list(self.values[i].shape)}" for i in self.tensors
+        )
         return ", ".join(parts)
 
     def rebuild(self, tensors: dict[int, Tensor], read: set[str]) -> Any:

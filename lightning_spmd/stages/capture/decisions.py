@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.guards import PredicateGuard
 from lightning_spmd.ir.node_info import TensorSpec
@@ -56,7 +57,7 @@ def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> Decision
         if node not in needed or node.op == "placeholder":
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n])  # type: ignore[no-untyped-call]
-        key = (node.target, repr(args)) if not isinstance(node.target, torch._ops.OpOverload) else node
+        key = (node.target, repr(args)) if not isinstance(node.target, private.OpOverload) else node
         if key not in seen:  # `if weight_decay != 0` once a parameter is one question
             seen[key] = out.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copies[node] = seen[key]

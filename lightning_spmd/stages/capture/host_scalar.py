@@ -1,3 +1,4 @@
+# ruff: noqa: D102 - the undocumented methods are the protocol of torch's SymNode, named and explained there
 """Python numbers that stay inputs: ``lr``, betas, step counters, ``batch_idx``, ``global_step``.
 
 A :class:`HostScalar` sits inside a ``torch.SymFloat`` / ``torch.SymInt``. It holds the number of this very step, so all
@@ -85,10 +86,28 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 # torch asks SymNodes for these by name: `sym_sqrt`, `sym_cos`, ... (one for each function of `math` that it knows)
 _OPERATORS.update(
-    {f"sym_{f}": getattr(math, f) for f in ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "asin", "acos", "atan")}
+    {
+        f"sym_{f}": getattr(math, f)
+        for f in ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "asin", "acos", "atan")
+    }
 )
 _OPERATORS["sym_log2"] = math.log2
-_REFLECTED = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "cos", "sin", "tan", "tanh", "cosh", "sinh", "pow")
+_REFLECTED = (
+    "sqrt",
+    "exp",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "expm1",
+    "cos",
+    "sin",
+    "tan",
+    "tanh",
+    "cosh",
+    "sinh",
+    "pow",
+)
 
 
 class HostScalar:
@@ -214,7 +233,7 @@ def scalar_of(value: Any) -> HostScalar | None:
 
 
 class TensorsFollowScalars(TorchFunctionMode):
-    """``torch.tensor(x)`` and ``torch.as_tensor(x)`` of a recorded number stay connected to it instead of freezing it."""
+    """``torch.tensor(x)`` and ``torch.as_tensor(x)`` of a recorded number stay connected to it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -227,7 +246,7 @@ class TensorsFollowScalars(TorchFunctionMode):
 
 @contextlib.contextmanager
 def math_follows_scalars(recorder: Recorder) -> Iterator[None]:
-    """While capturing, functions of ``math`` applied to recorded numbers record themselves (optimizers use math.sqrt)."""
+    """While capturing, functions of ``math`` applied to recorded numbers record themselves."""
     saved = {name: getattr(math, name) for name in _REFLECTED}
 
     def follow(original: Callable[..., float]) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -33,25 +32,31 @@ class LaterValue:
         object.__setattr__(self, "_call", call)
         object.__setattr__(self, "_metric", metric)
 
-    def _used(self, *_: Any, **__: Any) -> Any:
-        raise CaptureError(
-            f"the value of metric {object.__getattribute__(self, '_metric')!r} is used inside training_step; metrics are "
-            "updated after the graph ran, so their values can only be logged or returned there",
+    def misuse(self) -> CaptureError:
+        """The error for any use but logging and returning."""
+        return CaptureError(
+            f"the value of metric {object.__getattribute__(self, '_metric')!r} is used inside training_step; metrics "
+            "are updated after the graph ran, so their values can only be logged or returned there",
             user_location(),
         )
+
+    def _used(self, *_: Any, **__: Any) -> Any:
+        raise self.misuse()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("detach", "clone", "cpu"):  # harmless on what is only logged
             return lambda: self
         return self._used()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __float__ = __int__ = _used
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __float__ = __int__ = (
+        _used
+    )
     __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __iter__ = __len__ = __getitem__ = __neg__ = _used
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         later = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, LaterValue))
-        return later._used()
+        raise later.misuse()
 
 
 class LogRecorder:
@@ -108,7 +113,9 @@ class LogRecorder:
     def _log_method(self, path: str) -> Callable[..., None]:
         def shadow(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element")
+                raise ValueError(
+                    f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
+                )
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 
         return shadow
@@ -126,8 +133,3 @@ def _shadow(instance: nn.Module, name: str, replacement: Callable[..., Any]) -> 
             attributes[name] = before
         else:
             del attributes[name]
-
-
-def is_tensor_value(value: Any) -> bool:
-    """Whether the value becomes a graph output."""
-    return isinstance(value, Tensor) or isinstance(value, (torch.SymInt, torch.SymFloat))

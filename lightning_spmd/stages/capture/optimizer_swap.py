@@ -111,7 +111,7 @@ class OptimizerSwap:
         return scalar is not None and before is not None and scalar.node is before.node
 
     def guards(self, *, stepped: bool) -> list[ValueGuard]:
-        """Guards on the groups' structure and on everything in them that is not an input; on the state if ``stepped``."""
+        """Guards on the groups: structure and all that is not an input; on the state's entries if ``stepped``."""
         optimizer = self.optimizer
 
         def structure() -> Any:

@@ -202,7 +202,9 @@ def _complain_about_changes(before: list[tuple[str, nn.Module, dict[str, Any], d
                     "Register tensors with register_buffer, or do it in on_train_batch_end"
                 )
             if isinstance(value, private.FakeTensor) or scalar_of(value) is not None:
-                raise CaptureError(f"training_step leaves a tensor of the graph in {owner}{name}; register a buffer for it")
+                raise CaptureError(
+                    f"training_step leaves a tensor of the graph in {owner}{name}; register a buffer for it"
+                )
 
 
 def _restore(part: nn.Module, attributes: dict[str, Any], containers: dict[str, Any]) -> None:

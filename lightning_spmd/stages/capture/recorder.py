@@ -9,8 +9,8 @@ it, in-place operators included, so the graph replayed on the same inputs is bit
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
 
 aten = torch.ops.aten
+_READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
 
 # Aliases without effect below autograd: recording them would only cost a call a step.
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
@@ -146,7 +147,10 @@ class Recorder(private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in ("profiler", "prim"):  # record_function of optimizers; reads of a tensor's device or layout
+        if func.namespace in (
+            "profiler",
+            "prim",
+        ):  # record_function of optimizers; reads of a tensor's device or layout
             return func(*args, **kwargs)
         if func in _ALIASES:
             node = self.node_of(args[0])
@@ -154,7 +158,7 @@ class Recorder(private.TorchDispatchMode):
                 return self._alias(func, args[0], node)
             if func is aten.lift_fresh.default:
                 func = aten.clone.default  # torch.tensor(...): fresh each step, not the constant itself
-        if func in (aten._local_scalar_dense.default, aten.item.default):
+        if func in (_READ_VALUE, aten.item.default):
             return self._item(args[0])
         if self._exposed:
             args, kwargs = self.reclaim(func, args, kwargs)
@@ -223,7 +227,7 @@ class Recorder(private.TorchDispatchMode):
                 "express; keep it a tensor (torch.where instead of `if`), or move the read to on_train_batch_end",
                 user_location(),
             )
-        node = self.graph.call_function(aten._local_scalar_dense.default, (source,))
+        node = self.graph.call_function(_READ_VALUE, (source,))
         with private.disable_dispatch_modes():
             value = real.item()
         node.meta.update(val=value, info=self.info())
@@ -277,7 +281,14 @@ class Recorder(private.TorchDispatchMode):
         return out
 
 
-_LIBRARY_PARTS = ("/torch/", "/lightning/", "/pytorch_lightning/", "/torchmetrics/", "/lightning_spmd/", "/contextlib.py")
+_LIBRARY_PARTS = (
+    "/torch/",
+    "/lightning/",
+    "/pytorch_lightning/",
+    "/torchmetrics/",
+    "/lightning_spmd/",
+    "/contextlib.py",
+)
 
 
 def _is_user_code(filename: str) -> bool:
@@ -288,7 +299,7 @@ def _is_user_code(filename: str) -> bool:
 
 def user_location() -> str | None:
     """``file:line`` of the innermost frame outside torch, Lightning and this package, or None."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if _is_user_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -172,7 +172,11 @@ class _Capture:
         found = []
         for live, name in self.inputs.live_parameters(self.names):
             fake = self.inputs.fake_of(live)
-            if fake is not None and fake.requires_grad and (self.request.variant.expose_gradients or id(fake) in wanted):
+            if (
+                fake is not None
+                and fake.requires_grad
+                and (self.request.variant.expose_gradients or id(fake) in wanted)
+            ):
                 found.append((name, fake))
         return found
 
@@ -265,7 +269,12 @@ class _Capture:
         signature = Signature(_with_mutations(graph, inputs), tuple(self.outputs.entries))
         module = fx.GraphModule(nn.Module(), graph)
         return CapturedStep(
-            module, signature, Guards(guards, leaves, predicate), recorder.constants, self.logs.calls, self.returned,
+            module,
+            signature,
+            Guards(guards, leaves, predicate),
+            recorder.constants,
+            self.logs.calls,
+            self.returned,
             request.variant,
         )
 
@@ -294,7 +303,7 @@ def remove_dead_nodes(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.users or written_arguments(node):
             continue
-        if not (isinstance(node.target, torch._ops.OpOverload) and private.is_random(node.target)):
+        if not (isinstance(node.target, private.OpOverload) and private.is_random(node.target)):
             graph.erase_node(node)
 
 

@@ -1,0 +1,1 @@
+"""Runs iteration graphs on live parameters; makes the ranks agree; random numbers of several ranks."""

@@ -107,8 +107,8 @@ def _first_difference(everyone: Sequence[list[str]]) -> str:
                 return (
                     "the ranks built different training graphs; the first difference is\n"
                     f"  rank 0: {ours}\n  rank {rank}: {theirs}\n"
-                    "training_step must not depend on the rank (look for global_rank, is_global_zero or unseeded random "
-                    "choices)"
+                    "training_step must not depend on the rank (look for global_rank, is_global_zero or unseeded "
+                    "random choices)"
                 )
         if len(lines) != len(everyone[0]):
             return f"rank 0 built a graph of {len(everyone[0])} nodes, rank {rank} one of {len(lines)}"

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.node_info import info_of
+from lightning_spmd.ir.placement import REPLICATE
 from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.ir.steps import ShardedStep
 
@@ -49,7 +50,7 @@ class RandomStreams:
                 torch.cuda.set_rng_state(device)
 
     def select(self, kind: str, draw: int) -> None:
-        """From now on draw from the ``"sharded"`` or the ``"replicated"`` stream; ``draw`` tells calls of a run apart."""
+        """From now on draw from the ``"sharded"`` or ``"replicated"`` stream; ``draw`` tells calls of a run apart."""
         parts = (self.seed, self.tick, draw, kind, self.coordinate if kind == "sharded" else -1)
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
         torch.manual_seed(int.from_bytes(digest, "big"))
@@ -75,7 +76,7 @@ def switch_streams(step: ShardedStep) -> ShardedStep:
             current = node.meta["random"]
             _insert_switch(graph, node, streams, current, index)
     step.graph_module.recompile()
-    entry = GraphInput(InputRole.RNG, (), "random streams", None)
+    entry = GraphInput(InputRole.RNG, (), "random streams", None, placements=(REPLICATE,) * len(step.axes))
     signature = dataclasses.replace(step.signature, inputs=(*step.signature.inputs, entry))
     return dataclasses.replace(step, signature=signature)
 
