@@ -1,10 +1,13 @@
-"""Few threads, because tests start several processes on one machine; and a text to train on."""
+"""Few threads, because tests start several processes on one machine; ranks for the whole session; a text to train on."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.helpers.ranks import RankPool
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +16,28 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_lightning() -> None:
+    """Lightning's banner a hundred times over hides what a failing test says."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    """Two worker processes, started at the first use."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four worker processes, started at the first use."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture

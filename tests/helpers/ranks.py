@@ -1,0 +1,185 @@
+"""Worker processes that stay for the whole test session, set up as ``torchrun`` sets up its own.
+
+``Trainer(devices=N, strategy=...)`` inside a worker finds torchelastic's environment, so it starts no process and many
+fits share one set of process groups. A rank that hangs fails its test with the stacks of all ranks, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# Once a rank failed, the others are given this long to fail or finish too.
+GRACE_SECONDS = 20.0
+
+
+class RankError(AssertionError):
+    """At least one rank failed or hung.
+
+    Args:
+        message: every rank's traceback or the stacks of a rank that hung.
+        type_names: by rank, the name of the exception's type; ``"hung"`` or None.
+    """
+
+    def __init__(self, message: str, type_names: list[str | None]) -> None:
+        super().__init__(message)
+        self.type_names = type_names
+
+
+class RankPool:
+    """``size`` worker processes; started at the first :meth:`run`, started anew after a failure.
+
+    Args:
+        size: number of ranks.
+        timeout: seconds that one :meth:`run` may take.
+    """
+
+    def __init__(self, size: int, timeout: float = 120.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._folder = tempfile.TemporaryDirectory()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` in every rank.
+
+        Args:
+            function: importable by name (a function at the top of a module).
+            args, kwargs: picklable arguments, the same for all ranks.
+            timeout: seconds, instead of the pool's.
+
+        Returns:
+            what each rank returned, by rank.
+
+        Raises:
+            RankError: a rank raised, died or did not answer; the pool is started anew for the next call.
+        """
+        if not self._processes:
+            self._start()
+        job = pickle.dumps((function, args, kwargs))
+        for pipe in self._pipes:
+            pipe.send_bytes(job)
+        answers = self._collect(self.timeout if timeout is None else timeout)
+        if all(kind == "value" for kind, _ in answers):
+            return [value for _, value in answers]
+        self.close()
+        parts = [f"rank {rank}: {_summary(answer)}" for rank, answer in enumerate(answers)]
+        raise RankError("\n".join(parts), [None if a[0] == "value" else a[1][0] for a in answers])
+
+    def _collect(self, timeout: float) -> list[Any]:
+        answers: list[Any] = [None] * self.size
+        deadline = time.monotonic() + timeout
+        while None in answers:
+            waiting = [p for p, a in zip(self._pipes, answers, strict=True) if a is None]
+            ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self._processes[rank].join(5)
+                    answers[rank] = ("error", ("died", f"the process ended with code {self._processes[rank].exitcode}"))
+                if answers[rank][0] == "error":
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        hung = [rank for rank, answer in enumerate(answers) if answer is None]
+        stacks = self._stacks(hung)
+        for rank in hung:
+            answers[rank] = ("error", ("hung", f"no answer in time; it was in\n{stacks[rank]}"))
+        return answers
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        if ranks:
+            time.sleep(1.0)
+        return {rank: self._stack_file(rank).read_text() for rank in ranks}
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stacks_{rank}"
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            self._stack_file(rank).write_text("")
+            with mock.patch.dict(os.environ, environment(rank, self.size, port)):
+                process = context.Process(target=_serve, args=(theirs, str(self._stack_file(rank))), daemon=True)
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def close(self) -> None:
+        """End the workers."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for one of ``size`` processes on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _summary(answer: tuple[str, Any]) -> str:
+    kind, content = answer
+    return "finished" if kind == "value" else f"{content[0]}: {content[1]}"
+
+
+def _serve(pipe: Any, stack_file: str) -> None:
+    """A worker's life: take a job, answer, until the parent goes."""
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        import torch  # after the environment is set, which limits its threads
+
+        torch.set_num_threads(1)
+        while True:
+            try:
+                job = pipe.recv_bytes()
+            except EOFError:
+                return
+            try:
+                function, args, kwargs = pickle.loads(job)
+                answer = pickle.dumps(("value", function(*args, **kwargs)))
+            except BaseException as error:  # noqa: BLE001 - the parent decides what it means
+                answer = pickle.dumps(("error", (type(error).__name__, traceback.format_exc())))
+            pipe.send_bytes(answer)
