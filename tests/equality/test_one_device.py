@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.models import OPTIMIZERS
+from tests.helpers.modules import OPTIMIZERS
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import (
     OPTIONS,

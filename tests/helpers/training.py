@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_spmd  # noqa: F401 - registers the strategy
-from tests.helpers.models import MODELS, samples
+from tests.helpers.modules import MODELS, samples
 from tests.helpers.ranks import RankPool
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -46,14 +46,14 @@ class TrainingCase:
     """A model, an optimizer, Trainer flags and data.
 
     Args:
-        model: name in ``models.MODELS``.
-        optimizer: name in ``models.OPTIMIZERS``.
+        model: name in ``modules.MODELS``.
+        optimizer: name in ``modules.OPTIMIZERS``.
         option: name in OPTIONS.
         batches: training batches (not optimizer steps) of the run.
         rows: rows of the global batch.
         count: samples of the data set; by default such that an epoch ends within the run, with whole batches.
         shuffle: shuffled data, on one device only.
-        dropout, scheduler, eps, groups: see ``models.SmallModule``.
+        dropout, scheduler, eps, groups: see ``modules.SmallModule``.
         precision: of the Trainer.
     """
 
