@@ -62,6 +62,7 @@ class _Aliasing:
     groups: dict[fx.Node, list[fx.Node]]
     position: dict[fx.Node, int]
     last_use: dict[fx.Node, int]
+    written: set[fx.Node]
 
     @classmethod
     def of(cls, graph: fx.Graph) -> _Aliasing:
@@ -71,7 +72,8 @@ class _Aliasing:
             groups.setdefault(root, []).append(node)
         position = {node: i for i, node in enumerate(graph.nodes)}
         last = {node: max((position[u] for u in node.users), default=-1) for node in graph.nodes}
-        return cls(roots, groups, position, last)
+        written = {roots[o] for node in graph.nodes for o in written_arguments(node)}
+        return cls(roots, groups, position, last, written)
 
     def others_read_later(self, operand: fx.Node, writer: fx.Node) -> list[fx.Node]:
         """Other names of ``operand``'s storage that are read after ``writer``."""
@@ -108,6 +110,7 @@ class Propagation:
         self.result = AxisPlan(axis)
         self.versions: dict[fx.Node, list[Placement]] = {}
         self.detached: set[fx.Node] = set()
+        self.narrowed = False
 
     def run(self) -> AxisPlan:
         """Choose all placements."""
@@ -116,9 +119,13 @@ class Propagation:
             self.versions, self.detached = {}, set()
             try:
                 self._pass()
+                smaller = {} if self.narrowed else self._narrow()
             except _ForceError:
                 continue
-            return self.result
+            if not smaller:
+                return self.result
+            self.narrowed = True
+            self.forced.update(smaller)
 
     def _pass(self) -> None:
         inputs = iter(self.signature.inputs)
@@ -202,13 +209,10 @@ class Propagation:
 
     def _cost(self, call: OpCall, layout: Layout) -> float:
         total = sum(self._operand_cost(call, i, want) for i, want in enumerate(layout.inputs))
-        # A partial sum must be reduced some day, a replicated value is computed by every rank.
-        later = sum(
-            s.bytes
-            for s, p in zip(call.outputs, layout.outputs, strict=False)
-            if isinstance(p, Partial) and s is not None
-        )
-        return total + 1e-3 * later
+        # A partial sum must be reduced some day: cheaper before it is spread out than after.
+        entering = sum(s.bytes for s, p in zip(call.specs, layout.inputs, strict=True) if isinstance(p, Partial))
+        leaving = sum(s.bytes for s, p in zip(call.outputs, layout.outputs, strict=False) if isinstance(p, Partial) and s)
+        return total + 1e-3 * leaving + (2.0 * max(leaving - entering, 0) if entering else 0.0)
 
     def _choose(self, call: OpCall, layout: Layout) -> None:
         node = call.node
@@ -230,6 +234,47 @@ class Propagation:
                 if want not in versions:
                     versions.append(want)
         self._set(node, layout.outputs)
+
+    # ------------------------------------------------------------------ work that only a piece of is read
+    def _narrow(self) -> dict[fx.Node, Placement]:
+        """Replicated values of which every reader takes the same piece, and the placement to create them with.
+
+        Against the order of execution, so whole chains follow: an attention mask, the gradient of a sum. Otherwise
+        every rank would hold such tensors for the global batch.
+        """
+        wanted: dict[fx.Node, set[Placement]] = {n: set() for n in self.graph.nodes}
+        narrowed: dict[fx.Node, Placement] = {}
+        for node in reversed(self.graph.nodes):
+            if node.op == "output":
+                for value, placement in zip(node.args[0], self.result.results, strict=True):  # type: ignore[arg-type]
+                    if isinstance(value, fx.Node):
+                        wanted[value].add(placement)
+            layout = self.result.layouts.get(node)
+            if layout is None:
+                continue
+            smaller = self._smaller(node, wanted[node])
+            if smaller is not None:
+                layout, narrowed[node] = smaller, smaller.outputs[0]
+            for operand, placement in zip(self.result.operands[node], layout.inputs, strict=True):
+                wanted[operand].add(placement)
+        return narrowed
+
+    def _smaller(self, node: fx.Node, wanted: set[Placement]) -> Layout | None:
+        if self.result.outputs[node] != (REPLICATE,) or len(wanted) != 1 or node in self.forced or node in self.banned:
+            return None
+        (placement,) = wanted
+        if not isinstance(placement, Shard) or not isinstance(node.meta.get("val"), TensorSpec):
+            return None
+        if self.aliasing.roots[node] in self.aliasing.written:
+            return None
+        rule = rule_of(node.target)
+        if rule is None:
+            return None
+        call = OpCall(node, self.axis, self._current)
+        call.forced = placement
+        options = [c for c in rule(call) if c.outputs == (placement,) and c.emit is None]
+        best = min(options, key=lambda c: self._cost(call, c), default=None)
+        return best if best is not None and self._cost(call, best) < LATENCY else None
 
     # ------------------------------------------------------------------ writes
     def _choose_writing(self, call: OpCall, options: list[Layout], written: list[fx.Node]) -> None:

@@ -116,9 +116,15 @@ def _slice(program: LocalProgram, node: fx.Node, target: Shard, axis: ShardAxis)
 def _keep_on_first(program: LocalProgram, node: fx.Node, target: Partial, axis: ShardAxis) -> fx.Node:
     if target.op != "sum":
         return node
-    kept = program.call(aten.mul.Tensor, node, 1 if axis.rank == 0 else 0)
-    kept.meta["rank_dependent"] = True
-    return kept
+    return zero_unless(program, node, axis.rank == 0)
+
+
+def zero_unless(program: LocalProgram, node: fx.Node, keep: bool) -> fx.Node:
+    """``node``'s value on the ranks where ``keep``, zeros on the others; the same operators on every rank."""
+    device = node.meta["val"].device
+    elsewhere = program.call(aten.full.default, [], not keep, dtype=torch.bool, device=device)
+    elsewhere.meta["rank_dependent"] = True
+    return program.call(aten.masked_fill.Scalar, node, elsewhere, 0)
 
 
 def _gather(

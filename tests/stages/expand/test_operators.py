@@ -86,6 +86,7 @@ CASES: dict[str, Case] = {
     "unfold": lambda p, x, i: (x * p["row"]).unfold(2, 4, 2),
     "diagonal": lambda p, x, i: (x * p["row"]).diagonal(dim1=1, dim2=2),
     "as_strided": lambda p, x, i: (x * p["row"]).contiguous().as_strided((x.shape[0], 5, 8), (48, 8, 1), 8),
+    "one_row": lambda p, x, i: (x * p["row"])[3] * p["row"][0] + (x * p["row"])[-1],
     "squeeze": lambda p, x, i: (x * p["row"])[:, :1].squeeze(1).unsqueeze(-1),
     "factories": lambda p, x, i: x * torch.arange(8.0) + torch.ones(x.shape[0], 1, 1) + x.new_zeros(x.shape) + p["vector"],
     "one_hot": lambda p, x, i: F.one_hot(i, 10).float() @ p["table"] * x,
@@ -166,8 +167,8 @@ def run(case: Case, split: tuple[int, ...]) -> Any:
     def function(p: dict[str, Tensor], _: dict[str, Tensor], x: Tensor, i: Tensor) -> Any:
         out = case(p, x, i)
         rows = out.shape[:1] == x.shape[:1]
-        ramp = torch.linspace(0.5, 1.5, out[0].numel() if rows else out.numel())
-        scale = ramp.view(out[0].shape if rows else out.shape)
+        shape = out.shape[1:] if rows else out.shape
+        scale = torch.linspace(0.5, 1.5, shape.numel()).view(shape)
         return (out * scale).sum() / ROWS + 0 * sum(q.sum() for q in p.values()), out
 
     captured, live = capture_function(function, _parameters(), {}, (x, integers))

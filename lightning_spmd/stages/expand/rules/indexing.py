@@ -36,11 +36,18 @@ def _along_dim(call: OpCall) -> list[Layout]:
 
 
 def _scatter_add(call: OpCall) -> list[Layout]:
+    """A split index along the worked dimension adds a part of everything to each rank's copy."""
+    index, source, worked = call["index"].meta["val"].shape, call["src"].meta["val"].shape, call["dim"]
     found = _along_dim(call)
-    for dim in range(len(call["index"].meta["val"].shape)):
-        if call["index"].meta["val"].shape[dim] == call["src"].meta["val"].shape[dim]:
-            found += along(call, [PARTIAL, dim, dim], [PARTIAL])
+    if index and index[worked] == source[worked]:
+        found += along(call, [PARTIAL, worked % len(index), worked % len(index)], [PARTIAL])
     return found
+
+
+def _gather(call: OpCall) -> list[Layout]:
+    """As scatter; a replicated table may also be read with an index split along the worked dimension."""
+    worked = call["dim"] % max(len(call.shape), 1)
+    return _along_dim(call) + (along(call, [None, worked], [worked]) if call.shape else [])
 
 
 def _index_select(call: OpCall) -> list[Layout]:
@@ -197,7 +204,8 @@ def _search(call: OpCall) -> list[Layout]:
 
 
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys([aten.gather, aten.scatter, aten.scatter_reduce], _along_dim),
+    **dict.fromkeys([aten.scatter, aten.scatter_reduce], _along_dim),
+    aten.gather: _gather,
     aten.scatter_add: _scatter_add,
     aten.index_select: _index_select,
     aten.index_add: _index_add,

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
-from lightning_spmd.ir.placement import Placement, Shard, ShardAxis
+from lightning_spmd.ir.placement import PARTIAL, Placement, Shard, ShardAxis
 from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule, along, linear
+from lightning_spmd.stages.expand.redistribute import zero_unless
 
 if TYPE_CHECKING:
     from lightning_spmd.stages.expand.emit import LocalCall
@@ -89,7 +91,11 @@ def _squeeze(call: OpCall) -> list[Layout]:
 
 def _expand(call: OpCall) -> list[Layout]:
     source, new = call.specs[0].shape, len(call.shape) - len(call.specs[0].shape)
-    return _dims(call, {d: d + new for d in range(len(source)) if source[d] == call.shape[d + new]})
+    found = _dims(call, {d: d + new for d in range(len(source)) if source[d] == call.shape[d + new]})
+    for dim, size in enumerate(call.shape):
+        if dim < new or source[dim - new] != size:
+            found += along(call, [None], [dim])
+    return found
 
 
 def _unfold(call: OpCall) -> list[Layout]:
@@ -100,7 +106,19 @@ def _unfold(call: OpCall) -> list[Layout]:
 def _select(call: OpCall) -> list[Layout]:
     ndim = len(call.specs[0].shape)
     at = call["dim"] % ndim
-    return _dims(call, {d: d - (d > at) for d in range(ndim) if d != at})
+    return _dims(call, {d: d - (d > at) for d in range(ndim) if d != at}) + along(call, [at], [PARTIAL], _emit_one_row)
+
+
+def _emit_one_row(call: LocalCall) -> list[fx.Node | None]:
+    """One row of a split dimension: its owner's, as a partial sum."""
+    at, wanted = call["dim"], call["index"] % call.spec("self").shape[call["dim"]]
+    (axis,) = call.emitting_axes(_emit_one_row)
+    whole = call.spec("self").shape[at]
+    row = wanted - axis.offset(whole)
+    mine = 0 <= row < axis.local_size(whole)
+    piece = call.default(index=row if mine else 0)
+    piece.meta["rank_dependent"] = True
+    return [zero_unless(call.program, piece, mine)]
 
 
 def _slice(call: OpCall) -> list[Layout]:
