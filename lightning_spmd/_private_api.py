@@ -71,6 +71,7 @@ __all__ = [
     "reduce_over_ranks",
     "set_rank_zero_only",
     "skips_backward",
+    "storage_elements",
     "storage_of",
     "tensor_slots",
 ]
@@ -239,3 +240,8 @@ def is_within_training_epoch(trainer: Any) -> bool:
 def storage_of(tensor: Tensor) -> int:
     """Identity of the tensor's storage; fake tensors have no data pointer to compare."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_elements(tensor: Tensor) -> int:
+    """Number of elements of the storage behind a (fake) tensor."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()

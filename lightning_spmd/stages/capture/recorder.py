@@ -29,6 +29,14 @@ _READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an op
 # Aliases without effect below autograd: recording them would only cost a call a step.
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
+# torch's shape function of grouped matmul accepts bfloat16 alone, its CPU kernel also float32 (mixture of experts).
+_KERNELS_WIDER_THAN_SHAPE_FUNCTIONS = {getattr(aten, name).default for name in ("_grouped_mm",) if hasattr(aten, name)}
+
+
+def _zeros_like_fake(fake: Tensor) -> Tensor:
+    base = torch.zeros(private.storage_elements(fake), dtype=fake.dtype, device=fake.device)
+    return base.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+
 
 class Recorder(private.TorchDispatchMode):
     """Dispatch mode that appends every operator to ``graph``.
@@ -183,7 +191,7 @@ class Recorder(private.TorchDispatchMode):
         concrete = [a if (s := scalar_of(a)) is None else s.value for a in flat]
         plain_args, plain_kwargs = pytree.tree_unflatten(concrete, tree)
         try:
-            out = func(*plain_args, **plain_kwargs)
+            out = self._compute(func, plain_args, plain_kwargs)
         except private.DATA_DEPENDENT_ERRORS as error:
             raise CaptureError(
                 f"the shape of what {func} returns depends on the data, which one graph cannot express; use a masked "
@@ -201,6 +209,15 @@ class Recorder(private.TorchDispatchMode):
             self._draws[key] = node
         self._run_shadow(func, plain_args, plain_kwargs, flat, out)
         return out
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Shapes of the outputs, from torch's shape function, or from the kernel itself where that one is too strict."""
+        if func not in _KERNELS_WIDER_THAN_SHAPE_FUNCTIONS:
+            return func(*args, **kwargs)
+        with private.disable_dispatch_modes():
+            real_args, real_kwargs = pytree.tree_map_only(Tensor, _zeros_like_fake, (args, kwargs))
+            real = func(*real_args, **real_kwargs)
+            return pytree.tree_map_only(Tensor, lambda t: self.fake_mode.from_tensor(t, static_shapes=True), real)
 
     def _bind_outputs(self, node: fx.Node, out: Any) -> None:
         if isinstance(out, Tensor):
