@@ -6,7 +6,7 @@ Seen to work on torch 2.11 and 2.13 and lightning 2.6. A name that disappears fa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_zero_only
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as _rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 # Sharding rules are looked up by operator; rules for unknown overloads need its packet and tags.
 from torch._ops import OpOverload
@@ -56,6 +56,8 @@ __all__ = [
     "default_process_group_timeout",
     "detects_anomaly",
     "disable_dispatch_modes",
+    "dtensor_strategies",
+    "has_dtensor_strategy",
     "has_step_hooks",
     "init_process_group",
     "is_within_training_epoch",
@@ -245,3 +247,63 @@ def storage_of(tensor: Tensor) -> int:
 def storage_elements(tensor: Tensor) -> int:
     """Number of elements of the storage behind a (fake) tensor."""
     return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+# DTensor keeps the strategies that it and users register per operator in its dispatcher's propagator; there is no public
+# way to ask for them. Without these two, custom operators with `register_sharding` run replicated.
+def _dtensor_propagator() -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor._op_dispatcher.sharding_propagator
+
+
+def has_dtensor_strategy(op: Any) -> bool:
+    """Whether DTensor has a strategy function for the operator (nothing is searched)."""
+    return op in _dtensor_propagator().op_strategy_funcs
+
+
+def dtensor_strategies(
+    op: Any, args: Any, kwargs: Any, describe: Callable[[fx.Node], Any], size: int
+) -> list[tuple[list[tuple[str, Any]], list[tuple[str, Any]]]]:
+    """(placements of inputs, placements of outputs) of every registered choice on a one-dimensional mesh of ``size``.
+
+    Args:
+        op, args, kwargs: the call, with nodes for values.
+        describe: gives (TensorSpec, placement) for a tensor node, anything else for a number.
+        size: ranks of the mesh; no process group is needed.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._op_schema import OpSchema
+
+    mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
+
+    def spec(node: fx.Node) -> Any:
+        seen = describe(node)
+        if not isinstance(seen, tuple) or len(seen) != 2 or not hasattr(seen[0], "stride"):
+            return seen
+        tensor, placement = seen
+        placed = Shard(placement.dim) if hasattr(placement, "dim") and placement.outer == 1 else Replicate()
+        return DTensorSpec(mesh, (placed,), TensorMeta(torch.Size(tensor.shape), tensor.stride, tensor.dtype))
+
+    def named(placed: Any) -> tuple[str, Any]:
+        placement = placed.placements[0]
+        if type(placement) is Shard:
+            return ("shard", placement.dim)
+        if type(placement) is Partial:
+            return ("partial", placement.reduce_op)
+        return ("replicate", None) if isinstance(placement, Replicate) else ("unknown", None)
+
+    propagator = _dtensor_propagator()
+    schema = OpSchema(op, fx.map_arg(tuple(args), spec), fx.map_arg(dict(kwargs), spec))
+    try:
+        strategy = propagator.op_strategy_funcs[op](propagator._wrap_with_op_strategy(schema))
+    except Exception:  # a strategy that cannot handle this call is no strategy
+        return []
+    found: list[tuple[list[tuple[str, Any]], list[tuple[str, Any]]]] = []
+    for choice in getattr(strategy, "strategies", []):
+        outputs = choice.output_specs if isinstance(choice.output_specs, (tuple, list)) else [choice.output_specs]
+        if choice.input_specs is not None and all(o is not None for o in outputs):
+            found.append(([named(i) for i in choice.input_specs], [named(o) for o in outputs]))
+    return found

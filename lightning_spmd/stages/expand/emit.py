@@ -228,6 +228,10 @@ class Emitter:
         for operand, new in zip(operands, local, strict=True):
             if operand in written:
                 self._written(operand, new)
+        if isinstance(node.meta["val"], (bool, int, float)):  # fake tensors hold no value to read
+            self.numbers[node] = self.program.number(node.target, local, node.meta["val"])
+            self.numbers[node].meta["placements"] = (REPLICATE,) * len(self.axes)
+            return
         call = LocalCall(self.program, node, layouts, local, self.numbers)
         emits = {layout.emit for layout in layouts if layout.emit is not None}
         if len(emits) > 1:

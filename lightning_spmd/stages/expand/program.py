@@ -76,6 +76,10 @@ class LocalProgram:
             fake = op(*fake_args, **fake_kwargs)
         return self._append(op, args, kwargs, fake)
 
+    def number(self, op: Any, operands: Sequence[fx.Node], value: Any) -> fx.Node:
+        """Append a call that reads a number out of tensors (``.item()`` of a step counter), seen as ``value`` at capture."""
+        return self._append(op, tuple(operands), {}, value)
+
     def collective(self, op: Any, operand: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
         """Append a functional collective on ``operand`` and the wait for it; gives the waited result.
 

@@ -209,10 +209,9 @@ class Propagation:
 
     def _cost(self, call: OpCall, layout: Layout) -> float:
         total = sum(self._operand_cost(call, i, want) for i, want in enumerate(layout.inputs))
-        # A partial sum must be reduced some day: cheaper before it is spread out than after.
-        entering = sum(s.bytes for s, p in zip(call.specs, layout.inputs, strict=True) if isinstance(p, Partial))
+        # A partial sum must be reduced some day, a replicated value is computed by every rank.
         leaving = sum(s.bytes for s, p in zip(call.outputs, layout.outputs, strict=False) if isinstance(p, Partial) and s)
-        return total + 1e-3 * leaving + (2.0 * max(leaving - entering, 0) if entering else 0.0)
+        return total + 1e-3 * leaving
 
     def _choose(self, call: OpCall, layout: Layout) -> None:
         node = call.node

@@ -66,7 +66,7 @@ def captured_model(name: str, update: Any = None) -> tuple[CapturedStep, list[An
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_train_like_one_device_without_moving_activations(name: str, update: Any, split: tuple[int, ...]) -> None:
     captured, live = captured_model(name, update)
-    steps = assert_equals_one_device(captured, live, split)
+    steps = assert_equals_one_device(captured, live, split, floor=0.1)
     assert [n.name for n in activation_collectives(steps[0])] == []
     assert steps[0].fallbacks == []
 

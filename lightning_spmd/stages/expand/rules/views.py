@@ -92,6 +92,9 @@ def _squeeze(call: OpCall) -> list[Layout]:
 def _expand(call: OpCall) -> list[Layout]:
     source, new = call.specs[0].shape, len(call.shape) - len(call.specs[0].shape)
     found = _dims(call, {d: d + new for d in range(len(source)) if source[d] == call.shape[d + new]})
+    if call.outputs[0].numel != call.specs[0].numel:
+        # A partial sum is reduced before it is spread over the batch, not after.
+        found = [c for c in found if c.outputs != (PARTIAL,)]
     for dim, size in enumerate(call.shape):
         if dim < new or source[dim - new] != size:
             found += along(call, [None], [dim])
