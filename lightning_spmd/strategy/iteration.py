@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import BatchError, CaptureError, SPMDError
+from lightning_spmd.errors import BatchError, CaptureError, ExpansionError, SPMDError
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.steps import Variant
@@ -312,7 +312,7 @@ class TrainingIteration:
         problems = [problem]
         if self._control is not None:
             tell("agree")
-            problems = self._control.gather(problem)
+            problems = self._control.gather(None if problem is None else _portable(problem))
         worst = next((p for p in problems if p is not None), None)
         if worst is None:
             if self._control is not None and executable is not None:
@@ -332,3 +332,9 @@ class TrainingIteration:
         if self._dump_dir is not None and self.trainer.is_global_zero:
             path = write_stage(self._dump_dir, f"{self.captures:02d}_{stage}", graph_module, signature)
             rank_zero_info(f"wrote {path}")
+
+
+def _portable(problem: SPMDError) -> SPMDError:
+    """The same error without what does not travel between processes (graph nodes)."""
+    kind = type(problem) if type(problem).__module__ == SPMDError.__module__ else ExpansionError
+    return kind(str(problem))
