@@ -1,0 +1,163 @@
+"""Checkpoints: a resumed run is bitwise the uninterrupted one, and plain Lightning reads and writes the same files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from tests.helpers.modules import GPT, MLP, samples
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, TrainingCase, assert_compiled, fit
+
+CASE = TrainingCase("gpt", "adamw", shuffle=True, count=16 * 6, scheduler="one_cycle")
+PER_EPOCH = 6
+
+
+def _run(
+    folder: Path, strategy: str, devices: int = 1, resume: Path | None = None, epochs: int = 4, case: TrainingCase = CASE
+) -> Result:
+    """Train for ``epochs`` with a checkpoint each epoch; sampling on several ranks is in order."""
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    data = InOrder(samples(case.model, case.count), case.rows, case.shuffle and devices == 1)
+    flags = {"max_epochs": epochs, "enable_checkpointing": True}
+    return fit(case.module(), data, strategy, devices, [saver], resume, **flags)[0]
+
+
+def _assert_continues(resumed: Result, whole: Result) -> None:
+    """The resumed run's batches are the last ones of the whole run, and it ends in the same state."""
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
+    assert all(torch.equal(resumed.weights[k], v) for k, v in whole.weights.items())
+    assert resumed.optimizer_state.keys() == whole.optimizer_state.keys()
+    for name, value in whole.optimizer_state.items():
+        same = torch.equal(resumed.optimizer_state[name], value) if isinstance(value, torch.Tensor) else (
+            resumed.optimizer_state[name] == value
+        )  # fmt: skip
+        assert same, name
+
+
+@pytest.mark.parametrize("model", ["gpt", "mlp"])
+def test_resume_is_bitwise(tmp_path: Path, model: str) -> None:
+    """With dropout and shuffling, from an end-of-epoch checkpoint."""
+    case = TrainingCase(model, "adamw", shuffle=True, count=16 * 6, scheduler="one_cycle")
+    whole = _run(tmp_path / "whole", "spmd", case=case)
+    resumed = _run(tmp_path / "again", "spmd", resume=tmp_path / "whole/epoch=1.ckpt", case=case)
+    assert_compiled(whole, resumed)
+    assert len(resumed.losses) == 2 * PER_EPOCH
+    _assert_continues(resumed, whole)
+
+
+def test_a_resumed_run_builds_one_graph_as_a_fresh_one_does(tmp_path: Path) -> None:
+    whole = _run(tmp_path / "whole", "spmd")
+    resumed = _run(tmp_path / "again", "spmd", resume=tmp_path / "whole/epoch=1.ckpt")
+    assert resumed.captures <= whole.captures
+
+
+class StatefulLoader:
+    """Shuffled batches by its own generator; it can save and load its position."""
+
+    def __init__(self, data: list[Any], rows: int) -> None:
+        self.data, self.rows = data, rows
+        self.epoch, self.position = 0, 0
+
+    def __len__(self) -> int:
+        return len(self.data) // self.rows
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.position < len(self):
+            chosen = [self.data[i] for i in order[self.position * self.rows : (self.position + 1) * self.rows]]
+            self.position += 1
+            yield torch.utils.data.default_collate(chosen)
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+def test_resume_in_mid_epoch_is_bitwise_with_a_loader_that_keeps_its_place(tmp_path: Path) -> None:
+    def run(resume: Path | None) -> Result:
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=4)
+        loader = StatefulLoader(samples("gpt", CASE.count), CASE.rows)
+        flags = {"max_epochs": 3, "enable_checkpointing": True}
+        return fit(CASE.module(), loader, "spmd", 1, [saver], resume, **flags)[0]
+
+    whole = run(None)
+    resumed = run(tmp_path / "step=8.ckpt")
+    assert_compiled(whole, resumed)
+    assert len(resumed.losses) == 3 * PER_EPOCH - 8
+    _assert_continues(resumed, whole)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("spmd", "auto"), ("auto", "spmd")])
+def test_checkpoints_are_plain_lightning_ones(tmp_path: Path, writer: str, reader: str) -> None:
+    """Without dropout or shuffling, what ``auto`` wrote goes on under ``spmd`` bitwise, and the other way round."""
+    case = TrainingCase("gpt", "adamw", dropout=0.0, count=16 * 6, scheduler="one_cycle")
+    whole = _run(tmp_path / "whole", writer, case=case)
+    resumed = _run(tmp_path / "again", reader, resume=tmp_path / "whole/epoch=1.ckpt", case=case)
+    _assert_continues(resumed, whole)
+
+
+def test_a_checkpoint_holds_what_lightnings_own_holds(tmp_path: Path) -> None:
+    """The same keys, weights, optimizer and scheduler state; readable with ``weights_only=True``."""
+    _run(tmp_path / "spmd", "spmd", epochs=2)
+    _run(tmp_path / "auto", "auto", epochs=2)
+    ours = torch.load(tmp_path / "spmd/epoch=1.ckpt", weights_only=True)
+    theirs = torch.load(tmp_path / "auto/epoch=1.ckpt", weights_only=True)
+    assert ours.keys() - {"lightning_spmd"} == theirs.keys()
+    assert all(torch.equal(ours["state_dict"][k], v) for k, v in theirs["state_dict"].items())
+    assert str(ours["optimizer_states"]) == str(theirs["optimizer_states"])
+    assert str(ours["lr_schedulers"]) == str(theirs["lr_schedulers"])
+    assert (ours["global_step"], ours["epoch"]) == (theirs["global_step"], theirs["epoch"])
+
+
+def test_load_from_checkpoint_gives_the_trained_module(tmp_path: Path) -> None:
+    trained = _run(tmp_path, "spmd", epochs=2)
+    module = GPT.load_from_checkpoint(tmp_path / "epoch=1.ckpt", weights_only=True)
+    assert module.hparams.scheduler == "one_cycle"
+    assert all(torch.equal(module.state_dict()[k], v) for k, v in trained.weights.items())
+
+
+def _watched(strategy: str, folder: Path) -> tuple[Result, str, int]:
+    best = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}")
+    stop = EarlyStopping("val_loss", patience=1)
+    module = MLP(optimizer="sgd", dropout=0.0)
+    L.seed_everything(5)
+    data = InOrder(samples("mlp", 96), 16, evaluation=samples("mlp", 160)[96:])
+    flags = {"max_epochs": 12, "enable_checkpointing": True, "limit_val_batches": 1.0}
+    result, trainer = fit(module, data, strategy, 1, [best, stop], **flags)
+    return result, Path(best.best_model_path).name, trainer.current_epoch
+
+
+def test_model_checkpoint_and_early_stopping_decide_as_eager(tmp_path: Path) -> None:
+    L.seed_everything(7)
+    ours = _watched("spmd", tmp_path / "spmd")
+    L.seed_everything(7)
+    theirs = _watched("auto", tmp_path / "auto")
+    assert ours[1:] == theirs[1:]
+    assert ours[0].logged == theirs[0].logged
+
+
+def test_resume_on_two_ranks_is_bitwise(two_ranks: RankPool, tmp_path: Path) -> None:
+    """With dropout: the streams of random numbers go on as well."""
+    whole = two_ranks.run(_run, tmp_path / "whole", "spmd", 2)
+    resumed = two_ranks.run(_run, tmp_path / "again", "spmd", 2, tmp_path / "whole/epoch=1.ckpt")
+    assert_compiled(*whole, *resumed)
+    assert len(resumed[0].losses) == 2 * PER_EPOCH
+    for ours, reference in zip(resumed, whole, strict=True):
+        _assert_continues(ours, reference)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_on_one_device(two_ranks: RankPool, tmp_path: Path) -> None:
+    case = TrainingCase("gpt", "adamw", dropout=0.0, eps=1e-5, count=16 * 6)
+    whole = two_ranks.run(_run, tmp_path / "whole", "spmd", 2, case=case)[0]
+    resumed = _run(tmp_path / "again", "auto", resume=tmp_path / "whole/epoch=1.ckpt", case=case)
+    assert resumed.losses == pytest.approx(whole.losses[-2 * PER_EPOCH :], rel=1e-5)
