@@ -318,7 +318,7 @@ class TrainingIteration:
             if self._control is not None and executable is not None:
                 self._control.agree_on(executable.graphs.main)
             return
-        if isinstance(worst, CaptureError):
+        if isinstance(worst, CaptureError | ExpansionError):
             self._fall_back(str(worst))
         raise worst
 
