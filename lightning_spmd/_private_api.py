@@ -38,6 +38,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.constants import default_pg_timeout as default_process_group_timeout
 
+# Nested arguments of operators are taken apart and put together at every recorded call; the public
+# torch.utils.pytree is newer than 2.11.
+from torch.utils import _pytree as pytree
+
 # Capture computes on true values while its own modes are active (step counters); without it they would be recorded.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -70,6 +74,7 @@ __all__ = [
     "next_sequence_number",
     "optimizers_accept_fake_tensors",
     "optimizers_to_device",
+    "pytree",
     "reduce_over_ranks",
     "set_rank_zero_only",
     "skips_backward",
@@ -149,8 +154,8 @@ def optimizers_accept_fake_tensors() -> Iterator[None]:
 def module_tensors_replaced(module: nn.Module, twin: Any) -> Iterator[list[tuple[dict[str, Any], str, str, Any]]]:
     """Replace every parameter and buffer by ``twin(kind, fqn, tensor)`` and put the live ones back at the end.
 
-    ``nn.Module`` keeps them in ``_parameters`` and ``_buffers``; assignment through attributes would refuse fake tensors
-    for parameters. Yields the slots: (dictionary, key, fqn, replacement).
+    ``nn.Module`` keeps them in ``_parameters`` and ``_buffers``; assignment through attributes would refuse fake
+    tensors for parameters. Yields the slots: (dictionary, key, fqn, replacement).
     """
     slots: list[tuple[dict[str, Any], str, str, Any]] = []
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []

@@ -27,7 +27,7 @@ class ValueGuard:
         except AttributeError:
             seen = "<missing>"
         same = type(seen) is type(self.expected) and seen == self.expected
-        return None if same else f"{self.name} changed from {self.expected!r} to {seen!r}"
+        return None if same else f"{self.name} changed from {_short(self.expected)} to {_short(seen)}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BatchGuard:
         """Why the guard fails for a batch with these leaves (by path), or None."""
         seen = leaves.get(self.path)
         same = type(seen) is type(self.expected) and seen == self.expected
-        return None if same else f"batch{self.path} changed from {self.expected!r} to {seen!r}"
+        return None if same else f"batch{self.path} changed from {_short(self.expected)} to {_short(seen)}"
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class PredicateGuard:
             if new != old:
                 return f"a decision at {name} changed from {old!r} to {new!r}"
         return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass

@@ -157,6 +157,8 @@ class TrainingIteration:
             split, key, index, reason = self._agreed_choice(self._control, batch, variant)
         if index is None:
             self._check_limits(key, reason)
+            if reason is not None and len(self._graphs[key]) > 1:  # the second graph follows the first step by design
+                rank_zero_info(f"strategy='spmd' builds another graph: {reason}")
             return self._build(key, batch, variant, clip, split), sum(split)
         return self._executables[index], sum(split)
 

@@ -24,8 +24,8 @@ LAYERS = {
     "cost": 2,
     "stages": 3,
     "strategy": 4,
-    "report": 4,
     "examples": 4,
+    "report": 5,
     "": 5,  # lightning_spmd/__init__.py: the public names
     "cli": 6,
 }

@@ -22,8 +22,8 @@ from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.stages.capture.host_scalar import Number, scalar_of
 
 _SIMPLE = (bool, int, float, str, bytes, type(None))
-# set by Lightning around each hook; never read by a training step to decide anything
-_BOOKKEEPING = frozenset({"_current_fx_name"})
+# Lightning's own: the hook that runs (set around each), and the Trainer, which TrainerView guards value by value
+_BOOKKEEPING = frozenset({"_current_fx_name", "_trainer", "_fabric"})
 
 
 def is_simple(value: Any) -> bool:
@@ -43,7 +43,7 @@ def _summary(value: Any) -> Any:
         return tuple(v for v in value if is_simple(v))
     if isinstance(value, (nn.Module, Tensor, type)) or callable(value) or not hasattr(value, "__dict__"):
         return None
-    return tuple((k, v) for k, v in vars(value).items() if is_simple(v))
+    return tuple((k, v) for k, v in vars(value).items() if is_simple(v) and not k.startswith("_"))
 
 
 class AttributeSpy:

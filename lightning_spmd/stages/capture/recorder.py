@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from lightning_spmd import _private_api as private
+from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
@@ -211,7 +211,7 @@ class Recorder(private.TorchDispatchMode):
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Shapes of the outputs, from torch's shape function, or from the kernel itself where that one is too strict."""
+        """Shapes of the outputs, from torch's shape function or, where that is too strict, from the kernel."""
         if func not in _KERNELS_WIDER_THAN_SHAPE_FUNCTIONS:
             return func(*args, **kwargs)
         with private.disable_dispatch_modes():
