@@ -161,9 +161,9 @@ class InOrder(L.LightningDataModule):
         assert self.trainer is not None
         ranks = self.trainer.world_size
         if ranks == 1:
-            return DataLoader(data, self.rows, shuffle=shuffle)  # type: ignore[arg-type]
+            return DataLoader(data, batch_size=self.rows, shuffle=shuffle)  # type: ignore[arg-type]
         sampler = DistributedSampler(data, ranks, self.trainer.global_rank, shuffle=shuffle)  # type: ignore[arg-type]
-        return DataLoader(data, self.rows // ranks, sampler=sampler)  # type: ignore[arg-type]
+        return DataLoader(data, batch_size=self.rows // ranks, sampler=sampler)  # type: ignore[arg-type]
 
     def train_dataloader(self) -> Any:
         return self._loader(self.data, self.shuffle)

@@ -20,7 +20,12 @@ PER_EPOCH = 6
 
 
 def _run(
-    folder: Path, strategy: str, devices: int = 1, resume: Path | None = None, epochs: int = 4, case: TrainingCase = CASE
+    folder: Path,
+    strategy: str,
+    devices: int = 1,
+    resume: Path | None = None,
+    epochs: int = 4,
+    case: TrainingCase = CASE,
 ) -> Result:
     """Train for ``epochs`` with a checkpoint each epoch; sampling on several ranks is in order."""
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
@@ -70,11 +75,11 @@ class StatefulLoader:
 
     def __iter__(self) -> Iterator[Any]:
         order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        while self.position < len(self):
-            chosen = [self.data[i] for i in order[self.position * self.rows : (self.position + 1) * self.rows]]
+        for start in range(self.position * self.rows, len(self) * self.rows, self.rows):
             self.position += 1
-            yield torch.utils.data.default_collate(chosen)
-        self.epoch, self.position = self.epoch + 1, 0
+            if self.position == len(self):  # before the last batch: Lightning never asks for the one after it
+                self.epoch, self.position = self.epoch + 1, 0
+            yield torch.utils.data.default_collate([self.data[i] for i in order[start : start + self.rows]])
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
