@@ -22,7 +22,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_zero_only
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_only as _rank_zero_only
+from lightning.pytorch.utilities import rank_zero as _rank_zero
 from torch import Tensor, fx, nn
 
 # Sharding rules are looked up by operator; rules for unknown overloads need its packet and tags.
@@ -98,7 +98,7 @@ def next_sequence_number() -> int:
 
     Without it backward nodes have no module name in dumps and messages; nothing else breaks.
     """
-    return torch._C._autograd._get_sequence_nr()
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def current_backward_sequence_number() -> int | None:
@@ -218,7 +218,8 @@ def mark_stepped(optimizer: Any) -> None:
 
 def set_rank_zero_only(rank: int) -> None:
     """Lightning's two ``rank_zero_only`` decorators read the rank from an attribute that strategies set."""
-    _rank_zero_only.rank = _fabric_rank_zero_only.rank = rank
+    for decorator in (_rank_zero.rank_zero_only, _fabric_rank_zero_only):
+        vars(decorator)["rank"] = rank
 
 
 def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:

@@ -61,6 +61,7 @@ def _aliased_argument(node: fx.Node) -> fx.Node | None:
         # `reshape` and friends are recorded as the view or the copy they became
         return None
     for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and index < len(node.args) and isinstance(node.args[index], fx.Node):
-            return node.args[index]
+        value = node.args[index] if index < len(node.args) else None
+        if argument.alias_info is not None and isinstance(value, fx.Node):
+            return value
     return None

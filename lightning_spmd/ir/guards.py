@@ -78,8 +78,8 @@ def _short(value: Any) -> str:
 class Guards:
     """All guards of one graph."""
 
-    values: list[ValueGuard] = field(default_factory=list)
-    batch: list[BatchGuard] = field(default_factory=list)
+    values: list[ValueGuard] = field(default_factory=list[ValueGuard])
+    batch: list[BatchGuard] = field(default_factory=list[BatchGuard])
     predicate: PredicateGuard | None = None
 
     def failure(self, graph_inputs: Callable[[], Sequence[Any]], leaves: Callable[[], Mapping[str, Any]]) -> str | None:

@@ -90,8 +90,8 @@ class CapturedStep:
     graph_module: fx.GraphModule
     signature: Signature
     guards: Guards
-    constants: list[Tensor] = field(default_factory=list)
-    calls: list[RecordedCall] = field(default_factory=list)
+    constants: list[Tensor] = field(default_factory=list[Tensor])
+    calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
     returned: Any = None
     variant: Variant = Variant()
 
@@ -103,7 +103,7 @@ class ShardedStep:
     graph_module: fx.GraphModule
     signature: Signature
     axes: tuple[ShardAxis, ...]
-    fallbacks: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list[str])
 
 
 @dataclass

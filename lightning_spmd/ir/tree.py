@@ -1,3 +1,5 @@
+# pyright: basic, reportAttributeAccessIssue=false
+# (this module walks values of any type; every access follows a check that pyright cannot see)
 """Nested batches and outputs: tensors, tuples, named tuples, dicts, mappings, dataclasses, any mixture.
 
 ``torch.utils._pytree`` knows neither dataclasses nor Hugging Face's ``BatchEncoding``; Lightning moves both to the

@@ -78,7 +78,7 @@ class AttributeSpy:
             noted = reads.get(id(instance))
             if noted is not None:
                 noted.add(name)
-            return kind.__getattribute__(instance, name)
+            return kind.__getattribute__(instance, name)  # pyright: ignore[reportCallIssue]
 
         body = {"__getattribute__": __getattribute__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         return type(kind.__name__, (kind,), body)
@@ -138,7 +138,7 @@ class TrainerView:
         raise CaptureError(f"training_step assigns trainer.{name}; do it in a hook such as on_train_batch_end")
 
     @property
-    def __class__(self) -> type:  # isinstance(trainer, Trainer) holds
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] - isinstance(trainer, Trainer)
         return type(object.__getattribute__(self, "_real"))
 
 
