@@ -218,7 +218,7 @@ def mark_stepped(optimizer: Any) -> None:
 
 def set_rank_zero_only(rank: int) -> None:
     """Lightning's two ``rank_zero_only`` decorators read the rank from an attribute that strategies set."""
-    for decorator in (_rank_zero.rank_zero_only, _fabric_rank_zero_only):
+    for decorator in (vars(_rank_zero)["rank_zero_only"], _fabric_rank_zero_only):
         vars(decorator)["rank"] = rank
 
 

@@ -70,9 +70,9 @@ class OptimizerSwap:
     def _lift(self, key: tuple[Any, ...], name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self.inputs.tensor(value, InputRole.HYPER_PARAMETER, key, name)
-        items: tuple[Any, ...] = value if isinstance(value, tuple) else ()
-        if items and all(type(v) in (int, float) for v in items):
-            return tuple(self._lift((*key, i), f"{name}[{i}]", v) for i, v in enumerate(items))
+        if isinstance(value, tuple):
+            numbers = value and all(type(v) in (int, float) for v in value)
+            return tuple(self._lift((*key, i), f"{name}[{i}]", v) for i, v in enumerate(value)) if numbers else value
         if type(value) in (int, float):
             return self.inputs.scalar(value, InputRole.HYPER_PARAMETER, key, name)
         return value
