@@ -47,7 +47,7 @@ def write_stage(directory: str | Path, name: str, graph_module: fx.GraphModule, 
 def _inputs(graph: fx.Graph, signature: Signature) -> list[str]:
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return [
-        f"    {node.name},  # {entry.role} {entry.name} {_describe(entry)}{' mutated' if entry.mutated else ''}".rstrip()
+        f"    {node.name},  # {entry.role} {entry.name} {_describe(entry)}{' (mutated)' if entry.mutated else ''}"
         for node, entry in zip(placeholders, signature.inputs, strict=False)
     ]
 
@@ -79,8 +79,9 @@ def _text(value: Any) -> str:
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(_text(v) for v in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+        items: list[Any] = list(value)  # type: ignore[arg-type]
+        inner = ", ".join(map(_text, items))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(items) == 1 else ''})"
     return repr(value) if not hasattr(value, "itemsize") else str(value)
 
 

@@ -47,8 +47,8 @@ class ReplicatedPlan:
         rows = entry.value.shape[0]
         if not axis.divides(rows):
             raise BatchError(
-                f"batch leaf {entry.name} has {rows} rows, which cannot be split over {axis.size} ranks like the global "
-                f"batch of {axis.total} rows ({list(axis.split)} a rank); its first dimension must be the batch dimension"
+                f"batch leaf {entry.name} has {rows} rows, which cannot be split over {axis.size} ranks like the "
+                f"global batch of {axis.total} rows; its first dimension must be the batch dimension"
             )
         return Shard(0)
 

@@ -28,7 +28,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes → logits; the output projection may be the embedding table."""
 
-    def __init__(self, layers: int = 2, width: int = 64, heads: int = 4, *, tied: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, layers: int = 2, width: int = 64, heads: int = 4, *, tied: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(64, width)
         self.blocks = nn.Sequential(*[Block(width, heads, dropout) for _ in range(layers)])
@@ -48,7 +50,8 @@ class ConvNet(nn.Module):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12, momentum=0.3), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+            nn.Conv2d(8, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12, momentum=0.3), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
         )  # fmt: skip
         self.flat = nn.BatchNorm1d(48, affine=False)
         self.head = nn.Linear(48, 10)

@@ -119,7 +119,7 @@ def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[A
         try:
             with torch.no_grad():
                 results[rank] = RankInterpreter(steps[rank], rank, meeting).run(*locals_[rank])
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()
 
@@ -152,7 +152,13 @@ def expand_all(captured: CapturedStep, split: Sequence[int], plan: Any = None) -
 
 
 def assert_equals_one_device(
-    captured: CapturedStep, live: Sequence[Any], split: Sequence[int], *, rtol: float = 1e-5, floor: float = 1e-2, plan: Any = None
+    captured: CapturedStep,
+    live: Sequence[Any],
+    split: Sequence[int],
+    *,
+    rtol: float = 1e-5,
+    floor: float = 1e-2,
+    plan: Any = None,
 ) -> list[ShardedStep]:
     """The ranks' programs give what the one-device program gives, in outputs and in mutated inputs.
 

@@ -65,7 +65,9 @@ def capture_function(
     """Record forward, backward and ``update(parameters, gradients)``; outputs: loss, other outputs, gradients."""
     tiny = TinyCapture()
     graph = tiny.recorder.graph
-    fakes = {n: tiny.add(p.detach(), InputRole.PARAMETER, n).requires_grad_(p.requires_grad) for n, p in parameters.items()}
+    fakes = {
+        n: tiny.add(p.detach(), InputRole.PARAMETER, n).requires_grad_(p.requires_grad) for n, p in parameters.items()
+    }
     fake_buffers = {n: tiny.add(b, InputRole.BUFFER, n) for n, b in buffers.items()}
     fake_batch = [tiny.add(b, InputRole.BATCH, f"[{i}]") for i, b in enumerate(batch)]
     outputs: list[tuple[OutputRole, str, Tensor]] = []
@@ -89,7 +91,10 @@ def capture_function(
     roots = storage_roots(graph)
     written = {roots[o] for node in graph.nodes for o in written_arguments(node)}
     signature = Signature(
-        tuple(GraphInput(e.role, e.key, e.name, e.value, n in written) for e, n in zip(tiny.inputs, tiny.nodes, strict=True)),
+        tuple(
+            GraphInput(e.role, e.key, e.name, e.value, n in written)
+            for e, n in zip(tiny.inputs, tiny.nodes, strict=True)
+        ),
         tuple(GraphOutput(r, (n,), n, TensorSpec.of(t)) for r, n, t in outputs),
     )
     ordered = [n for n in graph.nodes if n.op == "placeholder"]

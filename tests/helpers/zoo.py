@@ -37,8 +37,8 @@ def _contrastive(rows: int) -> dict[str, Any]:
 
 
 _DECODER = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-    "max_position_embeddings": 64,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 64,
 }  # fmt: skip
 _IMAGE = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
@@ -53,7 +53,8 @@ _CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_DECODER, **_GROUPED, "head_dim": 8}, _language),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_DECODER, **_GROUPED, "head_dim": 8}, _language),
     "opt": ("OPTConfig", "OPTForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "ffn_dim": 64, "max_position_embeddings": 64, "word_embed_proj_dim": 32}, _language),
+            "num_attention_heads": 4, "ffn_dim": 64, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+            _language),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**_DECODER, **_GROUPED, "num_local_experts": 4}, _language),
     "bert_cls": ("BertConfig", "BertForSequenceClassification", {**_DECODER, "num_labels": 3}, _classification),
     "distilbert": ("DistilBertConfig", "DistilBertForSequenceClassification", {"vocab_size": VOCABULARY, "dim": 32,
@@ -76,7 +77,9 @@ def build(name: str, rows: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     if name == "clip":
         text = {**_DECODER, "num_hidden_layers": 1, "max_position_embeddings": 32, "eos_token_id": 2}
-        config = transformers.CLIPConfig(text_config=text, vision_config={**_IMAGE, "num_hidden_layers": 1}, projection_dim=16)
+        config = transformers.CLIPConfig(
+            text_config=text, vision_config={**_IMAGE, "num_hidden_layers": 1}, projection_dim=16
+        )
         model, batch = transformers.CLIPModel(config), _contrastive
     else:
         configuration, architecture, arguments, batch = _CONFIGURATIONS[name]

@@ -43,7 +43,7 @@ class Layout:
 @cache
 def argument_names(op: Any) -> tuple[tuple[str, Any, bool], ...]:
     """(name, default, keyword-only) of every schema argument of an operator."""
-    return tuple((a.name, a.default_value, a.kwarg_only) for a in op._schema.arguments)  # noqa: SLF001
+    return tuple((a.name, a.default_value, a.kwarg_only) for a in op._schema.arguments)
 
 
 def bind_arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

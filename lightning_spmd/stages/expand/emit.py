@@ -65,6 +65,7 @@ class LocalCall:
     ) -> None:
         self.program = program
         self.node = node
+        self.op: Any = node.target
         self.layouts = layouts
         self.operands = operands
         self.globals = bind_arguments(node.target, node.args, node.kwargs)

@@ -82,7 +82,8 @@ def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str]) -> list[str]:
             reason = f" ({banned[node]})" if node in banned else ""
             lines.append(
                 f"{node.target} {where} has no sharding rule: its inputs are gathered over {plan.axis.name}, "
-                f"{size} bytes a step{reason}; register one with torch.distributed.tensor.experimental.register_sharding"
+                f"{size} bytes a step{reason}; register one with "
+                "torch.distributed.tensor.experimental.register_sharding"
             )
     for op, line in {line.split(" ", 1)[0]: line for line in reversed(lines)}.items():
         warnings.warn(f"{line}" if lines else op, ReplicationWarning, stacklevel=3)

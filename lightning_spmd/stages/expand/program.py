@@ -1,4 +1,4 @@
-"""The graph being written: every call is run once on fake tensors, which gives its local spec and catches bad shapes."""
+"""The graph being written: every call runs once on fake tensors, which gives its spec and catches bad shapes."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class LocalProgram:
         fake_args = fx.map_arg(args, self._fake_of)
         fake_kwargs = fx.map_arg(kwargs, self._fake_of)
         with self.mode:
-            fake = op(*fake_args, **fake_kwargs)
+            fake = _compute(op, fake_args, fake_kwargs)
         return self._append(op, args, kwargs, fake)
 
     def number(self, op: Any, operands: Sequence[fx.Node], value: Any) -> fx.Node:
-        """Append a call that reads a number out of tensors (``.item()`` of a step counter), seen as ``value`` at capture."""
+        """Append a call that reads a number out of tensors (``.item()``); it was ``value`` at capture."""
         return self._append(op, tuple(operands), {}, value)
 
     def collective(self, op: Any, operand: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
@@ -131,6 +131,15 @@ class LocalProgram:
         """Close the graph."""
         self.graph.output(tuple(outputs))
         return fx.GraphModule(torch.nn.Module() if not self.attributes else _holder(self.attributes), self.graph)
+
+
+def _compute(op: Any, args: Any, kwargs: Any) -> Any:
+    """The call on fake tensors. torch knows grouped products of bfloat16 alone, its CPU kernel more."""
+    if getattr(op, "overloadpacket", None) is not getattr(torch.ops.aten, "_grouped_mm", ...):
+        return op(*args, **kwargs)
+    dtype = args[0].dtype
+    half = [a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.dtype == dtype else a for a in args]
+    return op(*half, **kwargs).to(dtype)
 
 
 def _holder(attributes: dict[str, torch.Tensor]) -> torch.nn.Module:

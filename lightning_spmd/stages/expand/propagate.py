@@ -16,7 +16,7 @@ everything, which is reported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -27,6 +27,7 @@ from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
+from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.call import Layout, OpCall, is_tensor
 from lightning_spmd.stages.expand.redistribute import LATENCY, cost
 from lightning_spmd.stages.expand.registered import registered_layouts
@@ -111,12 +112,14 @@ class Propagation:
         self.versions: dict[fx.Node, list[Placement]] = {}
         self.detached: set[fx.Node] = set()
         self.narrowed = False
+        self.routed: dict[fx.Node, tuple[routing.Routed | None, ...]] = {}
+        self.unroutable: set[fx.Node] = set()
 
     def run(self) -> AxisPlan:
         """Choose all placements."""
         while True:
             self.result = AxisPlan(self.axis)
-            self.versions, self.detached = {}, set()
+            self.versions, self.detached, self.routed = {}, set(), {}
             try:
                 self._pass()
                 smaller = {} if self.narrowed else self._narrow()
@@ -148,12 +151,17 @@ class Propagation:
         parent, index = node.args
         if isinstance(parent, fx.Node) and isinstance(index, int):
             self._set(node, (self.result.outputs[parent][index],))
+            if parent in self.routed:
+                self.routed[node] = (self.routed[parent][index],)
             if parent in self.detached:
                 self.detached.add(node)
 
     def _results(self, node: fx.Node) -> None:
         for value, entry in zip(node.args[0], self.signature.outputs, strict=True):  # type: ignore[arg-type]
             current = self._current(value) if is_tensor(value) else REPLICATE
+            routed = self.routed.get(value, (None,))[0] if isinstance(value, fx.Node) else None
+            if routed is not None:
+                self._refuse_routing([routed])
             self.result.results.append(self.plan.output_placement(self.axis, entry, current))
 
     # ------------------------------------------------------------------ one operator
@@ -172,6 +180,8 @@ class Propagation:
         if call.forced is None and all(isinstance(p, Replicate) for p in call.current):
             self._choose(call, everywhere)
             return
+        if self._route(call):
+            return
         candidates = self._candidates(call)
         if call.forced is not None:
             wanted = [c for c in candidates if c.outputs[0] == call.forced]
@@ -184,6 +194,30 @@ class Propagation:
             self._choose_writing(call, options, written)
         else:
             self._choose(call, min(options, key=lambda c: self._cost(call, c)))
+
+    def _route(self, call: OpCall) -> bool:
+        """Run a sort of split rows, and what depends on its order, on the rank's own rows; see ``routing``."""
+        values = [self.routed.get(o, (None,))[0] for o in call.operands]
+        known = {i: v for i, v in enumerate(values) if v is not None}
+        if known:
+            found = None if call.node in self.banned else routing.route(call, known)
+            if found is None:
+                self._refuse_routing(known.values())
+                return False
+        elif routing.begins_routing(call) and call.node not in self.unroutable:
+            found = routing.begin(call)
+        else:
+            return False
+        self._choose(call, found.layout)
+        self.routed[call.node] = found.outputs
+        for operand in written_arguments(call.node):
+            self._written(operand, found.layout.inputs[call.operands.index(operand)], call.node)
+        return True
+
+    def _refuse_routing(self, values: Iterable[routing.Routed]) -> None:
+        """Somebody would see the order of the rows: sort gathered rows instead."""
+        self.unroutable.update(v.sort for v in values)
+        raise _ForceError
 
     def _candidates(self, call: OpCall) -> list[Layout]:
         node = call.node
@@ -209,9 +243,12 @@ class Propagation:
 
     def _cost(self, call: OpCall, layout: Layout) -> float:
         total = sum(self._operand_cost(call, i, want) for i, want in enumerate(layout.inputs))
-        # A partial sum must be reduced some day, a replicated value is computed by every rank.
-        leaving = sum(s.bytes for s, p in zip(call.outputs, layout.outputs, strict=False) if isinstance(p, Partial) and s)
-        return total + 1e-3 * leaving
+        # A partial sum must be reduced some day; to move something just to keep it partial only puts that off.
+        leaving = sum(
+            s.bytes for s, p in zip(call.outputs, layout.outputs, strict=False) if isinstance(p, Partial) and s
+        )
+        kept = leaving > 0 and any(isinstance(p, Partial) for p in layout.inputs)
+        return total + (2.0 * leaving if kept and total >= LATENCY else 1e-3 * leaving)
 
     def _choose(self, call: OpCall, layout: Layout) -> None:
         node = call.node
@@ -219,19 +256,14 @@ class Propagation:
         aliasing = self.aliasing.roots[node] is not node
         for operand, want in zip(call.operands, layout.inputs, strict=True):
             versions = self.versions[operand]
-            if aliasing and self.aliasing.roots[operand] is self.aliasing.roots[node]:
-                if want != versions[0] or operand in self.detached:
-                    self.detached.add(node)
+            shares = aliasing and self.aliasing.roots[operand] is self.aliasing.roots[node]
+            if shares and (want != versions[0] or operand in self.detached):
+                self.detached.add(node)
             if want not in versions:
-                if (
-                    isinstance(versions[0], (Partial, Shard))
-                    and Replicate() not in versions
-                    and not isinstance(want, Partial)
-                ):
-                    if not (isinstance(versions[0], Partial) and isinstance(want, Shard)):
-                        versions.append(REPLICATE)
-                if want not in versions:
-                    versions.append(want)
+                through_whole = isinstance(versions[0], Shard) and isinstance(want, Shard)
+                if through_whole and REPLICATE not in versions:
+                    versions.append(REPLICATE)
+                versions.append(want)
         self._set(node, layout.outputs)
 
     # ------------------------------------------------------------------ work that only a piece of is read

@@ -51,4 +51,8 @@ def _translate(name: tuple[str, object]) -> Placement | None:
 def _fits(call: OpCall, placement: Placement, spec: object) -> bool:
     if not isinstance(placement, Shard):
         return True
-    return isinstance(spec, TensorSpec) and placement.dim < len(spec.shape) and call.axis.divides(spec.shape[placement.dim])
+    return (
+        isinstance(spec, TensorSpec)
+        and placement.dim < len(spec.shape)
+        and call.axis.divides(spec.shape[placement.dim])
+    )

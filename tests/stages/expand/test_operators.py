@@ -1,7 +1,7 @@
 """Every operator family: the ranks' local programs give what the one-device program gives, forward and backward.
 
-Each case is a function of a batch of rows ``x`` (rows × 6 × 8) and parameters; its output's weighted sum is the loss, so
-every gradient is exercised. Worlds of 2, 3 and 4 ranks, even and uneven.
+Each case is a function of a batch of rows ``x`` (rows × 6 × 8) and parameters; its output's weighted sum is the loss,
+so every gradient is exercised. Worlds of 2, 3 and 4 ranks, even and uneven.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ Case = Callable[[dict[str, Tensor], Tensor, Tensor], Any]
 
 def _parameters() -> dict[str, Tensor]:
     torch.manual_seed(1)
-    shapes = {"square": (8, 8), "vector": (8,), "table": (10, 8), "row": (1, 6, 8), "channels": (6,), "kernel": (5, 6, 3)}
+    shapes = {
+        "square": (8, 8),
+        "vector": (8,),
+        "table": (10, 8),
+        "row": (1, 6, 8),
+        "channels": (6,),
+        "kernel": (5, 6, 3),
+    }
     return {n: torch.randn(s).requires_grad_() for n, s in shapes.items()}
 
 
@@ -72,7 +79,9 @@ CASES: dict[str, Case] = {
     "vectors": lambda p, x, i: (x[:, 0] @ p["vector"]).sin(),
     "baddbmm": lambda p, x, i: torch.baddbmm(p["row"][:, :, :6], x * p["vector"], x.transpose(1, 2), beta=0.5),
     "views": lambda p, x, i: (x * p["vector"]).reshape(-1, 8).view(-1, 6, 4, 2).permute(2, 0, 3, 1).flatten(2),
-    "batch_behind_time": lambda p, x, i: F.linear(x.transpose(0, 1).reshape(-1, 8), p["square"]).view(6, -1, 8).cumsum(0),
+    "batch_behind_time": lambda p, x, i: (
+        F.linear(x.transpose(0, 1).reshape(-1, 8), p["square"]).view(6, -1, 8).cumsum(0)
+    ),
     "time_major_loss": lambda p, x, i: F.log_softmax((x * p["row"]).transpose(0, 1).flatten(0, 1), -1),
     "split": lambda p, x, i: sum(t * (k + 1) for k, t in enumerate((x * p["vector"]).chunk(4, -1))),
     "unbind": lambda p, x, i: torch.stack((x * p["vector"]).unbind(1)[::-1], dim=2),
@@ -88,7 +97,9 @@ CASES: dict[str, Case] = {
     "as_strided": lambda p, x, i: (x * p["row"]).contiguous().as_strided((x.shape[0], 5, 8), (48, 8, 1), 8),
     "one_row": lambda p, x, i: (x * p["row"])[3] * p["row"][0] + (x * p["row"])[-1],
     "squeeze": lambda p, x, i: (x * p["row"])[:, :1].squeeze(1).unsqueeze(-1),
-    "factories": lambda p, x, i: x * torch.arange(8.0) + torch.ones(x.shape[0], 1, 1) + x.new_zeros(x.shape) + p["vector"],
+    "factories": lambda p, x, i: (
+        x * torch.arange(8.0) + torch.ones(x.shape[0], 1, 1) + x.new_zeros(x.shape) + p["vector"]
+    ),
     "one_hot": lambda p, x, i: F.one_hot(i, 10).float() @ p["table"] * x,
     "scatter_into_zeros": _scatter_rows,
     "assign_into_zeros": _assign,
@@ -97,7 +108,9 @@ CASES: dict[str, Case] = {
     "mean_over_the_batch": lambda p, x, i: (x - (x * p["row"]).mean(0)).pow(2),
     "max_over_the_batch": lambda p, x, i: x.detach().amax() * p["vector"] - x.detach().amin(0) * p["row"],
     "variance_over_the_batch": lambda p, x, i: x * (x.detach().var(0) + 1).rsqrt() * p["vector"] + x.detach().std(),
-    "norms_of_rows": lambda p, x, i: F.normalize(x * p["row"], dim=-1) + torch.linalg.vector_norm(x, dim=(1, 2))[:, None, None],
+    "norms_of_rows": lambda p, x, i: (
+        F.normalize(x * p["row"], dim=-1) + torch.linalg.vector_norm(x, dim=(1, 2))[:, None, None]
+    ),
     "norm_of_everything": lambda p, x, i: x * x.detach().norm() * p["vector"] + x.detach().abs().max(),
     "any_all": lambda p, x, i: x * p["vector"] * (x > 2).any() + (x > -9).all(0) * p["row"],
     "softmax": lambda p, x, i: (x * p["row"]).softmax(1) + (x * p["row"]).log_softmax(-1) + x.cumsum(1),
@@ -111,8 +124,12 @@ CASES: dict[str, Case] = {
     "index_time": lambda p, x, i: (x * p["row"])[:, torch.tensor([0, 3, 3])],
     "index_table": lambda p, x, i: p["table"][i] * x + p["square"][:, i.clamp(max=7)].permute(1, 2, 0),
     "index_select": lambda p, x, i: (x * p["row"]).index_select(1, torch.tensor([0, 2])),
-    "index_add_to_table": lambda p, x, i: torch.zeros(10, 8).index_add(0, i.flatten(), (x * p["row"]).flatten(0, 1)).tanh(),
-    "scatter_add": lambda p, x, i: torch.zeros_like(x).scatter_add(1, i[:, :, None].clamp(max=5).expand(-1, -1, 8), x * p["row"]),
+    "index_add_to_table": lambda p, x, i: (
+        torch.zeros(10, 8).index_add(0, i.flatten(), (x * p["row"]).flatten(0, 1)).tanh()
+    ),
+    "scatter_add": lambda p, x, i: torch.zeros_like(x).scatter_add(
+        1, i[:, :, None].clamp(max=5).expand(-1, -1, 8), x * p["row"]
+    ),
     "bucketize": lambda p, x, i: torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])) * p["row"],
     "convolution": lambda p, x, i: F.conv1d(x, p["kernel"], padding=1),
     "transposed_convolution": lambda p, x, i: F.conv_transpose1d(x, p["kernel"].transpose(0, 1)),
@@ -120,37 +137,55 @@ CASES: dict[str, Case] = {
     "rms_norm": lambda p, x, i: F.rms_norm(x, (8,), p["vector"]),
     "group_norm": lambda p, x, i: F.group_norm(x, 3, p["channels"], p["channels"]),
     "instance_norm": lambda p, x, i: F.instance_norm(x, weight=p["channels"], bias=p["channels"]),
-    "batch_norm_statistics": lambda p, x, i: F.batch_norm(5 + x, None, None, p["channels"], p["channels"], training=True),
+    "batch_norm_statistics": lambda p, x, i: F.batch_norm(
+        5 + x, None, None, p["channels"], p["channels"], training=True
+    ),
     "attention": _attention,
     "masked_attention": _masked_attention,
     "cross_entropy": lambda p, x, i: F.cross_entropy(F.linear(x, p["table"]).flatten(0, 1), i.flatten()),
     "cross_entropy_ignore_and_weights": lambda p, x, i: F.cross_entropy(
         F.linear(x, p["table"]).flatten(0, 1), i.flatten(), weight=torch.arange(1.0, 11.0), ignore_index=3
     ),
-    "cross_entropy_2d": lambda p, x, i: F.cross_entropy(F.linear(x, p["table"]).transpose(1, 2)[..., None], i[..., None]),
+    "cross_entropy_2d": lambda p, x, i: F.cross_entropy(
+        F.linear(x, p["table"]).transpose(1, 2)[..., None], i[..., None]
+    ),
     "cross_entropy_smooth": lambda p, x, i: F.cross_entropy(
         F.linear(x, p["table"]).flatten(0, 1), i.flatten(), label_smoothing=0.1, ignore_index=3
     ),
     "cross_entropy_smooth_weights": lambda p, x, i: F.cross_entropy(
         F.linear(x, p["table"]).flatten(0, 1), i.flatten(), label_smoothing=0.1, weight=torch.arange(1.0, 11.0)
     ),
-    "cross_entropy_sum": lambda p, x, i: F.cross_entropy(F.linear(x, p["table"]).flatten(0, 1), i.flatten(), reduction="sum"),
+    "cross_entropy_sum": lambda p, x, i: F.cross_entropy(
+        F.linear(x, p["table"]).flatten(0, 1), i.flatten(), reduction="sum"
+    ),
     "cross_entropy_rows": lambda p, x, i: F.cross_entropy(F.linear(x, p["table"])[:, 0], i[:, 0], reduction="none"),
     "cross_entropy_time_major": lambda p, x, i: F.cross_entropy(
         F.linear(x, p["table"]).transpose(0, 1).reshape(-1, 10), i.t().reshape(-1), ignore_index=3
     ),
     "soft_targets": lambda p, x, i: F.cross_entropy(F.linear(x, p["square"])[:, 0], x[:, 1].softmax(-1)),
     "mse": lambda p, x, i: F.mse_loss(x * p["row"], x) + F.mse_loss(x * p["row"], x, reduction="sum") * 0.01,
-    "l1_huber": lambda p, x, i: F.l1_loss(x * p["row"], x) + F.smooth_l1_loss(x * p["row"], x) + F.huber_loss(x * p["row"], x),
-    "bce": lambda p, x, i: F.binary_cross_entropy(torch.sigmoid(x * p["row"]), (x > 0).float())
-    + F.binary_cross_entropy_with_logits(x * p["row"], (x > 0).float(), pos_weight=torch.arange(1.0, 9.0)),
-    "kl_nll": lambda p, x, i: F.kl_div((x * p["row"]).log_softmax(-1), x.softmax(-1), reduction="batchmean")
-    + F.poisson_nll_loss(x * p["row"], x.abs()),
-    "margins": lambda p, x, i: F.multi_margin_loss((x * p["row"])[:, 0], i[:, 0].clamp(max=7))
-    + F.soft_margin_loss(x * p["row"], (x > 0).float() * 2 - 1),
+    "l1_huber": lambda p, x, i: (
+        F.l1_loss(x * p["row"], x) + F.smooth_l1_loss(x * p["row"], x) + F.huber_loss(x * p["row"], x)
+    ),
+    "bce": lambda p, x, i: (
+        F.binary_cross_entropy(torch.sigmoid(x * p["row"]), (x > 0).float())
+        + F.binary_cross_entropy_with_logits(x * p["row"], (x > 0).float(), pos_weight=torch.arange(1.0, 9.0))
+    ),
+    "kl_nll": lambda p, x, i: (
+        F.kl_div((x * p["row"]).log_softmax(-1), x.softmax(-1), reduction="batchmean")
+        + F.poisson_nll_loss(x * p["row"], x.abs())
+    ),
+    "margins": lambda p, x, i: (
+        F.multi_margin_loss((x * p["row"])[:, 0], i[:, 0].clamp(max=7))
+        + F.soft_margin_loss(x * p["row"], (x > 0).float() * 2 - 1)
+    ),
     "triplet": lambda p, x, i: F.triplet_margin_loss(x[:, 0] * p["vector"], x[:, 1], x[:, 2]),
-    "pooling": lambda p, x, i: F.max_pool1d(x * p["row"], 2) + F.avg_pool1d(x * p["row"], 2) + F.adaptive_avg_pool1d(x, 4),
-    "resize": lambda p, x, i: F.interpolate(x * p["row"], size=11, mode="linear") + F.interpolate(x * p["row"], size=11),
+    "pooling": lambda p, x, i: (
+        F.max_pool1d(x * p["row"], 2) + F.avg_pool1d(x * p["row"], 2) + F.adaptive_avg_pool1d(x, 4)
+    ),
+    "resize": lambda p, x, i: (
+        F.interpolate(x * p["row"], size=11, mode="linear") + F.interpolate(x * p["row"], size=11)
+    ),
     "pad": lambda p, x, i: F.pad(x * p["row"], (1, 2)) + F.pad(x * p["row"], (1, 2), mode="reflect"),
     "images": lambda p, x, i: F.max_pool2d((x * p["row"])[:, None], 2) + F.adaptive_avg_pool2d(x[:, None], (3, 4)),
     "image_resize": lambda p, x, i: F.interpolate((x * p["row"])[:, None], scale_factor=2, mode="bilinear"),

@@ -32,8 +32,8 @@ from lightning_spmd.stages.expand.rules import (
 )
 
 _FAMILIES = (
-    pointwise, views, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm, attention, losses,
-    spatial, indexing, foreach,
+    pointwise, views, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm, attention,
+    losses, spatial, indexing, foreach,
 )  # fmt: skip
 
 RULES: dict[Any, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}

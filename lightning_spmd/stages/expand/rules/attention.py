@@ -17,7 +17,7 @@ _MASKS = ("attn_mask", "attn_bias")
 
 
 def heads_and_batch(call: OpCall) -> list[Layout]:
-    """Split dimension 0 (batch) or 1 (heads) of everything with four dimensions; a mask follows unless it broadcasts."""
+    """Split dimension 0 (batch) or 1 (heads) of everything of four dimensions; a mask follows unless it broadcasts."""
     found: list[Layout] = []
     batch, heads = call["query"].meta["val"].shape[:2]
     mask = next((i for n in _MASKS if n in call.arguments and (i := call.index(n)) is not None), None)

@@ -1,9 +1,10 @@
 """Batch normalization with the statistics of the global batch.
 
-Training, batch split: each rank computes mean and squared deviation of its rows, one all-reduce of two numbers a channel
-in double precision combines them (Chan et al.), and the normalization itself is the kernel's own evaluation form with
-these statistics. Running statistics get the global mean and the global unbiased variance. Backward needs two sums a
-channel, one all-reduce. Evaluation mode, and a split of the channels (instance norm puts the batch there), are row-wise.
+Training, batch split: each rank computes mean and squared deviation of its rows, one all-reduce of two numbers a
+channel in double precision combines them (Chan et al.), and the normalization itself is the kernel's own evaluation
+form with these statistics. Running statistics get the global mean and the global unbiased variance. Backward needs two
+sums a channel, one all-reduce. Evaluation mode, and a split of the channels (instance norm puts the batch there), are
+row-wise.
 """
 
 from __future__ import annotations

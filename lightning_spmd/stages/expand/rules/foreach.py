@@ -61,9 +61,9 @@ def _operators() -> list[Any]:
     known = [
         f"_foreach_{n}{suffix}"
         for n in (
-            "add", "sub", "mul", "div", "neg", "zero", "sqrt", "rsqrt", "pow", "lerp", "addcmul", "addcdiv", "norm", "max",
-            "maximum", "minimum", "clamp_min", "clamp_max", "abs", "exp", "log", "sign", "reciprocal", "copy", "floor",
-            "ceil", "round", "trunc", "frac", "sigmoid", "tanh", "erf", "expm1", "log1p",
+            "add", "sub", "mul", "div", "neg", "zero", "sqrt", "rsqrt", "pow", "lerp", "addcmul", "addcdiv", "norm",
+            "max", "maximum", "minimum", "clamp_min", "clamp_max", "abs", "exp", "log", "sign", "reciprocal", "copy",
+            "floor", "ceil", "round", "trunc", "frac", "sigmoid", "tanh", "erf", "expm1", "log1p",
         )
         for suffix in ("", "_")
     ]  # fmt: skip

@@ -71,7 +71,7 @@ def _index_add(call: OpCall) -> list[Layout]:
 
 
 # ---------------------------------------------------------------- x[indices]
-def _is_row_numbers(node: fx.Node, rows: int) -> bool:
+def is_row_numbers(node: fx.Node, rows: int) -> bool:
     """Whether the index is ``arange(rows)`` (perhaps as a column)."""
     views = (
         aten.view.default,
@@ -85,10 +85,10 @@ def _is_row_numbers(node: fx.Node, rows: int) -> bool:
             return False
         node = node.args[0]
     if node.target is aten.arange.default:
-        return node.args[0] == rows
+        return list(node.args) == [rows]
     if node.target is aten.arange.start:
-        return node.args[:2] == (0, rows)
-    return node.target is aten.arange.start_step and node.args[:3] in ((0, rows), (0, rows, 1))
+        return list(node.args[:2]) == [0, rows]
+    return node.target is aten.arange.start_step and list(node.args[:3]) in ([0, rows], [0, rows, 1])
 
 
 class _Indexing:
@@ -157,7 +157,7 @@ def index(call: OpCall) -> list[Layout]:
     for dim in range(len(info.broadcast)):
         found += along(call, [None, *info.index_dims(dim)], [info.start + dim])
     first = info.indices[0]
-    if first is not None and info.broadcast[:1] == info.source[:1] and _is_row_numbers(first, info.source[0]):
+    if first is not None and info.broadcast[:1] == info.source[:1] and is_row_numbers(first, info.source[0]):
         found += along(call, [0, *info.index_dims(0)], [info.start], _emit_own_rows)
     return found
 
@@ -173,7 +173,7 @@ def index_put(call: OpCall) -> list[Layout]:
         if at is None:
             found += along(call, [dim, *[None] * count, _value_dim(info, info.result_dim(dim), call)], [dim])
     first = info.indices[0]
-    if first is not None and info.broadcast[:1] == info.source[:1] and _is_row_numbers(first, info.source[0]):
+    if first is not None and info.broadcast[:1] == info.source[:1] and is_row_numbers(first, info.source[0]):
         inputs = [0, *info.index_dims(0), _value_dim(info, info.start, call)]
         found += along(call, inputs, [0], _emit_own_rows)
     if call["accumulate"]:

@@ -67,9 +67,9 @@ def nll_backward(call: OpCall) -> list[Layout]:
     weight = call.index("total_weight")
     for dim in _class_dimensions(call):
         upstream = _target_dim(dim) if call["reduction"] == NONE else None
-        inputs: list[Where] = call.named({"self": dim, "target": _target_dim(dim), "grad_output": upstream})
+        inputs: list[Where] = list(call.named({"self": dim, "target": _target_dim(dim), "grad_output": upstream}))
         if call["reduction"] != MEAN and weight is not None:
-            inputs[weight] = call.current[weight] if not isinstance(call.current[weight], int) else None
+            inputs[weight] = call.current[weight]
         found += along(call, inputs, [dim])
     return found
 
@@ -77,7 +77,7 @@ def nll_backward(call: OpCall) -> list[Layout]:
 # ---------------------------------------------------------------- element-wise losses
 def _count(call: LocalCall) -> int:
     shape = call.spec("self").shape
-    name = call.node.target.overloadpacket.__name__
+    name = call.op.overloadpacket.__name__
     return shape[0] if name.startswith(_ROW_LOSSES) else math.prod(shape)
 
 

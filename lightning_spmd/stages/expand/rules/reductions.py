@@ -87,7 +87,7 @@ def _extreme(op: str) -> Rule:
 def _emit_any(call: LocalCall) -> list[fx.Node | None]:
     local = call.default()
     number = call.call(aten._to_copy.default, local, dtype=torch.int32)
-    op = "max" if call.node.target.overloadpacket is aten.any else "min"
+    op = "max" if call.op.overloadpacket is aten.any else "min"
     whole = call.all_reduce(number, call.emitting_axes(_emit_any), op)
     return [call.call(aten._to_copy.default, whole, dtype=call.outputs[0].dtype)]
 
@@ -128,7 +128,7 @@ def _emit_variance(call: LocalCall) -> list[fx.Node | None]:
     variance = call.call(
         aten.div.Tensor, call.call(aten.clamp_min.default, spread, 0.0), max(count - _correction(call), 0.0)
     )
-    name = call.node.target.overloadpacket.__name__
+    name = call.op.overloadpacket.__name__
     if name.startswith("std"):
         variance = call.call(aten.sqrt.default, variance)
 

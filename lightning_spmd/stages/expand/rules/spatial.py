@@ -44,7 +44,8 @@ def _both(names: list[str]) -> list[Any]:
 
 
 _POOL = {
-    1: ["avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "reflection_pad1d", "replication_pad1d", "max_pool1d"],
+    1: ["avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "reflection_pad1d", "replication_pad1d",
+        "max_pool1d"],
     2: ["avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool2d_with_indices", "reflection_pad2d",
         "replication_pad2d", "fractional_max_pool2d"],
     3: ["avg_pool3d", "_adaptive_avg_pool3d", "adaptive_max_pool3d", "max_pool3d_with_indices", "reflection_pad3d",

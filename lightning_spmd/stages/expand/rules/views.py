@@ -164,7 +164,7 @@ def _diagonal(call: OpCall) -> list[Layout]:
 def _diagonal_backward(call: OpCall) -> list[Layout]:
     ndim = len(call.shape)
     pair = {call["dim1"] % ndim, call["dim2"] % ndim}
-    return _dims(call, {i: d for i, d in enumerate(d for d in range(ndim) if d not in pair)})
+    return _dims(call, dict(enumerate(d for d in range(ndim) if d not in pair)))
 
 
 def _split(call: OpCall) -> list[Layout]:

@@ -1,0 +1,221 @@
+"""Rows that are sorted, worked on and put back: mixture-of-experts routing, done by every rank on its own rows.
+
+::
+
+    ids, order = sort(expert of each row)          each rank sorts its own rows
+    x = rows[order]                                "bag": this rank's rows in an order of its own
+    counts = histc(ids);  ends = counts.cumsum()   partial sums: each rank's own counts
+    y = grouped_mm(x, weights, ends)               a bag again; the weights' gradient is a partial sum
+    inverse[order] = arange(n)                     where each row went
+    out = y[inverse]                               rows in their own order: an ordinary split tensor
+
+A bag's global order differs from the one-device program's, which nobody can see as long as bags meet only bags of the
+same sort, replicated values, and the operations above. Propagation follows every value that depends on the order; one
+use outside this list, and the sort is done on gathered rows as any other.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard
+from lightning_spmd.stages.expand.call import Layout, OpCall
+from lightning_spmd.stages.expand.rules import rule_of
+from lightning_spmd.stages.expand.rules.indexing import is_row_numbers
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.expand.emit import LocalCall
+
+aten = torch.ops.aten
+_ROWS = Shard(0)
+_SORTS = (aten.sort, aten.argsort)
+_COPIES = (aten.clone, aten._to_copy, aten.empty_like)
+
+
+class Order(enum.Enum):
+    """How a value depends on the order of the sorted rows."""
+
+    BAG = enum.auto()
+    """its rows are in sorted order"""
+    POSITIONS = enum.auto()
+    """in sorted order, holds which row each came from"""
+    INVERSE = enum.auto()
+    """in the rows' own order, holds where each went"""
+    OPAQUE = enum.auto()
+    """must not be read"""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A value inside a routed region: its dependence, the sort it stems from, the number of rows it points into."""
+
+    order: Order
+    sort: fx.Node
+    rows: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one operator of a region runs: its layout, and what its outputs are (None: an ordinary value)."""
+
+    layout: Layout
+    outputs: tuple[Routed | None, ...]
+
+
+def begins_routing(call: OpCall) -> bool:
+    """Whether this sorts integers along the one split dimension."""
+    if call.op.overloadpacket not in _SORTS or not call.current:
+        return False
+    spec = call.specs[0]
+    return call.current[0] == _ROWS and len(spec.shape) == 1 and not spec.dtype.is_floating_point
+
+
+def begin(call: OpCall) -> Route:
+    """Sort the rank's own rows."""
+    rows = call.specs[0].shape[0]
+    bag, positions = Routed(Order.BAG, call.node, rows), Routed(Order.POSITIONS, call.node, rows)
+    outputs = (bag, positions) if len(call.outputs) == 2 else (positions,)
+    return Route(Layout((_ROWS,), (_ROWS,) * len(outputs)), outputs)
+
+
+def route(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
+    """How an operator with routed operands runs on the rank's own rows, or None if the order could be seen.
+
+    Args:
+        call: the call; its current placements are those of the operands.
+        known: the routed operands, by position.
+    """
+    (sort, *others) = {r.sort for r in known.values()}
+    if others or any(r.order is Order.OPAQUE for r in known.values()):
+        return None
+    packet = call.op.overloadpacket
+    name = packet.__name__
+    if name == "index" and call.index("indices") in known:
+        return _read(call, known)
+    if name in ("index_put", "index_put_") and call.index("indices") in known:
+        return _write(call, known, sort)
+    if name in ("histc", "bincount") and known[0].order is Order.BAG:
+        return Route(Layout((_ROWS,), (PARTIAL,)), (None,))
+    if "grouped_mm" in name:
+        return _grouped(call, known)
+    first = known.get(0)
+    if first is not None and first.order is Order.POSITIONS:
+        return _positions(call, first)
+    return _inside(call, known)
+
+
+def _positions(call: OpCall, first: Routed) -> Route | None:
+    packet = call.op.overloadpacket
+    if packet in _COPIES and len(call.operands) == 1:
+        kept = Routed(Order.BAG if packet is aten.empty_like else Order.POSITIONS, first.sort, first.rows)
+        return Route(Layout((_ROWS,), (_ROWS,)), (kept,))
+    if packet is aten.floor_divide and isinstance(call["other"], int) and len(call.operands) == 1:
+        per_row = call["other"]
+        if per_row > 0 and first.rows % per_row == 0 and call.axis.divides(first.rows // per_row):
+            coarse = Routed(Order.POSITIONS, first.sort, first.rows // per_row)
+            return Route(Layout((_ROWS,), (_ROWS,)), (coarse,))
+    if packet in _SORTS and len(call.outputs[0].shape) == 1:
+        inverse = Routed(Order.INVERSE, first.sort, first.rows)
+        opaque = Routed(Order.OPAQUE, first.sort, first.rows)
+        outputs = (opaque, inverse) if len(call.outputs) == 2 else (inverse,)
+        return Route(Layout((_ROWS,), (_ROWS,) * len(outputs)), outputs)
+    return None
+
+
+def _read(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
+    """``rows[positions]`` gives a bag, ``bag[inverse]`` rows, ``table[bag]`` a bag."""
+    at = call.index("indices")
+    if at is None or len(call.operands) != 2 or len(call.specs[at].shape) != 1 or len(call["indices"]) != 1:
+        return None
+    index, source = known[at], known.get(0)
+    bag = Routed(Order.BAG, index.sort, call.specs[at].shape[0])
+    own = call.specs[0].shape[0] == index.rows
+    if index.order is Order.POSITIONS and source is None and own and call.current[0] == _ROWS:
+        return Route(Layout((_ROWS, _ROWS), (_ROWS,)), (bag,))
+    if index.order is Order.INVERSE and source is not None and source.order is Order.BAG and own:
+        return Route(Layout((_ROWS, _ROWS), (_ROWS,)), (None,))
+    if index.order is Order.BAG and source is None and call.current[0] == REPLICATE:
+        return Route(Layout((REPLICATE, _ROWS), (_ROWS,)), (bag,))
+    return None
+
+
+def _emit_own_positions(call: LocalCall) -> list[fx.Node | None]:
+    """``inverse[positions] = arange(n)`` with the rank's own row numbers."""
+    (axis,) = call.emitting_axes(_emit_own_positions)
+    offset = axis.offset(call.spec("values").shape[0])
+    own = call.call(aten.sub.Tensor, call["values"], offset)
+    own.meta["rank_dependent"] = True
+    return [call.default(values=own)]
+
+
+def _write(call: OpCall, known: Mapping[int, Routed], sort: fx.Node) -> Route | None:
+    """``zeros[positions] += bag``: rows; ``zeros[inverse] += rows``: a bag; ``x[positions] = arange``: the inverse."""
+    at, source = call.index("indices"), call.index("values")
+    if at is None or source is None or len(call.operands) != 3 or len(call["indices"]) != 1:
+        return None
+    index, values, target = known[at], known.get(source), known.get(0)
+    count = call.specs[at].shape[0]
+    if index.order is Order.BAG:  # the gradient of a table that each row reads at its own entry
+        both = values is not None and values.order is Order.BAG and target is None and call["accumulate"]
+        return Route(Layout((PARTIAL, _ROWS, _ROWS), (PARTIAL,)), (None,)) if both else None
+    if call.specs[0].shape[0] != index.rows or call.specs[source].shape[:1] != (count,):
+        return None
+    plain = Layout((_ROWS,) * 3, (_ROWS,))
+    fresh = target is None and call.op.overloadpacket.__name__ == "index_put"
+    if index.order is Order.POSITIONS and values is not None and values.order is Order.BAG and fresh:
+        return (
+            Route(plain, (None,)) if isinstance(call.current[0], type(REPLICATE)) or call.current[0] == _ROWS else None
+        )
+    if index.order is Order.INVERSE and values is None and call.current[source] == _ROWS and fresh:
+        return Route(plain, (Routed(Order.BAG, sort, count),))
+    numbers = values is None and isinstance(call["values"], fx.Node) and is_row_numbers(call["values"], count)
+    if index.order is Order.POSITIONS and numbers and index.rows == count and call.current[0] == _ROWS:
+        layout = Layout((_ROWS,) * 3, (_ROWS,), _emit_own_positions)
+        return Route(layout, (Routed(Order.INVERSE, sort, count),))
+    return None
+
+
+def _grouped(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
+    """Products of a bag with one matrix a group, the groups' ends being this rank's own (a partial sum)."""
+    ends = call.index("offs")
+    bags = all(r.order is Order.BAG for r in known.values())
+    if ends is None or call.current[ends] != PARTIAL or not bags:
+        return None
+    inputs: list[Placement] = [REPLICATE] * len(call.operands)
+    inputs[ends] = PARTIAL
+    for i in known:
+        inputs[i] = call.current[i]
+    (sort, *_) = {r.sort for r in known.values()}
+    rows = next(iter(known.values())).rows
+    outputs: list[Placement] = []
+    for spec in call.outputs:
+        grouped = len(spec.shape) == 3  # a gradient of the weights: one matrix a group, summed over the rows
+        outputs.append(PARTIAL if grouped else _ROWS)
+    both_bags = call.op.overloadpacket.__name__ == "_grouped_mm" and {0, 1} <= set(known)
+    weights_whole = call.op.overloadpacket.__name__ == "_grouped_mm" and set(known) == {0} and call.current[0] == _ROWS
+    if call.op.overloadpacket.__name__ == "_grouped_mm" and not (both_bags or weights_whole):
+        return None
+    routed = tuple(Routed(Order.BAG, sort, rows) if p == _ROWS else None for p in outputs)
+    return Route(Layout(tuple(inputs), tuple(outputs)), routed)
+
+
+def _inside(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
+    """Any operator whose rule lets the bags' split dimension pass and takes nothing else split along with it."""
+    rule = rule_of(call.op)
+    if rule is None or any(r.order is not Order.BAG for r in known.values()):
+        return None
+    for layout in rule(call):
+        fits = all(
+            p == call.current[i] if i in known else not isinstance(p, Shard) and p == call.current[i]
+            for i, p in enumerate(layout.inputs)
+        )
+        if fits and layout.emit is None:
+            bag = next(iter(known.values()))
+            return Route(layout, tuple(bag if isinstance(p, Shard) else None for p in layout.outputs))
+    return None
