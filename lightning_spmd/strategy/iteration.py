@@ -132,12 +132,19 @@ class TrainingIteration:
         replay(self.module, captured.calls, outputs, world_size, rows)
         return resolve(captured.returned, outputs)
 
-    def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None) -> None:
-        """Run the optimizer alone on gradients that are there already (by parameter name)."""
+    def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:
+        """Run the optimizer alone on gradients that are there already.
+
+        Args:
+            gradients: by parameter name.
+            clip: gradient clipping to capture.
+            reduced: whether they are sums over the ranks already (``p.grad`` of split mode) or this rank's share.
+        """
         self.gradients.clear()
         self.gradients.update(gradients)
         self._arguments = {}
-        executable, _ = self._executable(None, Variant(forward=False, accumulated=True), clip)
+        variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
+        executable, _ = self._executable(None, variant, clip)
         executable.run(())
         self._after(executable.captured.variant)
 

@@ -98,6 +98,7 @@ class SPMDStrategy(ParallelStrategy):
         self._ran_forward = False
         self._sync_blocked = False
         self._eager_apply = False
+        self._announced: Mode | None = None
         self._held: dict[str, Tensor] = {}
         self._tracing_rows: int | None = None
         self._resumed: dict[str, Any] | None = None
@@ -180,18 +181,13 @@ class SPMDStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None:
             raise ConfigurationError("there is no LightningModule to train")
-        self.mode, findings = classify(Context(trainer, module, self.optimizers))
-        if self.mode is Mode.REJECTED:
-            raise ConfigurationError(f"strategy='spmd' cannot train this: {findings[0]}")
+        self.mode = self._mode_of_all_ranks(trainer, module)
         elsewhere = tensors_on_other_devices(module, self.root_device)
         if elsewhere:
             raise ConfigurationError(
                 f"tensors of the module are not on {self.root_device}: {', '.join(elsewhere[:5])}. Register them with "
                 "register_buffer (or as parameters), so that they move with the module"
             )
-        if findings:
-            rank_zero_info(f"strategy='spmd' runs this training {self.mode}: {findings[0]}")
-        self._eager_apply = any(f.feature.name == "optimizer step hooks" for f in findings)
         self._iteration = None
         if self.mode is Mode.EAGER:
             return
@@ -206,6 +202,31 @@ class SPMDStrategy(ParallelStrategy):
             listeners=self._listeners,
             dump_dir=self.dump_dir,
         )
+
+    def _mode_of_all_ranks(self, trainer: Any, module: Any) -> Mode:
+        """How to run, the worst of what the ranks find: ``wandb.watch`` hooks the modules of rank 0 alone."""
+        mode, findings = classify(Context(trainer, module, self.optimizers))
+        reasons = [str(finding) for finding in findings]
+        step_hooks = any(f.feature.name == "optimizer step hooks" for f in findings)
+        if self._control is not None:
+            everyone = self._control.gather((mode, reasons, step_hooks))
+            mode, reasons, step_hooks = max(everyone, key=lambda found: list(Mode).index(found[0]))
+        if mode is Mode.REJECTED:
+            raise ConfigurationError(f"strategy='spmd' cannot train this: {reasons[0]}")
+        if reasons and mode is not self._announced:
+            rank_zero_info(f"strategy='spmd' runs this training {mode}: {reasons[0]}")
+            self._announced = mode
+        self._eager_apply = step_hooks
+        return mode
+
+    def _look_again(self) -> None:
+        """Hooks that came after setup (``wandb.watch`` in ``on_fit_start`` or ``on_train_start``) count as well."""
+        module = self.lightning_module
+        if module is None or self._iteration is None:
+            return
+        self.mode = self._mode_of_all_ranks(module.trainer, module)
+        if self.mode is Mode.EAGER:
+            self._iteration = None
 
     def _axis(self, split: tuple[int, ...]) -> Any:
         return data_parallel_axis(split, self.global_rank, self._group.group_name)
@@ -233,6 +254,7 @@ class SPMDStrategy(ParallelStrategy):
         if iteration is None:
             return super().training_step(*args, **kwargs)
         variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
+        self._drop_zeroed_gradients(iteration)
         arguments = self._named_arguments(args, kwargs)
         batch = arguments.pop(next(iter(arguments)))
         try:
@@ -245,6 +267,12 @@ class SPMDStrategy(ParallelStrategy):
             self._held = dict(iteration.gradients)
             iteration.gradients.clear()
         return output
+
+    def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
+        """Lightning zeroes gradients before the first backward of an accumulation, also when nothing has stepped since."""
+        trainer = iteration.trainer
+        if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            iteration.gradients.clear()
 
     def _compiled_iteration(self) -> TrainingIteration | None:
         if self._iteration is None or self.lightning_module is None:
@@ -327,7 +355,7 @@ class SPMDStrategy(ParallelStrategy):
             private.after_closure(self.precision_plugin, module, optimizer)
             self._apply_gradients(optimizer)
         elif not self._ran_forward:
-            self._iteration.apply(dict(self._iteration.gradients), self._clip)
+            self._iteration.apply(dict(self._iteration.gradients), self._clip, reduced=False)
         return result
 
     def _apply_gradients(self, optimizer: Optimizer) -> None:
@@ -338,7 +366,7 @@ class SPMDStrategy(ParallelStrategy):
         gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         if not self._eager_apply:
             try:
-                iteration.apply(gradients, None)
+                iteration.apply(gradients, None, reduced=True)
             except FellBack:
                 self._eager_apply = True
         if self._eager_apply:
@@ -419,6 +447,7 @@ class SPMDStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._look_again()
         self._restore_random_state(within_epoch=True)
 
     def _restore_random_state(self, *, within_epoch: bool) -> None:
