@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, SPMDError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
-from lightning_spmd.ir.guards import BatchGuard, Guards
+from lightning_spmd.ir.guards import BatchGuard, Guards, ValueGuard
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, Variant
@@ -263,7 +263,7 @@ class _Capture:
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()
         inputs = self.inputs.in_order()
-        guards = [*self.spy.guards(), *self.view.guards.values(), *self.swap.guards(stepped=request.variant.apply)]
+        guards = [frozen_guard(request.module), *self.spy.guards(), *self.view.guards.values(), *self.swap.guards(stepped=request.variant.apply)]
         leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
         predicate = program.guard([node for node, _ in inputs]) if program else None
         signature = Signature(_with_mutations(graph, inputs), tuple(self.outputs.entries))
@@ -286,6 +286,16 @@ def parameter_names(module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
         for position, parameter in enumerate(group["params"]):
             names.setdefault(id(parameter), f"optimizer.param_groups.{index}.{position}")
     return names
+
+
+def frozen_guard(module: nn.Module) -> ValueGuard:
+    """Freezing or unfreezing a parameter changes which gradients the graph computes."""
+    slots = [(n, t, k) for n, (t, k) in private.tensor_slots(module).items() if isinstance(t[k], nn.Parameter)]
+
+    def frozen() -> tuple[str, ...]:
+        return tuple([name for name, tensors, key in slots if not tensors[key].requires_grad])
+
+    return ValueGuard("the frozen parameters", frozen, frozen())
 
 
 def in_memory_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:
