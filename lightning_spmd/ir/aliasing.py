@@ -50,6 +50,27 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return roots
 
 
+_DISJOINT = {_aten.split_with_sizes.default, _aten.split.Tensor, _aten.unbind.int}
+
+
+def storage_regions(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
+    """(storage root, piece) of every node; piece None is the whole storage.
+
+    The outputs of one split do not overlap: a write into one is no write into another. That is how the gradients of one
+    communication bucket share a buffer.
+    """
+    roots = storage_roots(graph)
+    pieces: dict[fx.Node, fx.Node | None] = {}
+    for node in graph.nodes:
+        source = _aliased_argument(node)
+        inherited = None if source is None else pieces[source]
+        parent = node.args[0] if node.target is operator.getitem else None
+        if inherited is None and isinstance(parent, fx.Node) and parent.target in _DISJOINT:
+            inherited = node
+        pieces[node] = inherited
+    return {node: (roots[node], pieces[node]) for node in graph.nodes}
+
+
 def _aliased_argument(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function":
         return None

@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
-from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.aliasing import storage_regions, written_arguments
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec
 from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
@@ -136,12 +137,21 @@ def _verify_collectives(graph: fx.Graph) -> None:
 
 
 def _write_counts(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
-    roots = storage_roots(graph)
-    writes: dict[fx.Node, int] = {}
+    regions = storage_regions(graph)
+    writes: dict[fx.Node, Counter[fx.Node | None]] = {}
+
+    def seen(operand: fx.Node) -> int:
+        root, piece = regions[operand]
+        counts = writes.get(root)
+        if counts is None:
+            return 0
+        return counts.total() if piece is None else counts[piece] + counts[None]
+
     for node in graph.nodes:
-        yield node, tuple(writes.get(roots[operand], 0) for operand in node.all_input_nodes)
+        yield node, tuple(seen(operand) for operand in node.all_input_nodes)
         for operand in written_arguments(node):
-            writes[roots[operand]] = writes.get(roots[operand], 0) + 1
+            root, piece = regions[operand]
+            writes.setdefault(root, Counter())[piece] += 1
 
 
 def _verify_writes(graph: fx.Graph) -> None:

@@ -24,7 +24,7 @@ from lightning_spmd.errors import BatchError, CaptureError, ExpansionError, SPMD
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.steps import Variant
-from lightning_spmd.stages import build
+from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.trace import CaptureRequest, capture, parameter_names
 from lightning_spmd.stages.runtime.agreement import ControlPlane, stable_hash
@@ -44,7 +44,7 @@ class BuildEvent:
     """Progress of building one graph, for listeners.
 
     Args:
-        stage: ``"capture"``, ``"expand"``, ``"agree"`` or ``"ready"``.
+        stage: ``"capture"``, ``"expand"``, ``"passes"``, ``"agree"`` or ``"ready"``.
         variant: which part of the iteration.
         seconds: since this build began.
         nodes: size of the graph, once known.
@@ -73,6 +73,7 @@ class TrainingIteration:
         tracing_context: entered while tracing.
         listeners: called with each BuildEvent.
         dump_dir: where every stage's graph is written, or None.
+        options: pass list and bucket size.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class TrainingIteration:
         tracing_context: Callable[[int], contextlib.AbstractContextManager[Any]],
         listeners: Sequence[Callable[[BuildEvent], None]],
         dump_dir: Path | None,
+        options: BuildOptions,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -98,6 +100,7 @@ class TrainingIteration:
         self._tracing_context = tracing_context
         self._listeners = listeners
         self._dump_dir = dump_dir
+        self._options = options
         self._graphs: dict[tuple[Any, ...], list[int]] = {}
         self._executables: list[Executable] = []
         self._arguments: dict[str, Any] = {}
@@ -299,9 +302,9 @@ class TrainingIteration:
         )
         self._dump("captured", captured.graph_module, captured.signature)
         axes = () if self._axis is None else (self._axis(split if batch is not None else self._even()),)
-        graphs = build(captured, axes, tell)
-        if axes:
-            self._dump("expanded", graphs.main.graph_module, graphs.main.signature)
+        graphs = build(
+            captured, axes, self._options, tell, lambda stage, step: self._dump(stage, step.graph_module, step.signature)
+        )
         names = parameter_names(self.module, self.optimizer)
         state = LiveState(self.module, self.optimizer, names, self._host_values(), self.gradients, self._streams)
         return Executable(captured, graphs, state)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.parallel.mesh import data_parallel_axis
+from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
+from lightning_spmd.stages.passes import PASSES, select
 from lightning_spmd.stages.runtime.agreement import ControlPlane
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.eager_path import average_gradients, mean_loss
@@ -55,7 +57,9 @@ class SPMDStrategy(ParallelStrategy):
         precision_plugin: set by the Trainer.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
-        dump_dir: folder that receives every graph as readable Python; None writes nothing.
+        bucket_size_mb: largest communication bucket in MiB (2**20 bytes); ``"auto"`` takes it from the graph.
+        passes: names of the graph passes to run, in order (and ``GraphPass`` objects of your own); None for the default.
+        dump_dir: folder that receives every graph after every stage as readable Python; None writes nothing.
 
     Example::
 
@@ -75,6 +79,8 @@ class SPMDStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = private.default_process_group_timeout,
+        bucket_size_mb: float | Literal["auto"] = "auto",
+        passes: list[Any] | None = None,
         dump_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
@@ -87,6 +93,10 @@ class SPMDStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
         self.timeout = timeout
+        if bucket_size_mb != "auto" and not bucket_size_mb > 0:
+            raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
+        chosen = PASSES if passes is None else select(passes, PASSES)
+        self.build_options = BuildOptions(chosen, bucket_size_mb)
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self.mode = Mode.EAGER
         self._listeners: list[Callable[[BuildEvent], None]] = []
@@ -201,6 +211,7 @@ class SPMDStrategy(ParallelStrategy):
             tracing_context=self._tracing,
             listeners=self._listeners,
             dump_dir=self.dump_dir,
+            options=self.build_options,
         )
 
     def _mode_of_all_ranks(self, trainer: Any, module: Any) -> Mode:

@@ -28,12 +28,13 @@ from lightning_spmd.stages.expand.rules import (
     random,
     reductions,
     spatial,
+    transforms,
     views,
 )
 
 _FAMILIES = (
     pointwise, views, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm, attention,
-    losses, spatial, indexing, foreach,
+    losses, spatial, indexing, foreach, transforms,
 )  # fmt: skip
 
 RULES: dict[Any, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}

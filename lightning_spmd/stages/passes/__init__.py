@@ -1,0 +1,14 @@
+"""ShardedStep → ShardedStep: one pass a file, each a function with a contract; the order is the list below.
+
+To add one: a new file with a function, its docstring (before → after, when it does nothing) and a ``PASS``; one line in
+``PASSES``; tests that it does its work, does nothing when its conditions fail, and keeps the losses.
+"""
+
+from lightning_spmd.stages.passes import bucket_all_reduces
+from lightning_spmd.stages.passes.contract import GraphPass, PassState, check_order, select
+from lightning_spmd.stages.passes.runner import run_passes
+
+PASSES: tuple[GraphPass, ...] = (bucket_all_reduces.PASS,)
+"""The default passes, in order."""
+
+__all__ = ["PASSES", "GraphPass", "PassState", "check_order", "run_passes", "select"]

@@ -1,0 +1,41 @@
+"""Runs passes over one sharded step and verifies the graph after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.ir.verify import stamp_writes, verify_sharded
+from lightning_spmd.stages.passes.contract import GraphPass, PassState, check_order
+
+
+def run_passes(
+    step: ShardedStep,
+    passes: Sequence[GraphPass],
+    state: PassState,
+    on_result: Callable[[str, ShardedStep], None] = lambda _name, _step: None,
+) -> ShardedStep:
+    """Apply ``passes`` in order.
+
+    Args:
+        step: changed in place.
+        passes: the list; its order is checked before anything runs.
+        state: options, and what the passes noted.
+        on_result: called with each pass' name and the step after it (dumps).
+
+    Raises:
+        ConfigurationError: the list breaks a contract.
+        VerificationError: a pass broke the graph; names the pass.
+    """
+    check_order(passes)
+    for current in passes:
+        current.run(step, state)
+        try:
+            verify_sharded(step)
+        except VerificationError as error:
+            raise VerificationError(f"pass {current.name!r} broke the graph: {error}") from error
+        stamp_writes(step.graph_module.graph)
+        on_result(current.name, step)
+    step.graph_module.recompile()
+    return step
