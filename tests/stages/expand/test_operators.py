@@ -70,6 +70,15 @@ CASES: dict[str, Case] = {
     "masked_fill": lambda p, x, i: (x * p["vector"]).masked_fill((i > 4).unsqueeze(-1), 0.5),
     "casts": lambda p, x, i: (x.double() * p["vector"].double()).float(),
     "activations": lambda p, x, i: F.gelu(F.silu(x * p["vector"])) + F.leaky_relu(x) + F.softplus(p["row"] * x),
+    "more_activations": lambda p, x, i: (
+        F.logsigmoid(x * p["row"]) + F.hardswish(x * p["row"]) + F.softshrink(x * p["row"])
+    ),
+    "integers": lambda p, x, i: x * p["row"] * (i // 2 + 3 - i % 4)[..., None],
+    "fourier": lambda p, x, i: torch.fft.irfft(torch.fft.rfft(x * p["row"], dim=1) * 2, n=6, dim=1),
+    "complex_numbers": lambda p, x, i: torch.view_as_real(torch.view_as_complex((x * p["row"]).unflatten(-1, (4, 2)))),
+    "distances": lambda p, x, i: torch.cdist(x * p["row"], x + 1) + (x[:, 0, None] - p["table"]).square().mean(),
+    "matrices": lambda p, x, i: torch.linalg.inv(x[:, :, :6] * p["row"][..., :6] + 9 * torch.eye(6)),
+    "counts": lambda p, x, i: x * p["vector"] * torch.histc(i.float(), 4, 0, 9).sum() / 9,
     "glu": lambda p, x, i: F.glu(x * p["vector"], dim=-1),
     "prelu": lambda p, x, i: F.prelu(x, p["channels"]),
     "linear": lambda p, x, i: F.linear(x, p["square"], p["vector"]),

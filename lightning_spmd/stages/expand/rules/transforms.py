@@ -52,7 +52,7 @@ def _distances(call: OpCall) -> list[Layout]:
 
 
 def _counts(call: OpCall) -> list[Layout]:
-    """Counting elements: every rank counts its own. (Bounds taken from the data would differ a rank.)"""
+    """Every rank counts its own elements; bounds taken from the data would differ from rank to rank."""
     if call.op.overloadpacket is aten.histc and call["min"] == 0 and call["max"] == 0:
         return []
     if call.op.overloadpacket is aten.bincount and call["minlength"] != call.shape[0]:
