@@ -161,7 +161,7 @@ class TrainingIteration:
         self, batch: Batch | None, variant: Variant, clip: Callable[[Any], None] | None
     ) -> tuple[Executable, int]:
         if self._control is None:
-            split = (0 if batch is None else batch.rows(),)
+            split = () if batch is None else batch.first_sizes()
             key, index, reason = self._find(batch, variant, split)
         else:
             split, key, index, reason = self._agreed_choice(self._control, batch, variant)
@@ -283,7 +283,7 @@ class TrainingIteration:
         split: tuple[int, ...],
         tell: Callable[[str], None],
     ) -> Executable:
-        rows = sum(split)
+        rows = None if self._axis is None else sum(split)
         captured = capture(
             CaptureRequest(
                 module=self.module,
@@ -297,7 +297,7 @@ class TrainingIteration:
                 accumulators=frozenset(self.gradients),
                 clip=clip,
                 step_context=self.trainer.precision_plugin.train_step_context,
-                tracing_context=lambda: self._tracing_context(rows),
+                tracing_context=lambda: self._tracing_context(rows or 0),
             )
         )
         self._dump("captured", captured.graph_module, captured.signature)

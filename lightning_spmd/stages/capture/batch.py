@@ -79,8 +79,12 @@ class Batch:
             "values that are the same for every sample 0-dimensional or on the module"
         )
 
+    def first_sizes(self) -> tuple[int, ...]:
+        """Size of every tensor's first dimension: what :meth:`cache_key` leaves out."""
+        return tuple([t.shape[0] for t in self.tensor_values if t.ndim > 0])
+
     def cache_key(self) -> tuple[Any, ...]:
-        """What must be equal for two batches to run the same graph, without the number of rows."""
+        """What must be equal for two batches to run the same graph, without the first dimensions."""
         described = tuple(
             (tuple(t.shape[1:]), t.ndim, t.dtype, t.device, t.requires_grad, _order(t)) for t in self.tensor_values
         )

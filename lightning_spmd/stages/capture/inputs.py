@@ -102,12 +102,13 @@ def _identifier(role: InputRole, name: str) -> str:
     return f"{role.value}_" + "".join(c if c.isalnum() else "_" for c in name)
 
 
-def global_spec(local: Tensor, rows: int) -> TensorSpec:
+def global_spec(local: Tensor, rows: int | None) -> TensorSpec:
     """The spec of the global batch tensor of which ``local`` is one rank's part: ``rows`` in dimension 0.
 
-    Memory order (channels last, for instance) is kept; a local tensor that already has ``rows`` rows is taken as it is.
+    Memory order (channels last, for instance) is kept; a local tensor that already has ``rows`` rows is taken as it is,
+    and so is every one when ``rows`` is None: one device splits nothing.
     """
-    if local.ndim == 0 or local.shape[0] == rows:
+    if rows is None or local.ndim == 0 or local.shape[0] == rows:
         return TensorSpec.of(local)
     shape = (rows, *local.shape[1:])
     order = sorted(range(local.ndim), key=lambda d: (local.stride(d), -d))

@@ -51,7 +51,7 @@ class CaptureRequest:
         variant: part of the iteration.
         batch: this rank's batch; None for a variant without forward.
         arguments: the other arguments of training_step by name, in order (``batch_idx``, ``dataloader_idx``).
-        rows: rows of the global batch.
+        rows: rows of the global batch; None on one device, where the batch is taken as it is.
         loss_divisor: ``accumulate_grad_batches``.
         accumulators: names of the parameters that already hold a gradient (of earlier micro-batches, or ``p.grad``).
         clip: called with the optimizer between backward and step; None for no clipping.
@@ -65,7 +65,7 @@ class CaptureRequest:
     variant: Variant
     batch: Batch | None
     arguments: dict[str, Any]
-    rows: int
+    rows: int | None
     loss_divisor: int
     accumulators: frozenset[str]
     clip: Callable[[Any], None] | None
