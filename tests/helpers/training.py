@@ -94,7 +94,7 @@ class Result:
     """What a run did. Everything is a plain value or a CPU tensor, so it travels between processes.
 
     Args:
-        losses: what training_step returned, by batch.
+        losses: what training_step returned, by batch; infinity where it returned None.
         logged: ``callback_metrics`` after each batch.
         to_logger: what a logger received: (step, values).
         final: ``callback_metrics`` at the end (epoch metrics included).
@@ -145,7 +145,7 @@ class Recorder(L.Callback):
         self.result = result
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.result.losses.append(float(outputs["loss"]))
+        self.result.losses.append(float(outputs["loss"]) if "loss" in outputs else math.inf)
         self.result.logged.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
 

@@ -1,0 +1,374 @@
+"""What bad input gets: an error or an announcement that names the user's thing and the fix, on every rank, in time."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_spmd import BatchError, ConfigurationError, SPMDStrategy
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, loader_of, rows, run
+
+ANNOUNCED = "strategy='spmd' trains eagerly from here on"
+
+
+def announcements(result: Result) -> list[str]:
+    """The announcements of the eager path."""
+    return [w for w in result.warnings if w.startswith(ANNOUNCED)]
+
+
+# ---------------------------------------------------------------------- things that one graph cannot express
+class Item(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("read", loss.item())  # HERE
+        return loss
+
+
+class Branch(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if loss > 1.0:  # HERE
+            loss = loss * 0.5
+        return loss
+
+
+class Selects(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        keep = x[:, 0] > -10
+        return F.cross_entropy(self(x[keep]), y[keep])  # HERE
+
+
+class ToNumpy(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("read", float(loss.detach().numpy()))  # HERE
+        return loss
+
+
+class PythonRandom(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (1.0 + random.random())
+
+
+class NumpyRandom(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (1.0 + float(np.random.rand()))
+
+
+class Appends(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.seen.append(loss.detach())
+        return loss
+
+
+class Assigns(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.latest = loss.detach()
+        return loss
+
+
+class Counts(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return self.loss(batch) * (1.0 + 0.01 * self.calls)
+
+
+class ReturnsNone(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) if batch_idx != 2 else None
+
+
+FALLS_BACK: list[tuple[type[Net], str]] = [
+    (Item, r"read in Python \(\.item\(\).*torch\.where"),
+    (Branch, r"`if tensor:`.*torch\.where instead of `if`"),
+    (Selects, r"shape of what aten\.\S+ returns depends on the data"),
+    (ToNumpy, r"test_bad_input\.py:\d+"),
+    (PythonRandom, r"Python's `random` or NumPy.*torch\.rand"),
+    (NumpyRandom, r"Python's `random` or NumPy.*torch\.rand"),
+    (Appends, r"changes self\.seen.*on_train_batch_end"),
+    (Assigns, r"changes self\.latest.*register_buffer"),
+    (Counts, r"changes self\.calls"),
+    (ReturnsNone, r"returned NoneType without a loss"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), FALLS_BACK, ids=lambda v: getattr(v, "__name__", ""))
+def test_item_falls_back(make: type[Net], message: str) -> None:
+    """Announced once, with what it was and what to write instead; training is the eager one, bitwise."""
+    random.seed(1)
+    ours = run(make, "spmd")
+    random.seed(1)
+    theirs = run(make, "auto")
+    assert (ours.losses, ours.logged, ours.mode) == (theirs.losses, theirs.logged, "eager")
+    assert all(torch.equal(ours.weights[k], v) for k, v in theirs.weights.items())
+    assert len(announcements(ours)) == 1
+    assert re.search(message, announcements(ours)[0], re.DOTALL), announcements(ours)[0]
+
+
+@pytest.mark.parametrize("make", [Item, Branch, Selects])
+def test_the_announcement_names_the_line(make: type[Net]) -> None:
+    source, first = __import__("inspect").getsourcelines(make)
+    line = first + next(i for i, text in enumerate(source) if "# HERE" in text)
+    assert f"test_bad_input.py:{line}" in announcements(run(make))[0]
+
+
+@pytest.mark.parametrize("make", [Item, Branch, Assigns])
+def test_falling_back_in_the_middle_of_an_accumulation_loses_no_gradient(make: type[Net]) -> None:
+    ours, theirs = run(make, "spmd", accumulate_grad_batches=2), run(make, "auto", accumulate_grad_batches=2)
+    assert ours.losses == theirs.losses
+
+
+class LateBranch(Quiet):
+    """Looks at the loss from the third batch on, inside an accumulation of four."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if batch_idx >= 2 and loss > 100.0:
+            loss = loss * 2
+        return loss
+
+
+def test_falling_back_between_micro_batches_keeps_their_gradients() -> None:
+    ours, theirs = run(LateBranch, "spmd", accumulate_grad_batches=4), run(LateBranch, "auto", accumulate_grad_batches=4)
+    assert len(announcements(ours)) == 1
+    assert ours.losses == theirs.losses
+
+
+@pytest.mark.parametrize("make", [Item, Branch, Assigns, PythonRandom])
+def test_two_ranks_fall_back_together(two_ranks: RankPool, make: type[Net]) -> None:
+    first, second = two_ranks.run(run, make, "spmd", 2)
+    assert (first.mode, second.mode) == ("eager", "eager")
+    assert len(announcements(first)) == 1
+    assert all(torch.equal(second.weights[k], v) for k, v in first.weights.items())
+
+
+class OneRankBranches(Quiet):
+    """Rank 1 alone does what a graph cannot express."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.global_rank == 1 and loss > 100.0:
+            loss = loss * 2
+        return loss
+
+
+def test_one_rank_that_falls_back_takes_the_others_along(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(run, OneRankBranches, "spmd", 2)
+    assert (first.mode, second.mode) == ("eager", "eager")
+    assert "test_bad_input.py" in announcements(first)[0]
+
+
+# ---------------------------------------------------------------------- errors on every rank
+def _error(make: Callable[[], L.LightningModule], **settings: Any) -> tuple[str, str]:
+    """(type, message) of what the run raises."""
+    try:
+        run(make, "spmd", 2, **settings)
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+class OnlyOnRankZero(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * 2 if self.global_rank == 0 else loss
+
+
+def test_rank_dependent_training_step_is_an_error_on_every_rank(two_ranks: RankPool) -> None:
+    for kind, message in two_ranks.run(_error, OnlyOnRankZero):
+        assert kind == "RankDisagreementError"
+        assert "rank 0:" in message
+        assert "rank 1:" in message
+        assert "must not depend on the rank" in message
+
+
+def _short_labels(items: list[Any]) -> Any:
+    return {"image": torch.stack([i[0] for i in items]), "label": torch.stack([i[1] for i in items])[:-1]}
+
+
+class TakesDict(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch["image"])[: len(batch["label"])], batch["label"])
+
+
+def _mismatched() -> Any:
+    return loader_of(rows(32), collate_fn=_short_labels)
+
+
+def test_a_batch_without_a_common_first_dimension_names_its_tensors(two_ranks: RankPool) -> None:
+    for kind, message in two_ranks.run(_error, TakesDict, data=_mismatched):
+        assert kind == "BatchError"
+        assert re.search(r"batch\['image'\]: \(8, 6\), batch\['label'\]: \(7,\).*dimension 0", message)
+
+
+def test_on_one_device_such_a_batch_trains() -> None:
+    """Nothing is split there: a graph neural network's batch has no common dimension."""
+    assert_as_eager(TakesDict, data=_mismatched)
+
+
+class RankShapes(L.LightningDataModule):
+    """Rank 1's rows are wider: somebody padded to the longest of each rank's batch."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        width = 6 + self.trainer.global_rank
+        return loader_of([(F.pad(x, (0, width - 6)), y) for x, y in rows(32)])
+
+
+class AnyWidth(Quiet):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :6])
+
+
+def test_ranks_with_different_shapes_are_an_error_on_every_rank(two_ranks: RankPool) -> None:
+    for kind, message in two_ranks.run(_error, AnyWidth, data=RankShapes):
+        assert kind == "BatchError"
+        assert re.search(r"rank 0: .*\[8, 6\].*rank 1: .*\[8, 7\].*pad", message, re.DOTALL)
+
+
+class RankStructures(L.LightningDataModule):
+    """Rank 1's batches carry one tensor more."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        more = self.trainer.global_rank == 1
+        return loader_of([(*row, row[0]) if more else row for row in rows(32)])
+
+
+def test_ranks_with_different_batch_structures_are_an_error_on_every_rank(two_ranks: RankPool) -> None:
+    assert [kind for kind, _ in two_ranks.run(_error, Quiet, data=RankStructures)] == ["BatchError"] * 2
+
+
+def test_an_exception_of_the_users_on_every_rank_is_the_users(two_ranks: RankPool) -> None:
+    """What eager raises is raised, not hidden behind a message of ours."""
+    assert {kind for kind, _ in two_ranks.run(_error, AlwaysRaises)} == {"ZeroDivisionError"}
+
+
+class AlwaysRaises(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) / (1 // 0)
+
+
+# ---------------------------------------------------------------------- settings
+def test_an_unknown_argument_of_the_strategy_is_named() -> None:
+    with pytest.raises(TypeError, match="bucket_sise"):
+        SPMDStrategy(bucket_sise=25)  # type: ignore[call-arg]
+
+
+def test_an_unknown_strategy_name_is_named() -> None:
+    with pytest.raises(ValueError, match=r"invalid strategy name: `strategy='spmdd'`"):
+        L.Trainer(strategy="spmdd", accelerator="cpu", devices=1)
+
+
+def test_tensors_left_on_another_device_are_named() -> None:
+    class Left(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prior = torch.zeros(3, device="meta")
+
+    with pytest.raises(ConfigurationError, match=r"not on cpu: prior.*register_buffer"):
+        run(Left)
+
+
+def test_parameters_on_the_meta_device_are_named() -> None:
+    class Meta(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(2, 2, device="meta")
+
+    with pytest.raises((ConfigurationError, NotImplementedError), match=r"extra|meta"):
+        run(Meta)
+
+
+def test_a_trainer_of_pytorch_lightning_is_explained() -> None:
+    foreign = pytest.importorskip("pytorch_lightning")
+    with pytest.raises((ValueError, TypeError), match="lightning"):
+        foreign.Trainer(strategy=SPMDStrategy(), accelerator="cpu", devices=1, logger=False)
+
+
+def test_a_module_of_pytorch_lightning_is_explained() -> None:
+    foreign = pytest.importorskip("pytorch_lightning")
+
+    class Foreign(foreign.LightningModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any: ...
+
+        def configure_optimizers(self) -> Any: ...
+
+    trainer = L.Trainer(strategy="spmd", accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(TypeError, match=r"LightningModule.*Foreign"):
+        trainer.fit(Foreign(), loader_of(rows()))
+
+
+# ---------------------------------------------------------------------- operators without a rule
+class Volume(nn.Module):
+    """A determinant for each row; no sharding rule knows the operator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.det(x[:, :, None] * x[:, None, :] + torch.eye(x.shape[1]))
+
+
+class WithVolume(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume = Volume()
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.01 * self.volume(self(batch[0])).mean()
+
+
+def test_an_operator_that_must_fall_back_is_announced_and_right(two_ranks: RankPool) -> None:
+    """The announcement names operator, module, line and cost, on one rank, once."""
+    results = two_ranks.run(run, WithVolume, "spmd", 2)
+    assert_compiled(*results)
+    assert_equals_one_device(results, run(WithVolume, "auto", data=lambda: InOrder(rows(), ROWS)))
+    told = {w for w in results[0].warnings if "linalg_det" in w}
+    assert len(told) == 1
+    text = told.pop()
+    assert "in module 'volume'" in text
+    assert "test_bad_input.py" in text
+    assert re.search(r"gathered over data_parallel, \d+ bytes a step", text)
+    assert "register_sharding" in text
+
+
+class SumsOverRows(Quiet):
+    """A running sum over the rows needs all of them on every rank, in their order."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.01 * torch.logcumsumexp(self(batch[0]), dim=0).mean()
+
+
+def test_an_operator_on_all_rows_equals_one_device(two_ranks: RankPool) -> None:
+    """The global batch is rank 0's rows, then rank 1's: the order matters here."""
+    order = [s + r + 2 * j for s in range(0, len(rows()), ROWS) for r in range(2) for j in range(ROWS // 2)]
+    reference = run(SumsOverRows, "auto", data=lambda: InOrder([rows()[i] for i in order], ROWS))
+    results = two_ranks.run(run, SumsOverRows, "spmd", 2)
+    assert_compiled(*results)
+    assert_equals_one_device(results, reference)
+
+
+def test_batch_error_is_a_value_error() -> None:
+    """So that code which knows nothing of this package catches it."""
+    assert issubclass(BatchError, ValueError)
+    assert issubclass(ConfigurationError, ValueError)
