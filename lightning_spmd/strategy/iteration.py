@@ -303,7 +303,11 @@ class TrainingIteration:
         self._dump("captured", captured.graph_module, captured.signature)
         axes = () if self._axis is None else (self._axis(split if batch is not None else self._even()),)
         graphs = build(
-            captured, axes, self._options, tell, lambda stage, step: self._dump(stage, step.graph_module, step.signature)
+            captured,
+            axes,
+            self._options,
+            tell,
+            lambda stage, step: self._dump(stage, step.graph_module, step.signature),
         )
         names = parameter_names(self.module, self.optimizer)
         state = LiveState(self.module, self.optimizer, names, self._host_values(), self.gradients, self._streams)

@@ -177,7 +177,9 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], info: NodeInfo, v
 
 def _is_dense(spec: TensorSpec) -> bool:
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(spec.shape, spec.stride, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(spec.shape, spec.stride, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size

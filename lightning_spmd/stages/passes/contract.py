@@ -59,9 +59,7 @@ def check_order(passes: Sequence[GraphPass]) -> None:
             raise ConfigurationError(f"pass {current.name!r} is in the list twice")
         missing = current.requires - before
         if missing:
-            raise ConfigurationError(
-                f"pass {current.name!r} requires {sorted(missing)} before it; the list is {names}"
-            )
+            raise ConfigurationError(f"pass {current.name!r} requires {sorted(missing)} before it; the list is {names}")
         late = current.after & set(names[position:])
         if late:
             raise ConfigurationError(f"pass {current.name!r} must come after {sorted(late)}; the list is {names}")
