@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import lightning as L
 import pytest
+import torch
 
 from tests.helpers.modules import OPTIMIZERS
 from tests.helpers.ranks import RankPool
@@ -12,6 +16,7 @@ from tests.helpers.training import (
     assert_bitwise,
     assert_compiled,
     assert_equals_one_device,
+    fit,
     one_device,
     train,
     train_on,
@@ -75,3 +80,55 @@ def test_several_ranks_equal_one_device(
     results = train_on(pool, case)
     assert_compiled(*results)
     assert_equals_one_device(results, one_device(case))
+
+
+@pytest.mark.parametrize("model", ["gpt", "conv"])
+def test_dropout_on_two_ranks_is_reproducible_and_differs_a_shard(two_ranks: RankPool, model: str) -> None:
+    """Two runs from one seed are the same bits; without dropout the losses are others."""
+    case = TrainingCase(model, batches=10, dropout=0.3)
+    first, second = train_on(two_ranks, case), train_on(two_ranks, case)
+    assert_compiled(*first)
+    for ours, again in zip(first, second, strict=True):
+        assert_bitwise(ours, again)
+    assert first[0].losses != train_on(two_ranks, TrainingCase(model, batches=10, dropout=0.0))[0].losses
+
+
+def test_rows_of_different_ranks_get_different_dropout_masks(two_ranks: RankPool) -> None:
+    """Every row is the same, so rows of one mask would give one output."""
+    for outputs in two_ranks.run(masks, 2):
+        assert len({tuple(row) for row in outputs.tolist()}) == len(outputs) == 8
+
+
+class ReturnsOutputs(L.LightningModule):
+    """Logs the sum over the rows, weighted so that equal masks on two ranks would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        dropped = torch.nn.functional.dropout(batch * self.scale, 0.5)
+        self.log("rows", dropped.sum())
+        return {"loss": dropped.sum(), "dropped": self.all_gather(dropped).reshape(-1, 64).detach()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Keeps(L.Callback):
+    """The step's outputs."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs = outputs["dropped"]
+
+
+def masks(devices: int) -> torch.Tensor:
+    """Outputs of all ranks' rows of one step on rows of ones, as gathered after it."""
+    L.seed_everything(4)
+    keeps = Keeps()
+    data = torch.utils.data.DataLoader(torch.ones(8, 64), batch_size=8 // devices)  # type: ignore[arg-type]
+    _, trainer = fit(ReturnsOutputs(), data, "spmd", devices, [keeps], max_steps=1)
+    mine = keeps.outputs
+    if len(mine) < 8:  # step outputs stay with their rank
+        mine = trainer.strategy.all_gather(mine).reshape(-1, 64)
+    return (mine != 0).float()

@@ -1,0 +1,169 @@
+"""Batches of every shape that Lightning moves to a device; what training_step does not read never decides a graph."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import assert_compiled
+from tests.strategy.small import Quiet, assert_as_eager, loader_of, rows, run
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+Plain = namedtuple("Plain", "x y")
+
+
+@dataclass
+class Both:
+    x: Tensor
+    y: Tensor
+    names: Any = None
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As Hugging Face's BatchEncoding: a UserDict with attributes and its own ``to``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: Any, **_: Any) -> Encoding:
+        self.data = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.data.items()}
+        return self
+
+
+def _stack(items: list[Any]) -> tuple[Tensor, Tensor, list[str]]:
+    x, y = torch.stack([i[0] for i in items]), torch.stack([i[1] for i in items])
+    return x, y, [f"file{float(v):.3f}" for v in x[:, 0]]
+
+
+def _nested(items: list[Any]) -> Any:
+    x, y, names = _stack(items)
+    return [{"inner": (x, [y, {"names": names, "source": "train"}])}, None, 3, len(names) * 1.5]
+
+
+SHAPES: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tuple": (lambda i: _stack(i)[:2], lambda b: (b[0], b[1])),
+    "list": (lambda i: list(_stack(i)[:2]), lambda b: (b[0], b[1])),
+    "dict": (lambda i: dict(zip("xyn", _stack(i), strict=True)), lambda b: (b["x"], b["y"])),
+    "named tuple": (lambda i: Pair(*_stack(i)[:2]), lambda b: (b.x, b.y)),
+    "collections.namedtuple": (lambda i: Plain(*_stack(i)[:2]), lambda b: (b.x, b.y)),
+    "dataclass": (lambda i: Both(*_stack(i)), lambda b: (b.x, b.y)),
+    "user dict": (lambda i: Encoding(zip("xyn", _stack(i), strict=True)), lambda b: (b["x"], b.y)),
+    "nested": (_nested, lambda b: (b[0]["inner"][0], b[0]["inner"][1][0])),
+}
+
+
+class Reads(Quiet):
+    """Takes its two tensors out of the batch of one shape."""
+
+    shape = "tuple"
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = SHAPES[self.shape][1](batch)
+        return F.cross_entropy(self(x), y)
+
+
+MAKERS = {name: type("Reads", (Reads,), {"shape": name, "__module__": __name__}) for name in SHAPES}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_batch_shapes_equal_eager_without_recaptures(shape: str) -> None:
+    ours = assert_as_eager(MAKERS[shape], data=lambda: loader_of(rows(), collate_fn=SHAPES[shape][0]))
+    assert ours.captures == 2
+
+
+class TensorAlone(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        return self(batch).square().mean()
+
+
+def test_a_tensor_as_batch_equals_eager() -> None:
+    assert assert_as_eager(TensorAlone, data=lambda: loader_of([x for x, _ in rows()])).captures == 2
+
+
+class ReadsSource(Quiet):
+    """Reads one of the strings, and a number, and the length of a list."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weight = 2.0 if batch["source"] == "a" else 1.0
+        return F.cross_entropy(self(batch["x"]), batch["y"]) * weight * batch["scale"]
+
+
+class Sources:
+    """Collates batches whose source goes a, b, a, b ... and whose unread names always change."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, items: list[Any]) -> Any:
+        self.count += 1
+        x, y, names = _stack(items)
+        return {"x": x, "y": y, "names": names, "id": self.count, "source": "ab"[self.count % 2], "scale": 0.5}
+
+
+def test_a_string_that_training_step_reads_gets_a_graph_for_each_of_its_values() -> None:
+    ours = assert_as_eager(ReadsSource, data=lambda: loader_of(rows(), collate_fn=Sources()))
+    assert 2 < ours.captures <= 4
+
+
+def _shape_on_ranks(shape: str, strategy: str, devices: int) -> Any:
+    return run(MAKERS[shape], strategy, devices, data=lambda: loader_of(rows(), collate_fn=SHAPES[shape][0]))
+
+
+@pytest.mark.parametrize("shape", ["dict", "dataclass", "user dict", "nested"])
+def test_ranks_may_carry_different_strings(two_ranks: RankPool, shape: str) -> None:
+    """Each rank's file names are its own; they are not part of the agreement."""
+    results = two_ranks.run(_shape_on_ranks, shape, "spmd", 2)
+    assert_compiled(*results)
+    assert results[0].losses == results[1].losses
+
+
+class Lengths(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        return self(batch).square().mean()
+
+
+def test_every_sequence_length_gets_one_graph() -> None:
+    """Lengths 3, 5, 7, 3, 5, 7, ...: three graphs and the first step's."""
+    data = [torch.randn(length, 6, generator=torch.Generator().manual_seed(length)) for length in (3, 5, 7) * 8]
+    ours = assert_as_eager(Lengths, data=lambda: loader_of(data, 1))
+    assert ours.captures == 4
+
+
+class Empty(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        return self(batch[0]).square().sum()
+
+
+def test_a_batch_without_rows_equals_eager() -> None:
+    data = [(torch.zeros(0, 6),), (torch.ones(2, 6),)] * 3
+    assert_as_eager(Empty, data=lambda: loader_of(data, None))
+
+
+def test_channels_last_batches_equal_eager() -> None:
+    class Images(Quiet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 4, 3)
+
+        def loss(self, batch: Any) -> Tensor:
+            return self.conv(batch).square().mean()
+
+    images = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    images = [i.to(memory_format=torch.channels_last) if n % 2 else i for n, i in enumerate(images)]
+    assert_as_eager(Images, data=lambda: loader_of(images, None))
