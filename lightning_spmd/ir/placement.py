@@ -17,6 +17,7 @@ operators produce.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 
@@ -74,20 +75,23 @@ class ShardAxis:
     group: str
     split: tuple[int, ...]
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Rows of the global batch."""
         return sum(self.split)
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether every rank holds the same number of rows."""
         return len(set(self.split)) == 1
 
     def divides(self, size: int) -> bool:
         """Whether a dimension of global ``size`` can be split over this axis in the proportions of ``split``."""
-        total = self.total
-        return size > 0 and all(size * rows % total == 0 for rows in set(self.split))
+        return size > 0 and all(size * rows % self.total == 0 for rows in self._distinct)
+
+    @cached_property
+    def _distinct(self) -> frozenset[int]:
+        return frozenset(self.split)
 
     def local_size(self, size: int, rank: int | None = None) -> int:
         """Size of this rank's piece of a dimension of global ``size``."""
