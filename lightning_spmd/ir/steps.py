@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +82,8 @@ class CapturedStep:
             placeholders.
         signature: roles of inputs and outputs.
         guards: when the graph may be used again.
-        constants: live tensors that the code reaches without being parameters, buffers or batch; read anew each step.
+        constants: readers of live tensors that the code reaches without being parameters, buffers or batch; each step
+            reads anew what is in a module's attribute then.
         calls: recorded ``self.log`` and metric calls, in order.
         returned: what training_step returned, tensors replaced by :class:`OutputRef`.
         variant: the part of an iteration that the graph holds.
@@ -90,7 +92,7 @@ class CapturedStep:
     graph_module: fx.GraphModule
     signature: Signature
     guards: Guards
-    constants: list[Tensor] = field(default_factory=list[Tensor])
+    constants: list[Callable[[], Tensor]] = field(default_factory=list[Callable[[], Tensor]])
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
     returned: Any = None
     variant: Variant = Variant()

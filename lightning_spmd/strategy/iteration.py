@@ -210,7 +210,7 @@ class TrainingIteration:
     def _find(
         self, batch: Batch | None, variant: Variant, split: tuple[int, ...]
     ) -> tuple[tuple[Any, ...], int | None, str | None]:
-        """(key, index of a graph whose guards hold or None, why the last one's do not)."""
+        """(key, index of a graph whose guards hold or None, why the newest one's do not)."""
         key = (
             variant,
             None if batch is None else batch.cache_key(),
@@ -223,12 +223,13 @@ class TrainingIteration:
         reason: str | None = None
         for index in reversed(self._graphs.get(key, [])):
             executable = self._executables[index]
-            reason = executable.captured.guards.failure(
+            failure = executable.captured.guards.failure(
                 functools.partial(executable.inputs, tensors),
                 lambda: {} if batch is None else dict(zip(batch.paths, batch.values, strict=True)),
             )
-            if reason is None:
+            if failure is None:
                 return key, index, None
+            reason = reason or failure
         return key, None, reason
 
     def _check_limits(self, key: tuple[Any, ...], reason: str | None) -> None:

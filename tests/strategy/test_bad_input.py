@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from collections.abc import Callable
@@ -129,7 +130,7 @@ def test_item_falls_back(make: type[Net], message: str) -> None:
 
 @pytest.mark.parametrize("make", [Item, Branch, Selects])
 def test_the_announcement_names_the_line(make: type[Net]) -> None:
-    source, first = __import__("inspect").getsourcelines(make)
+    source, first = inspect.getsourcelines(make)
     line = first + next(i for i, text in enumerate(source) if "# HERE" in text)
     assert f"test_bad_input.py:{line}" in announcements(run(make))[0]
 

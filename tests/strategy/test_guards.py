@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -37,9 +38,27 @@ class GlobalStep(Net):
         loss = self.loss(batch) * min(1.0, (self.global_step + 1) / 10)
         if self.current_epoch >= 1:
             loss = loss * 0.5
-        self.log("step", float(self.global_step))
+        self.log("step", self.global_step)
         self.log("annealed", torch.tensor(0.5) ** self.current_epoch)
         return loss
+
+
+class FloatOfStep(Net):
+    """``float()`` of a counter must give a plain number, so it cannot stay an input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("step", float(self.global_step))  # HERE
+        return self.loss(batch)
+
+
+def test_a_counter_made_a_plain_float_ends_in_an_announcement_that_names_the_line() -> None:
+    theirs, ours = run(FloatOfStep, "auto"), run(FloatOfStep, "spmd")
+    assert (ours.losses, ours.logged) == (theirs.losses, theirs.logged)
+    told = [w for w in ours.warnings if "graphs were built for one batch shape" in w]
+    assert len(told) == 1
+    source, first = inspect.getsourcelines(FloatOfStep)
+    line = first + next(i for i, text in enumerate(source) if "# HERE" in text)
+    assert f"test_guards.py:{line}" in told[0]
 
 
 class TrainerCounters(Net):
@@ -210,8 +229,22 @@ class ReplacedTensor(HostTensor):
 
 
 def test_a_replaced_tensor_attribute_is_seen() -> None:
-    theirs, ours = run(ReplacedTensor, "auto"), run(ReplacedTensor, "spmd")
-    assert ours.losses == theirs.losses
+    assert assert_as_eager(ReplacedTensor).captures == 2
+
+
+class OtherDtype(HostTensor):
+    """A hook puts a tensor of another dtype there."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 7:
+            self.scale = torch.tensor([0.5], dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.loss(batch) * self.scale).sum()
+
+
+def test_a_tensor_attribute_of_another_kind_gets_another_graph() -> None:
+    assert assert_as_eager(OtherDtype).captures == 3
 
 
 class Constants(Net):
@@ -241,7 +274,7 @@ class RowCount(Quiet):
 class Counters(BatchIndexArithmetic, GlobalStep, Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch) * (1.0 + 0.1 * batch_idx) * (0.5 if self.current_epoch == 1 else 1.0)
-        self.log("step", float(self.global_step))
+        self.log("step", self.global_step)
         return loss
 
 

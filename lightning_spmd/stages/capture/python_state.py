@@ -8,6 +8,8 @@ on the module are errors that name the attribute.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -91,6 +93,9 @@ class AttributeSpy:
             for name in sorted(self.reads[id(module)] - _BOOKKEEPING):
                 value = module.__dict__.get(name, _MISSING)
                 if value is _MISSING or name in _TORCH_INTERNALS or _summary(value) in (None, ()) and value is not None:
+                if isinstance(value, Tensor):
+                    found.append(_tensor_guard(f"{path or 'self'}.{name}", module.__dict__, name))
+                    continue
                     continue
                 if not is_simple(value):
                     if id(value) in seen:
@@ -102,6 +107,37 @@ class AttributeSpy:
 
 
 _MISSING = object()
+    def tensor_readers(self) -> dict[int, Callable[[], Tensor]]:
+        """By ``id`` of each tensor attribute that was read: a function that gives what is in that place now."""
+        readers: dict[int, Callable[[], Tensor]] = {}
+        for _, module in self.modules:
+            for name in self.reads[id(module)]:
+                value = module.__dict__.get(name)
+                if isinstance(value, Tensor):
+                    readers[id(value)] = functools.partial(module.__dict__.__getitem__, name)
+        return readers
+
+
+def _tensor_guard(label: str, attributes: dict[str, Any], name: str) -> ValueGuard:
+    """A hook may put another tensor there, of the same kind: the graph reads it anew each step."""
+
+    def kind() -> Any:
+        value = attributes.get(name)
+        return (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else type(value)
+
+    return ValueGuard(label, kind, kind())
+
+
+def submodules_guard(root: nn.Module) -> ValueGuard:
+    """Whether every submodule is still the one that was captured: a hook may have replaced a layer."""
+    tables = [(table, list(table.values())) for table in private.child_tables(root)]
+
+    def unchanged() -> bool:
+        return all(len(t) == len(kept) and all(map(operator.is_, t.values(), kept)) for t, kept in tables)
+
+    return ValueGuard("whether the submodules are those of the captured graph", unchanged, True)
+
+
 _TORCH_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 
 

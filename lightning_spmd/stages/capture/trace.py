@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap
 from lightning_spmd.stages.capture.python_state import (
     AttributeSpy,
     TrainerView,
+    submodules_guard,
     python_state_unchanged,
     trainer_seen_as,
 )
@@ -263,7 +265,7 @@ class _Capture:
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()
         inputs = self.inputs.in_order()
-        guards = [frozen_guard(request.module), *self.spy.guards(), *self.view.guards.values(), *self.swap.guards(stepped=request.variant.apply)]
+        guards = [submodules_guard(request.module), frozen_guard(request.module), *self.spy.guards(), *self.view.guards.values(), *self.swap.guards(stepped=request.variant.apply)]
         leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
         predicate = program.guard([node for node, _ in inputs]) if program else None
         signature = Signature(_with_mutations(graph, inputs), tuple(self.outputs.entries))
@@ -272,11 +274,20 @@ class _Capture:
             module,
             signature,
             Guards(guards, leaves, predicate),
-            recorder.constants,
+            self._constants(),
             self.logs.calls,
             self.returned,
             request.variant,
         )
+
+    def _constants(self) -> list[Callable[[], Tensor]]:
+        """Readers of the tensors that the code reached: by place for a module's attribute, else the very tensor."""
+        places = self.spy.tensor_readers()
+        return [places.get(id(t)) or functools.partial(_same, t) for t in self.recorder.constants]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer) -> dict[int, str]:

@@ -49,11 +49,11 @@ class LiveState:
         self._parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"] if id(p) in names}
 
     # ------------------------------------------------------------------ inputs
-    def readers(self, inputs: Sequence[GraphInput], constants: Sequence[Tensor]) -> list[Reader | int]:
+    def readers(self, inputs: Sequence[GraphInput], constants: Sequence[Reader]) -> list[Reader | int]:
         """For each graph input a function that gives its live value; for a batch leaf its position."""
         return [self._reader(entry, constants) for entry in inputs]
 
-    def _reader(self, entry: GraphInput, constants: Sequence[Tensor]) -> Reader | int:
+    def _reader(self, entry: GraphInput, constants: Sequence[Reader]) -> Reader | int:
         key = entry.key
         match entry.role:
             case InputRole.BATCH:
@@ -65,8 +65,7 @@ class LiveState:
                 parameter = self._parameters[key[0]]
                 return lambda: parameter
             case InputRole.CONSTANT:
-                constant = constants[key[0]]
-                return lambda: constant
+                return constants[key[0]]
             case InputRole.OPTIMIZER_STATE:
                 parameter, optimizer, name = self._parameters[key[0]], self.optimizer, key[1]
                 return lambda: optimizer.state[parameter][name]
