@@ -189,7 +189,6 @@ def tensor_slots(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     return slots
 
 
-def names_with_autograd_hooks(module: nn.Module) -> list[str]:
 def child_tables(module: nn.Module) -> list[dict[str, nn.Module | None]]:
     """The dictionaries in which ``module`` and everything below it keep their submodules.
 
@@ -199,6 +198,7 @@ def child_tables(module: nn.Module) -> list[dict[str, nn.Module | None]]:
     return [part._modules for part in module.modules()]
 
 
+def names_with_autograd_hooks(module: nn.Module) -> list[str]:
     """Parameters and modules with hooks that only autograd calls; without it such hooks would be silently skipped."""
     parameters = [
         name

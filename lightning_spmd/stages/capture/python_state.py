@@ -92,10 +92,10 @@ class AttributeSpy:
         for path, module in self.modules:
             for name in sorted(self.reads[id(module)] - _BOOKKEEPING):
                 value = module.__dict__.get(name, _MISSING)
-                if value is _MISSING or name in _TORCH_INTERNALS or _summary(value) in (None, ()) and value is not None:
                 if isinstance(value, Tensor):
                     found.append(_tensor_guard(f"{path or 'self'}.{name}", module.__dict__, name))
                     continue
+                if value is _MISSING or name in _TORCH_INTERNALS or _summary(value) in (None, ()) and value is not None:
                     continue
                 if not is_simple(value):
                     if id(value) in seen:
@@ -106,7 +106,6 @@ class AttributeSpy:
         return found
 
 
-_MISSING = object()
     def tensor_readers(self) -> dict[int, Callable[[], Tensor]]:
         """By ``id`` of each tensor attribute that was read: a function that gives what is in that place now."""
         readers: dict[int, Callable[[], Tensor]] = {}
@@ -138,6 +137,7 @@ def submodules_guard(root: nn.Module) -> ValueGuard:
     return ValueGuard("whether the submodules are those of the captured graph", unchanged, True)
 
 
+_MISSING = object()
 _TORCH_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 
 
