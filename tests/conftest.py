@@ -1,4 +1,4 @@
-"""Few threads, because tests start several processes on one machine; ranks for the whole session; a text to train on."""
+"""Few threads, because tests start several processes on one machine; ranks for the session; a text to train on."""
 
 import logging
 from collections.abc import Iterator

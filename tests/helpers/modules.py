@@ -19,7 +19,9 @@ IGNORED = -100
 class Lion(torch.optim.Optimizer):
     """An optimizer as third parties write them: a step count in Python, ``math.sqrt``, ``p.data``."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1):
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
+    ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -142,7 +144,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
         q, k, v = (
-            t.view(rows, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.before_attention(x)).chunk(3, -1)
+            t.view(rows, length, self.heads, -1).transpose(1, 2)
+            for t in self.qkv(self.before_attention(x)).chunk(3, -1)
         )
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.projection(seen.transpose(1, 2).reshape(rows, length, width)))
@@ -169,7 +172,9 @@ class GPT(SmallModule):
         logits = self(tokens).flatten(0, 1)
         weight = self.class_weights if self.loss in ("weights", "everything") else None
         smoothing = 0.1 if self.loss in ("smoothing", "everything") else 0.0
-        loss = F.cross_entropy(logits, targets.flatten(), weight=weight, label_smoothing=smoothing, ignore_index=IGNORED)
+        loss = F.cross_entropy(
+            logits, targets.flatten(), weight=weight, label_smoothing=smoothing, ignore_index=IGNORED
+        )
         self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         self.log("constant", 2.5)
         self.log("right", (logits.argmax(-1) == targets.flatten()).float().mean(), on_step=False, on_epoch=True)
@@ -225,7 +230,9 @@ class MLP(SmallModule):
         kind = torchmetrics.classification.MulticlassAccuracy
         self.accuracy, self.by_forward = kind(CLASSES), kind(CLASSES, average="micro")
         self.mean = torchmetrics.MeanMetric()
-        self.several = torchmetrics.MetricCollection({"a": kind(CLASSES), "b": kind(CLASSES, top_k=2)}, prefix="several/")
+        self.several = torchmetrics.MetricCollection(
+            {"a": kind(CLASSES), "b": kind(CLASSES, top_k=2)}, prefix="several/"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)

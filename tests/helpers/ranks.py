@@ -58,8 +58,9 @@ class RankPool:
 
         Args:
             function: importable by name (a function at the top of a module).
-            args, kwargs: picklable arguments, the same for all ranks.
+            *args: picklable arguments, the same for all ranks.
             timeout: seconds, instead of the pool's.
+            **kwargs: picklable arguments as well.
 
         Returns:
             what each rank returned, by rank.
@@ -180,6 +181,6 @@ def _serve(pipe: Any, stack_file: str) -> None:
             try:
                 function, args, kwargs = pickle.loads(job)
                 answer = pickle.dumps(("value", function(*args, **kwargs)))
-            except BaseException as error:  # noqa: BLE001 - the parent decides what it means
+            except BaseException as error:
                 answer = pickle.dumps(("error", (type(error).__name__, traceback.format_exc())))
             pipe.send_bytes(answer)

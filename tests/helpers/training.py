@@ -1,7 +1,7 @@
 """One short training run as data: what goes in (:class:`TrainingCase`), what comes out (:class:`Result`), comparisons.
 
-N ranks bring ``DistributedSampler(shuffle=False)`` of ``rows / N`` rows each, so that their batches together are those of
-one device that takes ``rows`` in order: Lightning's own distributed sampler would shuffle.
+N ranks bring ``DistributedSampler(shuffle=False)`` of ``rows / N`` rows each, so that their batches together are
+those of one device that takes ``rows`` in order: Lightning's own distributed sampler would shuffle.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def train_on(pool: RankPool, case: TrainingCase, strategy: Any = "spmd", **flags
     return pool.run(train, case, strategy, pool.size, **flags)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def one_device(case: TrainingCase) -> Result:
     """The same case by Lightning's plain single-device Trainer; computed once a session."""
     return train(case)

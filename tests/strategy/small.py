@@ -74,7 +74,8 @@ def run(
 
     Args:
         make: makes the module.
-        strategy, devices: of the Trainer.
+        strategy: of the Trainer.
+        devices: number of ranks.
         callbacks: makes the callbacks.
         data: makes the loader.
         flags: other Trainer flags.

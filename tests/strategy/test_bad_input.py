@@ -152,7 +152,10 @@ class LateBranch(Quiet):
 
 
 def test_falling_back_between_micro_batches_keeps_their_gradients() -> None:
-    ours, theirs = run(LateBranch, "spmd", accumulate_grad_batches=4), run(LateBranch, "auto", accumulate_grad_batches=4)
+    ours, theirs = (
+        run(LateBranch, "spmd", accumulate_grad_batches=4),
+        run(LateBranch, "auto", accumulate_grad_batches=4),
+    )
     assert len(announcements(ours)) == 1
     assert ours.losses == theirs.losses
 
@@ -186,7 +189,7 @@ def _error(make: Callable[[], L.LightningModule], **settings: Any) -> tuple[str,
     """(type, message) of what the run raises."""
     try:
         run(make, "spmd", 2, **settings)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
 

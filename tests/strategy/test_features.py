@@ -1,4 +1,4 @@
-"""One test for each row of the support matrix (``lightning_spmd.strategy.support``): as eager, or rejected with the fix."""
+"""A test for each row of the support matrix (``strategy.support.FEATURES``): as eager, or rejected with the fix."""
 
 from __future__ import annotations
 
@@ -101,13 +101,22 @@ def test_precision_equals_eager(model: str, precision: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"max_steps": 7, "max_epochs": None}, {"max_epochs": 2, "limit_train_batches": 4}, {"max_epochs": 2, "limit_train_batches": 0.5},
-        {"fast_dev_run": 2}, {"overfit_batches": 2}, {"max_steps": 5, "accumulate_grad_batches": 4, "max_epochs": -1},
-        {"max_epochs": 2, "val_check_interval": 2, "limit_val_batches": 1}, {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1},
-        {"deterministic": True}, {"max_time": "00:01:00:00"}, {"min_steps": 4}, {"profiler": "simple"}, {"max_epochs": 0},
+        {"max_steps": 7, "max_epochs": None},
+        {"max_epochs": 2, "limit_train_batches": 4},
+        {"max_epochs": 2, "limit_train_batches": 0.5},
+        {"fast_dev_run": 2},
+        {"overfit_batches": 2},
+        {"max_steps": 5, "accumulate_grad_batches": 4, "max_epochs": -1},
+        {"max_epochs": 2, "val_check_interval": 2, "limit_val_batches": 1},
+        {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1},
+        {"deterministic": True},
+        {"max_time": "00:01:00:00"},
+        {"min_steps": 4},
+        {"profiler": "simple"},
+        {"max_epochs": 0},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_trainer_flags_equal_eager(flags: dict[str, Any]) -> None:
     theirs, ours = run(Net, "auto", **flags), run(Net, "spmd", **flags)
     assert (ours.losses, ours.logged, ours.final) == (theirs.losses, theirs.logged, theirs.final)
@@ -138,7 +147,9 @@ class GradientHooks(Net):
 
 def _hooked(strategy: str, devices: int = 1, **flags: Any) -> tuple[Result, list[float]]:
     SEEN.clear()
-    result = run(QuietGradientHooks if devices > 1 or flags.pop("quiet", False) else GradientHooks, strategy, devices, **flags)
+    result = run(
+        QuietGradientHooks if devices > 1 or flags.pop("quiet", False) else GradientHooks, strategy, devices, **flags
+    )
     return result, list(SEEN)
 
 
@@ -168,7 +179,9 @@ class OwnClipping(Net):
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         if self.current_epoch < 2:
-            self.clip_gradients(optimizer, gradient_clip_val=0.02 * (self.current_epoch + 1), gradient_clip_algorithm="norm")
+            self.clip_gradients(
+                optimizer, gradient_clip_val=0.02 * (self.current_epoch + 1), gradient_clip_algorithm="norm"
+            )
 
 
 def test_overridden_clipping_is_honoured() -> None:
@@ -204,7 +217,7 @@ def test_optimizer_step_hooks_run_each_step() -> None:
     SEEN.clear()
     ours = run(StepHooks, "spmd")
     assert ours.mode == "split"
-    assert SEEN == expected
+    assert expected == SEEN
     assert len(expected) == 36
 
 
@@ -394,7 +407,7 @@ def test_weight_callbacks_equal_eager(name: str, make: type[Net]) -> None:
 
 
 class DropsGradients(L.Callback):
-    """Lightning's batch-norm epoch of SWA skips zero_grad and ends in an optimizer step with the last epoch's gradients."""
+    """Lightning's batch-norm epoch of SWA ends in an optimizer step with the gradients that the epoch before left."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.zero_grad()

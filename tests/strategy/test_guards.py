@@ -1,4 +1,4 @@
-"""Python values that training_step reads: counters never cause a graph, decisions and attributes cause the right ones."""
+"""Python values that training_step reads: counters cause no graph, decisions and attributes cause the right ones."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: F401 - what the strategy asks too
+import torch
 
 from tests.strategy.small import Net, loader_of, rows, run
 
@@ -31,18 +31,17 @@ def _notes_all(base: type, owner: str, names: list[str]) -> Any:
 CALLBACK_HOOKS = [n for n in vars(L.Callback) if n.startswith("on_") and n not in GRADIENT_HOOKS | SILENT]
 MODULE_HOOKS = [
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
-    "on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_end", "on_validation_epoch_start",
-    "on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end", "on_validation_model_eval",
-    "on_validation_model_train", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
-    "setup", "teardown", "configure_model", "configure_callbacks", "prepare_data", "optimizer_step", "lr_scheduler_step",
-    "configure_optimizers",
+    "on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_end",
+    "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end",
+    "on_validation_model_eval", "on_validation_model_train",
+    "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer",
+    "setup", "teardown", "configure_model", "configure_callbacks", "prepare_data", "optimizer_step",
+    "lr_scheduler_step", "configure_optimizers",
 ]  # fmt: skip
 
 
 class Scheduled(Net):
     def configure_optimizers(self) -> Any:
-        import torch
-
         optimizer = super().configure_optimizers()
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
@@ -119,8 +118,6 @@ def test_an_exception_in_a_hook_leaves_module_and_optimizer_as_they_were() -> No
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.loss(batch)
             raise KeyError("mine")
-
-    import torch
 
     module = Fails()
     before = dict(module.named_parameters())
