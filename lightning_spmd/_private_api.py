@@ -69,6 +69,7 @@ __all__ = [
     "is_mutating",
     "is_random",
     "mutated_arguments",
+    "layer_sync",
     "mark_stepped",
     "module_tensors_replaced",
     "names_with_autograd_hooks",
@@ -323,3 +324,8 @@ def dtensor_strategies(
         if choice.input_specs is not None and all(o is not None for o in outputs):
             found.append(([named(i) for i in choice.input_specs], [named(o) for o in outputs]))
     return found
+
+
+def layer_sync(strategy: Any) -> Any:
+    """The layer-sync plugin that the Trainer handed to the strategy (``sync_batchnorm=True``), or None."""
+    return strategy._layer_sync

@@ -1,6 +1,6 @@
 """Writes ``docs/support_matrix.md`` from the table that decides at run time.
 
-    python -m lightning_spmd.report.support_matrix > docs/support_matrix.md
+python -m lightning_spmd.report.support_matrix > docs/support_matrix.md
 """
 
 from __future__ import annotations

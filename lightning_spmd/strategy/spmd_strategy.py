@@ -393,8 +393,11 @@ class SPMDStrategy(ParallelStrategy):
         """While training_step is traced: it sees the global batch, and compiled submodules run as written."""
         self._tracing_rows = rows
         torch.compiler.set_stance("force_eager")
+        # torch's own LSTM instead of oneDNN's, which cannot be captured; one device keeps eager's kernel, and runs eagerly
+        native = torch.backends.mkldnn.flags(enabled=False) if self.is_distributed else contextlib.nullcontext()
         try:
-            yield
+            with native:
+                yield
         finally:
             self._tracing_rows = None
             torch.compiler.set_stance("default")

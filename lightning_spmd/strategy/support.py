@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchSyncBatchNorm
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_spmd import _private_api as private
@@ -175,11 +175,17 @@ def _foreign_accelerator(context: Context) -> str | None:
     return None if kind in ("cpu", "cuda") else f"accelerator {kind!r}"
 
 
+def _foreign_layer_sync(context: Context) -> str | None:
+    sync = private.layer_sync(context.trainer.strategy)
+    return None if sync is None or type(sync) is TorchSyncBatchNorm else f"layer sync plugin {type(sync).__name__}"
+
+
 def _pruning(context: Context) -> str | None:
     return "callback ModelPruning" if any(isinstance(c, ModelPruning) for c in context.trainer.callbacks) else None
 
 
 _FIT = "tests/strategy/test_features.py"
+_MORE = "tests/strategy/test_more_features.py"
 _EQUAL = "tests/equality/test_one_device.py"
 _SPLIT_NOTE = "p.grad is real and reduced when the hook runs; the update is a graph of its own"
 FEATURES: tuple[Feature, ...] = (
@@ -383,6 +389,73 @@ FEATURES: tuple[Feature, ...] = (
         Mode.COMPILED,
         "the graph sees the global batch: all_gather is a view of it, reduce is the identity",
         f"{_FIT}::test_all_gather_in_training_step",
+    ),
+    Feature(
+        "limits, max_*, min_*, fast_dev_run, overfit_batches, val_check_interval, deterministic, profiler",
+        Mode.COMPILED,
+        "nothing special; a profiler sees the graph as one call",
+        f"{_FIT}::test_trainer_flags_equal_eager",
+    ),
+    Feature(
+        "ModelSummary, EarlyStopping, Timer, DeviceStatsMonitor, progress bars, LambdaCallback",
+        Mode.COMPILED,
+        "callbacks that look at anything but gradients",
+        f"{_MORE}::test_callbacks_that_look_equal_eager",
+    ),
+    Feature(
+        "LearningRateFinder, BatchSizeFinder",
+        Mode.COMPILED,
+        "each batch size gets its graph",
+        f"{_MORE}::test_tuners_train",
+    ),
+    Feature(
+        "CheckpointIO and ClusterEnvironment plugins, OnExceptionCheckpoint",
+        Mode.COMPILED,
+        "used as they are",
+        f"{_MORE}::test_plugins_are_used",
+    ),
+    Feature(
+        "layer-sync plugins other than Lightning's own",
+        Mode.REJECTED,
+        "remove the plugin: batch-norm statistics are global anyway",
+        f"{_MORE}::test_a_foreign_layer_sync_is_rejected",
+        _foreign_layer_sync,
+    ),
+    Feature(
+        "self.print in training_step",
+        Mode.COMPILED,
+        "replayed each step with real values",
+        f"{_MORE}::test_print_runs_each_step",
+    ),
+    Feature(
+        "self.logger in training_step",
+        Mode.EAGER,
+        "found at capture; use self.log, or the logger in on_train_batch_end",
+        f"{_MORE}::test_direct_use_of_the_logger_runs_eagerly",
+    ),
+    Feature(
+        "training_step returns None",
+        Mode.EAGER,
+        "skips the batch; on several devices Lightning itself forbids it",
+        f"{_MORE}::test_a_skipped_batch_equals_eager",
+    ),
+    Feature(
+        "submodules wrapped in torch.compile",
+        Mode.COMPILED,
+        "captured as written; their own compilation is not used in training",
+        f"{_MORE}::test_a_compiled_submodule_equals_eager",
+    ),
+    Feature(
+        "configure_model",
+        Mode.COMPILED,
+        "parameters are made there as usual; meta tensors must be materialised by it",
+        f"{_MORE}::test_configure_model_equals_eager",
+    ),
+    Feature(
+        "notebooks",
+        Mode.COMPILED,
+        "one process; several devices need a script",
+        f"{_MORE}::test_one_device_needs_no_launcher",
     ),
     Feature(
         "validate, test, predict",

@@ -1,6 +1,6 @@
-"""Records ``self.log`` and torchmetrics calls at capture, to be made again with real values after each run.
+"""Records ``self.log``, ``self.print`` and torchmetrics calls at capture, to be made again with real values after each run.
 
-``log`` of a LightningModule and ``update``/``forward``/``compute``/``reset`` of every metric are shadowed on the
+``log`` and ``print`` of a LightningModule and ``update``/``forward``/``compute``/``reset`` of every metric are shadowed on the
 *instances*, so no class is patched and callbacks, which hold their own ``log``, are untouched. Tensors among the
 arguments become graph outputs. What a metric returns does not exist before the graph ran: it may be logged or
 returned, nothing else.
@@ -101,12 +101,19 @@ class LogRecorder:
                         stack.enter_context(_shadow(part, method, self._metric_method(path, method)))
                 elif callable(getattr(type(part), "log_dict", None)) and hasattr(part, "automatic_optimization"):
                     stack.enter_context(_shadow(part, "log", self._log_method(path)))
+                    stack.enter_context(_shadow(part, "print", self._print_method(path)))
             yield
 
     def _metric_method(self, path: str, method: str) -> Callable[..., Any]:
         def shadow(*args: Any, **kwargs: Any) -> Any:
             call = self.record(path, method, OutputRole.METRIC_INPUT, args, kwargs)
             return LaterValue(call, path) if method in ("forward", "compute") else None
+
+        return shadow
+
+    def _print_method(self, path: str) -> Callable[..., None]:
+        def shadow(*args: Any, **kwargs: Any) -> None:
+            self.record(path, "print", OutputRole.LOGGED, args, kwargs)
 
         return shadow
 

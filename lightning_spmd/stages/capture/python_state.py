@@ -22,6 +22,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.stages.capture.host_scalar import Number, scalar_of
+from lightning_spmd.stages.capture.recorder import user_location
 
 _SIMPLE = (bool, int, float, str, bytes, type(None))
 # Lightning's own: the hook that runs (set around each), and the Trainer, which TrainerView guards value by value
@@ -105,7 +106,6 @@ class AttributeSpy:
                 found.append(ValueGuard(f"{path or 'self'}.{name}", read, read()))
         return found
 
-
     def tensor_readers(self) -> dict[int, Callable[[], Tensor]]:
         """By ``id`` of each tensor attribute that was read: a function that gives what is in that place now."""
         readers: dict[int, Callable[[], Tensor]] = {}
@@ -122,7 +122,11 @@ def _tensor_guard(label: str, attributes: dict[str, Any], name: str) -> ValueGua
 
     def kind() -> Any:
         value = attributes.get(name)
-        return (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else type(value)
+        return (
+            (tuple(value.shape), value.stride(), value.dtype, value.device)
+            if isinstance(value, Tensor)
+            else type(value)
+        )
 
     return ValueGuard(label, kind, kind())
 
@@ -162,6 +166,12 @@ class TrainerView:
 
     def __getattr__(self, name: str) -> Any:
         real = object.__getattribute__(self, "_real")
+        if name in ("logger", "loggers"):
+            raise CaptureError(
+                "training_step uses self.logger: that call would run once, at capture; use self.log, or call the logger "
+                "in on_train_batch_end",
+                user_location(),
+            )
         value = getattr(real, name)
         if name in ("global_step", "current_epoch"):
             return object.__getattribute__(self, "_host_value")(f"trainer.{name}", value)
@@ -224,7 +234,7 @@ def _containers(part: nn.Module) -> dict[str, Any]:
 
 def _complain_about_changes(before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
     for path, part, attributes, containers in before:
-        if isinstance(part, Metric):
+        if isinstance(part, Metric) or type(part).__module__.startswith("torch."):  # LSTM caches its list of weights
             continue
         owner = f"{path}." if path else "self."
         for name, value in part.__dict__.items():

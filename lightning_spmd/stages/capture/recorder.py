@@ -30,7 +30,9 @@ _READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an op
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 # torch's shape function of grouped matmul accepts bfloat16 alone, its CPU kernel also float32 (mixture of experts).
-_KERNELS_WIDER_THAN_SHAPE_FUNCTIONS = {getattr(aten, name).default for name in ("_grouped_mm",) if hasattr(aten, name)}
+_SHAPES_FROM_KERNEL = {getattr(aten, name).default for name in ("_grouped_mm",) if hasattr(aten, name)}
+# oneDNN's LSTM keeps what its backward needs only under grad mode: outside autograd the call cannot be repeated.
+_NOT_REPEATABLE = {getattr(aten, name).default for name in ("mkldnn_rnn_layer",) if hasattr(aten, name)}
 
 
 def _zeros_like_fake(fake: Tensor) -> Tensor:
@@ -170,6 +172,12 @@ class Recorder(private.TorchDispatchMode):
             return self._item(args[0])
         if self._exposed:
             args, kwargs = self.reclaim(func, args, kwargs)
+        if func in _NOT_REPEATABLE:
+            raise CaptureError(
+                "oneDNN's LSTM on the CPU cannot be captured; torch.backends.mkldnn.flags(enabled=False) around the "
+                "layer uses torch's own, which can (a GRU and LSTMs on GPUs need nothing)",
+                user_location(),
+            )
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise CaptureError(
                 f"a collective ({func}) inside training_step: the graph already sees the whole global batch; use "
@@ -212,7 +220,7 @@ class Recorder(private.TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Shapes of the outputs, from torch's shape function or, where that is too strict, from the kernel."""
-        if func not in _KERNELS_WIDER_THAN_SHAPE_FUNCTIONS:
+        if func not in _SHAPES_FROM_KERNEL:
             return func(*args, **kwargs)
         with private.disable_dispatch_modes():
             real_args, real_kwargs = pytree.tree_map_only(Tensor, _zeros_like_fake, (args, kwargs))

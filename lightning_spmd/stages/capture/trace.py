@@ -265,7 +265,13 @@ class _Capture:
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()
         inputs = self.inputs.in_order()
-        guards = [submodules_guard(request.module), frozen_guard(request.module), *self.spy.guards(), *self.view.guards.values(), *self.swap.guards(stepped=request.variant.apply)]
+        guards = [
+            submodules_guard(request.module),
+            frozen_guard(request.module),
+            *self.spy.guards(),
+            *self.view.guards.values(),
+            *self.swap.guards(stepped=request.variant.apply),
+        ]
         leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
         predicate = program.guard([node for node, _ in inputs]) if program else None
         signature = Signature(_with_mutations(graph, inputs), tuple(self.outputs.entries))
