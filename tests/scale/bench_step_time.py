@@ -43,8 +43,16 @@ def one_round(strategy: str, steps: int, folder: str) -> list[float]:
     L.seed_everything(1, verbose=False)
     times = StepTimes()
     trainer = L.Trainer(
-        strategy=strategy, accelerator="auto", devices=1, max_steps=steps, limit_val_batches=0, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[times],
+        strategy=strategy,
+        accelerator="auto",
+        devices=1,
+        max_steps=steps,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[times],
     )
     trainer.fit(GPTBytes(), TextBytes(path=folder))
     return times.seconds[WARM_UP:]
@@ -66,8 +74,10 @@ def main() -> None:
     medians = {strategy: statistics.median(values) for strategy, values in seconds.items()}
     for strategy, values in seconds.items():
         spread = statistics.quantiles(values, n=10)
-        print(f"{strategy:6} median {1e3 * medians[strategy]:8.2f} ms   p10 {1e3 * spread[0]:8.2f}   p90 {1e3 * spread[-1]:8.2f}")
-    print(f"ratio spmd / auto: {medians['spmd'] / medians['auto']:.3f}   (torch {torch.__version__}, {options.threads} threads)")
+        middle, low, high = (1e3 * seconds for seconds in (medians[strategy], spread[0], spread[-1]))
+        print(f"{strategy:6} median {middle:8.2f} ms   p10 {low:8.2f}   p90 {high:8.2f}")
+    ratio = medians["spmd"] / medians["auto"]
+    print(f"ratio spmd / auto: {ratio:.3f}   (torch {torch.__version__}, {options.threads} threads)")
 
 
 if __name__ == "__main__":
