@@ -69,6 +69,8 @@ __all__ = [
     "is_mutating",
     "is_random",
     "mutated_arguments",
+    "last_learning_rate_readers",
+    "last_learning_rates_replaced",
     "layer_sync",
     "mark_stepped",
     "module_tensors_replaced",
@@ -329,3 +331,23 @@ def dtensor_strategies(
 def layer_sync(strategy: Any) -> Any:
     """The layer-sync plugin that the Trainer handed to the strategy (``sync_batchnorm=True``), or None."""
     return strategy._layer_sync
+
+
+@contextlib.contextmanager
+def last_learning_rates_replaced(scheduler: Any, lift: Callable[[int, Any], Any]) -> Iterator[None]:
+    """While inside, ``scheduler.get_last_lr()[i]`` is ``lift(i, value)``; without it a logged rate would freeze."""
+    live = getattr(scheduler, "_last_lr", None)
+    if not isinstance(live, list):
+        yield
+        return
+    scheduler._last_lr = [lift(i, value) for i, value in enumerate(live)]
+    try:
+        yield
+    finally:
+        scheduler._last_lr = live
+
+
+def last_learning_rate_readers(scheduler: Any) -> list[Callable[[], Any]]:
+    """One reader for each of the scheduler's last learning rates."""
+    count = len(getattr(scheduler, "_last_lr", None) or [])
+    return [lambda i=i: scheduler._last_lr[i] for i in range(count)]

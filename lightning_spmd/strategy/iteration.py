@@ -26,6 +26,7 @@ from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.python_state import learning_rate_name
 from lightning_spmd.stages.capture.trace import CaptureRequest, capture, parameter_names
 from lightning_spmd.stages.runtime.agreement import ControlPlane, stable_hash
 from lightning_spmd.stages.runtime.executor import Executable
@@ -320,6 +321,9 @@ class TrainingIteration:
     def _host_values(self) -> dict[str, Callable[[], Any]]:
         trainer = self.trainer
         readers: dict[str, Callable[[], Any]] = {name: lambda n=name: self._arguments[n] for name in self._arguments}
+        for index, config in enumerate(trainer.lr_scheduler_configs):
+            for group, read in enumerate(private.last_learning_rate_readers(config.scheduler)):
+                readers[learning_rate_name(index, group)] = read
         readers["trainer.global_step"] = lambda: trainer.global_step
         readers["trainer.current_epoch"] = lambda: trainer.current_epoch
         return readers

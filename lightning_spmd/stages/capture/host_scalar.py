@@ -221,8 +221,8 @@ class HostScalar:
     def str(self) -> str:
         return str(self.recorder.decide(self))
 
-    def _graph_repr(self) -> str:
-        return str(self.value)
+    def _graph_repr(self) -> str:  # what str() and f-strings of a SymInt call
+        return str(self.recorder.decide(self))
 
 
 def scalar_of(value: Any) -> HostScalar | None:

@@ -202,6 +202,40 @@ def trainer_seen_as(module: nn.Module, view: Any) -> Iterator[None]:
             holder.__dict__["_trainer"] = trainer
 
 
+def learning_rate_name(scheduler: int, group: int) -> str:
+    """Name of the host value behind ``lr_schedulers()[scheduler].get_last_lr()[group]``."""
+    return f"lr_schedulers.{scheduler}.last_lr.{group}"
+
+
+@contextlib.contextmanager
+def learning_rates_followed(trainer: Any, host_value: Callable[[str, Number], Any]) -> Iterator[None]:
+    """``get_last_lr()`` of the Trainer's schedulers gives graph inputs; training steps like to log it."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    with contextlib.ExitStack() as stack:
+        for index, scheduler in enumerate(schedulers):
+
+            def lift(group: int, value: Any, index: int = index) -> Any:
+                return host_value(learning_rate_name(index, group), value) if type(value) is float else value
+
+            stack.enter_context(private.last_learning_rates_replaced(scheduler, lift))
+        yield
+
+
+def complain_about_new_tensors(module: nn.Module, known: set[str]) -> None:
+    """Raise if the traced code registered parameters or buffers.
+
+    Raises:
+        CaptureError: naming them.
+    """
+    now = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
+    added = sorted(now - known)
+    if added:
+        raise CaptureError(
+            f"training_step registers {', '.join(added)}: that would happen once, at capture; register parameters and "
+            "buffers in __init__ or configure_model"
+        )
+
+
 @contextlib.contextmanager
 def python_state_unchanged(module: nn.Module) -> Iterator[None]:
     """Restore what the traced code did to Python state, and complain about it if it went well otherwise.

@@ -35,8 +35,10 @@ from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap
 from lightning_spmd.stages.capture.python_state import (
     AttributeSpy,
     TrainerView,
-    submodules_guard,
+    complain_about_new_tensors,
+    learning_rates_followed,
     python_state_unchanged,
+    submodules_guard,
     trainer_seen_as,
 )
 from lightning_spmd.stages.capture.recorder import Recorder, in_section, location_of
@@ -135,6 +137,7 @@ class _Capture:
             slots = stack.enter_context(private.module_tensors_replaced(request.module, self._twin))
             stack.enter_context(self.swap.active())
             stack.enter_context(trainer_seen_as(request.module, self.view))
+            stack.enter_context(learning_rates_followed(request.trainer, self._host_value))
             stack.enter_context(self.logs.active(request.module))
             stack.enter_context(_modules_followed(request.module, self.recorder))
             stack.enter_context(math_follows_scalars(self.recorder))
@@ -248,6 +251,7 @@ class _Capture:
 
     # ------------------------------------------------------------------ packing
     def _collect(self, slots: list[tuple[dict[str, Any], str, str, Any]]) -> None:
+        complain_about_new_tensors(self.request.module, {fqn for _, _, fqn, _ in slots})
         for tensors, key, fqn, replacement in slots:
             now = tensors.get(key)
             if now is not replacement and isinstance(now, Tensor):
@@ -343,10 +347,15 @@ def _with_mutations(graph: fx.Graph, inputs: list[tuple[fx.Node, GraphInput]]) -
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
     """The recorder advances torch's generators to recognise recomputed draws; put them back afterwards."""
-    host = torch.get_rng_state()
+    host, seed = torch.get_rng_state(), torch.initial_seed()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         yield
+        if torch.initial_seed() != seed:
+            raise CaptureError(
+                "training_step seeds torch (manual_seed, seed_everything): that would happen once, at capture; seed before "
+                "fit or in on_train_batch_start"
+            )
     finally:
         torch.set_rng_state(host)
         if devices:

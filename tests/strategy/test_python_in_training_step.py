@@ -1,0 +1,104 @@
+"""What training_step says in Python is the same at every step, or a new graph, or an announcement; never a constant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.strategy.small import Net, assert_as_eager
+
+Step = Callable[[Net, Any, int], Tensor]
+
+
+def _module(step: Step) -> type[Net]:
+    class Stepping(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return step(self, batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    return Stepping
+
+
+def rate_of_the_optimizer(self: Net, batch: Any, _: int) -> Tensor:
+    optimizer: Any = self.optimizers()
+    self.log("rate", optimizer.param_groups[0]["lr"])
+    return self.loss(batch)
+
+
+def rate_of_the_scheduler(self: Net, batch: Any, _: int) -> Tensor:
+    scheduler: Any = self.lr_schedulers()
+    self.log("rate", scheduler.get_last_lr()[0])
+    return self.loss(batch)
+
+
+def rate_through_the_trainer(self: Net, batch: Any, _: int) -> Tensor:
+    self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+    return self.loss(batch)
+
+
+def loss_times_a_ramp(self: Net, batch: Any, _: int) -> Tensor:
+    return self.loss(batch) * min(1.0, self.global_step / 7)
+
+
+def loss_times_a_cosine(self: Net, batch: Any, _: int) -> Tensor:
+    weight = 0.5 * (1 + math.cos(math.pi * self.global_step / 20))
+    self.log("weight", weight)
+    return self.loss(batch) * (0.1 + weight)
+
+
+def name_with_the_batch_index(self: Net, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss(batch)
+    self.log(f"loss_{batch_idx % 2}", loss)
+    return loss
+
+
+def tensor_of_the_step(self: Net, batch: Any, batch_idx: int) -> Tensor:
+    return self.loss(batch) * (1 + torch.tensor(batch_idx) / 10)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        rate_of_the_optimizer, rate_of_the_scheduler, rate_through_the_trainer, loss_times_a_ramp, loss_times_a_cosine,
+        name_with_the_batch_index, tensor_of_the_step,
+    ],
+)  # fmt: skip
+def test_numbers_that_change_are_followed(step: Step) -> None:
+    ours = assert_as_eager(_module(step))
+    assert ours.captures <= 4
+
+
+def seeds_torch(self: Net, batch: Any, batch_idx: int) -> Tensor:
+    torch.manual_seed(batch_idx)
+    return self.loss(batch)
+
+
+def registers_a_buffer(self: Net, batch: Any, _: int) -> Tensor:
+    if not hasattr(self, "count"):
+        self.register_buffer("count", torch.zeros(()))
+    self.count += 1  # type: ignore[operator]
+    self.log("count", self.count)  # type: ignore[arg-type]
+    return self.loss(batch)
+
+
+def keeps_its_loss(self: Net, batch: Any, _: int) -> Tensor:
+    self.kept = self.loss(batch)
+    return self.kept
+
+
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [(seeds_torch, "seeds torch"), (registers_a_buffer, "registers count"), (keeps_its_loss, "changes self.kept")],
+)
+def test_what_would_happen_once_is_announced_and_happens_each_step(step: Step, named: str) -> None:
+    ours = assert_as_eager(_module(step), mode="eager")
+    assert any(named in text for text in ours.warnings), ours.warnings
