@@ -326,31 +326,45 @@ def test_a_module_of_pytorch_lightning_is_explained() -> None:
 
 
 # ---------------------------------------------------------------------- operators without a rule
-class Volume(nn.Module):
-    """A determinant for each row; no sharding rule knows the operator."""
+@torch.library.custom_op("spmd_bad_input::centre", mutates_args=())
+def centre(x: Tensor) -> Tensor:
+    """Subtract each column's mean: a user's kernel, of which nobody knows that it needs all rows."""
+    return x - x.mean(0)
+
+
+@centre.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+centre.register_autograd(lambda context, gradient: centre(gradient))
+
+
+class Centred(nn.Module):
+    """The kernel in a module."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.linalg.det(x[:, :, None] * x[:, None, :] + torch.eye(x.shape[1]))
+        return centre(x)
 
 
-class WithVolume(Quiet):
+class WithKernel(Quiet):
     def __init__(self) -> None:
         super().__init__()
-        self.volume = Volume()
+        self.centred = Centred()
 
     def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + 0.01 * self.volume(self(batch[0])).mean()
+        return super().loss(batch) + 0.01 * self.centred(self(batch[0])).square().mean()
 
 
 def test_an_operator_that_must_fall_back_is_announced_and_right(two_ranks: RankPool) -> None:
     """The announcement names operator, module, line and cost, on one rank, once."""
-    results = two_ranks.run(run, WithVolume, "spmd", 2)
+    results = two_ranks.run(run, WithKernel, "spmd", 2)
     assert_compiled(*results)
-    assert_equals_one_device(results, run(WithVolume, "auto", data=lambda: InOrder(rows(), ROWS)))
-    told = {w for w in results[0].warnings if "linalg_det" in w}
+    assert_equals_one_device(results, run(WithKernel, "auto", data=lambda: InOrder(rows(), ROWS)))
+    told = {w for w in results[0].warnings if "spmd_bad_input.centre" in w}
     assert len(told) == 1
     text = told.pop()
-    assert "in module 'volume'" in text
+    assert "in module 'centred'" in text
     assert "test_bad_input.py" in text
     assert re.search(r"gathered over data_parallel, \d+ bytes a step", text)
     assert "register_sharding" in text
