@@ -1,0 +1,48 @@
+"""CUDA's attention kernels expand without moving activations. Their shapes are checked here; their numbers need a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_spmd.ir.node_info import spec_of
+from lightning_spmd.ir.verify import activation_collectives
+from tests.helpers.simulate import expand_all
+from tests.helpers.tiny_capture import capture_function
+
+ROWS, HEADS, LENGTH, WIDTH = 6, 4, 16, 8
+aten = torch.ops.aten
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True)[0]
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, True)[0]
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, True)[0]
+
+
+@pytest.mark.parametrize("split", [(3, 3), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("kernel", [flash, efficient, cudnn])
+def test_attention_kernels_of_cuda_stay_on_their_rows(kernel: Any, split: tuple[int, ...]) -> None:
+    def step(parameters: dict[str, Tensor], _: Any, x: Tensor) -> Tensor:
+        heads = (x @ parameters["qkv"]).view(x.shape[0], LENGTH, 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)
+        return kernel(*heads.unbind(0)).pow(2).mean()
+
+    parameters = {"qkv": torch.randn(8, 3 * HEADS * WIDTH, requires_grad=True)}
+    captured, _ = capture_function(step, parameters, {}, [torch.randn(ROWS, LENGTH, 8)])
+    for rank, expanded in enumerate(expand_all(captured, split)):
+        assert activation_collectives(expanded) == []
+        assert expanded.fallbacks == []
+        nodes = expanded.graph_module.graph.nodes
+        attention = next(n for n in nodes if "scaled_dot_product" in str(n.target))
+        backward = next(n for n in nodes if "scaled_dot_product" in str(n.target) and "backward" in str(n.target))
+        assert spec_of(attention.all_input_nodes[0]).shape[0] == split[rank]
+        assert spec_of(backward.all_input_nodes[0]).shape[0] == split[rank]
