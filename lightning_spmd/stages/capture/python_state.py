@@ -227,7 +227,7 @@ def complain_about_new_tensors(module: nn.Module, known: set[str]) -> None:
     Raises:
         CaptureError: naming them.
     """
-    now = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
+    now = {name for name, (tensors, key) in private.tensor_slots(module).items() if tensors[key] is not None}
     added = sorted(now - known)
     if added:
         raise CaptureError(
