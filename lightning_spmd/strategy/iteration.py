@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -29,7 +29,7 @@ from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.python_state import learning_rate_name
 from lightning_spmd.stages.capture.trace import CaptureRequest, capture, parameter_names
 from lightning_spmd.stages.runtime.agreement import ControlPlane, stable_hash
-from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.replay import replay, resolve
@@ -129,7 +129,7 @@ class TrainingIteration:
         self._arguments = arguments
         variant = dataclasses.replace(variant, accumulated=bool(self.gradients))
         executable, rows = self._executable(batch, variant, clip)
-        outputs = executable.run(batch.tensor_values)
+        outputs = self._run(executable, batch.tensor_values)
         self._after(variant)
         captured = executable.captured
         world_size = 1 if self._control is None else self._control.world_size
@@ -149,8 +149,14 @@ class TrainingIteration:
         self._arguments = {}
         variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
         executable, _ = self._executable(None, variant, clip)
-        executable.run(())
+        self._run(executable, ())
         self._after(executable.captured.variant)
+
+    def _run(self, executable: Executable, tensors: Sequence[Tensor]) -> Sequence[Any]:
+        try:
+            return executable.run(tensors)
+        except FirstRunError as error:
+            self._fall_back(str(error))
 
     def _after(self, variant: Variant) -> None:
         if variant.apply:
@@ -343,7 +349,7 @@ class TrainingIteration:
             self._fall_back(str(worst))
         raise worst
 
-    def _fall_back(self, reason: str) -> None:
+    def _fall_back(self, reason: str) -> NoReturn:
         rank_zero_warn(
             f"strategy='spmd' trains eagerly from here on (gradients averaged over the ranks, as DDP does): {reason}"
         )

@@ -1,0 +1,68 @@
+"""The first run of a graph checks what capture could only assume: how kernels lay out their results.
+
+Shapes come from torch's shape functions, and some disagree with the kernels about strides (batch norm of a transposed
+input, the backward of an MSE loss). A captured ``view`` may then be impossible, and a fused optimizer that walks gradient
+and parameter side by side would be silently wrong. So the first run goes node by node; where a result is laid out
+otherwise, a copy into the expected layout is put behind it, for good. Nothing is copied where nothing differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_spmd.ir.aliasing import storage_roots
+from lightning_spmd.ir.node_info import TensorSpec
+
+_aten = torch.ops.aten
+
+
+def has_layout(tensor: Tensor, spec: TensorSpec) -> bool:
+    """Whether strides agree in every dimension where they matter (size above one)."""
+    sizes = zip(tensor.shape, tensor.stride(), spec.stride, strict=True)
+    return tensor.numel() == 0 or all(size == 1 or got == wanted for size, got, wanted in sizes)
+
+
+def in_layout(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """The tensor itself, or a copy in the layout of ``spec``."""
+    if has_layout(tensor, spec):
+        return tensor
+    return torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class LayoutCheck(fx.Interpreter):
+    """Runs a graph node by node and notes the fresh values whose layout is not the expected one."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module)
+        self.repairs: list[fx.Node] = []
+        self._roots = storage_roots(graph_module.graph)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One node, repaired where needed."""
+        value = super().run_node(n)
+        spec = n.meta.get("val")
+        if n.op != "call_function" or not isinstance(value, Tensor) or not isinstance(spec, TensorSpec):
+            return value
+        if self._roots[n] is not n or has_layout(value, spec):
+            return value
+        self.repairs.append(n)
+        return in_layout(value, spec)
+
+
+def insert_repairs(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    """Put a copy into the expected layout behind each of the nodes."""
+    graph = graph_module.graph
+    for node in nodes:
+        spec, readers = node.meta["val"], list(node.users)
+        with graph.inserting_after(node):
+            empty = graph.call_function(_aten.new_empty_strided.default, (node, list(spec.shape), list(spec.stride)))
+        with graph.inserting_after(empty):
+            copy = graph.call_function(_aten.copy_.default, (empty, node))
+        for new in (empty, copy):
+            new.meta.update({k: v for k, v in node.meta.items() if k in ("val", "info", "placements")})
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+    graph_module.recompile()

@@ -1,0 +1,65 @@
+"""Kernels lay out results otherwise than torch's shape functions say: the graph still runs, and still equals eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, Net, assert_as_eager, rows, run
+
+
+class Transposed(Net):
+    """Batch norm of a transposed activation, and an MSE loss between a transposed prediction and a plain target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.norm = nn.Identity(), nn.BatchNorm1d(4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        hidden = torch.tanh(self.first(x)).unsqueeze(-1).expand(-1, -1, 4)
+        hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2).flatten(0, 1)
+        predicted = self.last(hidden.view(x.shape[0], 4, 10)).transpose(1, 2)
+        loss = F.mse_loss(predicted, torch.ones(x.shape[0], 3, 4))
+        self.log("loss", loss)
+        return loss
+
+
+def test_results_in_another_layout_equal_eager() -> None:
+    assert_as_eager(Transposed)
+
+
+def test_results_in_another_layout_on_two_ranks_equal_one_device(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_train)
+    assert_compiled(*results)
+    assert_equals_one_device(results, run(Transposed, "auto", data=lambda: InOrder(rows(), ROWS, shuffle=False)))
+
+
+def _train() -> Result:
+    return run(Transposed, "spmd", 2)
+
+
+class ChannelsLast(Net):
+    """Convolution weights in channels-last order, which gradients and fused optimizers must share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.conv(x.view(-1, 2, 1, 3).expand(-1, -1, 2, -1)).flatten(1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_parameters_in_channels_last_order_equal_eager(clip: float | None) -> None:
+    assert_as_eager(ChannelsLast, gradient_clip_val=clip)
