@@ -9,6 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_spmd import SPMDStrategy
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.ir.verify import activation_collectives
+from lightning_spmd.stages.passes import GraphPass, PassState
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Net, assert_as_eager, rows, run
@@ -63,3 +67,37 @@ class ChannelsLast(Net):
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_parameters_in_channels_last_order_equal_eager(clip: float | None) -> None:
     assert_as_eager(ChannelsLast, gradient_clip_val=clip)
+
+
+class Pooled(Net):
+    """Channels-last images pooled to one pixel: the gradient takes autograd's detour through a flat buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.conv = nn.Identity(), nn.Conv2d(2, 10, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.view(-1, 2, 1, 3).expand(-1, -1, 3, -1).contiguous(memory_format=torch.channels_last)
+        return self.last(F.adaptive_avg_pool2d(self.conv(images), 1).flatten(1))
+
+
+def test_pooling_of_channels_last_images_equals_eager() -> None:
+    assert_as_eager(Pooled)
+
+
+def test_pooling_of_channels_last_images_moves_no_activation(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_train_pooled)
+    assert_equals_one_device(
+        [r for r, _ in results], run(Pooled, "auto", data=lambda: InOrder(rows(), ROWS, shuffle=False))
+    )
+    assert [moved for _, moved in results] == [[], []]
+
+
+def _train_pooled() -> tuple[Result, list[str]]:
+    moved: list[str] = []
+
+    def look(step: ShardedStep, _: PassState) -> None:
+        moved.extend(node.name for node in activation_collectives(step))
+
+    strategy = SPMDStrategy(passes=[GraphPass("look", look)])
+    return run(Pooled, strategy, 2), moved

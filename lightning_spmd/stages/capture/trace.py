@@ -42,6 +42,7 @@ from lightning_spmd.stages.capture.python_state import (
     trainer_seen_as,
 )
 from lightning_spmd.stages.capture.recorder import Recorder, in_section, location_of
+from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
 
 
 @dataclass
@@ -265,6 +266,7 @@ class _Capture:
         graph = recorder.graph
         program = decision_program(graph, recorder.decisions)
         graph.output(tuple(self.outputs.nodes)).meta["val"] = None
+        simplify_strided_gradients(graph)
         remove_dead_nodes(graph)
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()
