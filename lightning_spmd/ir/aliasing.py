@@ -32,6 +32,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return []
     found: list[fx.Node] = []
     for index, argument in enumerate(schema.arguments):
+        if argument.name == "grads" and node.kwargs.get("grad_scale") is None:
+            continue  # fused optimizers declare a write that they do only when they unscale
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
             found.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
