@@ -50,10 +50,14 @@ def test_every_optimizer_is_bitwise_the_eager_one(optimizer: str, groups: bool) 
 # Two ranks take every combination of a model with an option, four ranks every optimizer; the whole product is `long`.
 _OPTIMIZER_FOR = dict(zip(ACCEPTANCE_OPTIONS, ACCEPTANCE_OPTIMIZERS, strict=True))
 _CHOSEN_FOR_TWO = {(m, o, _OPTIMIZER_FOR[o]) for m in ("gpt", "conv", "mlp") for o in ACCEPTANCE_OPTIONS}
+_CHOSEN_FOR_TWO.add(("mlp", "accumulate", "adamw_fused"))
 _CHOSEN_FOR_FOUR = {
     ("gpt", "clip_norm", "adamw"), ("gpt", "plain", "rmsprop"), ("conv", "accumulate", "sgd"),
     ("conv", "clip_value", "adamw_fused"), ("mlp", "plain", "adamw"),
 }  # fmt: skip
+# With data of seed 1 this run passes a kink (ReLU or max-pool) within rounding: one device against itself, with weights
+# changed by 6e-8 relative, then differs by the same 1.1e-3 in the loss.
+_SEEDS = {("conv", "accumulate", "rmsprop"): 2}
 _LOSSES = ("gpt_ignore_index", "gpt_smoothing", "gpt_weights", "gpt_everything")
 
 
@@ -78,7 +82,8 @@ def test_several_ranks_equal_one_device(
     request: pytest.FixtureRequest, ranks: int, model: str, option: str, optimizer: str
 ) -> None:
     pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
-    case = TrainingCase(model, optimizer, option, dropout=0.0, eps=1e-5)
+    seed = _SEEDS.get((model, option, optimizer), 1)
+    case = TrainingCase(model, optimizer, option, dropout=0.0, eps=1e-5, seed=seed)
     results = train_on(pool, case)
     assert_compiled(*results)
     assert_equals_one_device(results, one_device(case))

@@ -269,9 +269,9 @@ MODELS: dict[str, Callable[..., SmallModule]] = {
 }
 
 
-def samples(model: str, count: int) -> list[Any]:
+def samples(model: str, count: int, seed: int = 1) -> list[Any]:
     """``count`` samples for the named model; with ``ignore_index`` rows differ much in how many targets count."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     if model.startswith("gpt"):
         text = torch.randint(0, VOCABULARY, (count, LENGTH + 1), generator=generator)
         tokens, targets = text[:, :-1], text[:, 1:].clone()

@@ -55,6 +55,7 @@ class TrainingCase:
         shuffle: shuffled data, on one device only.
         dropout, scheduler, eps, groups: see ``modules.SmallModule``.
         precision: of the Trainer.
+        seed: of the data.
     """
 
     model: str
@@ -69,6 +70,7 @@ class TrainingCase:
     eps: float | None = None
     groups: bool = False
     precision: Any = "32-true"
+    seed: int = 1
 
     def __str__(self) -> str:
         return f"{self.model}-{self.optimizer}-{self.option}"
@@ -212,7 +214,7 @@ def _flat(value: Any, path: str) -> dict[str, Any]:
 
 def train(case: TrainingCase, strategy: Any = "auto", devices: int = 1, **flags: Any) -> Result:
     """Run ``case``. In a worker of a RankPool, ``devices`` is the pool's size."""
-    data = InOrder(samples(case.model, case.count), case.rows, case.shuffle)
+    data = InOrder(samples(case.model, case.count, case.seed), case.rows, case.shuffle)
     settings = {**case.flags(), **flags}
     settings.pop("logger", None)
     return fit(case.module(), data, strategy, devices, **settings)[0]
