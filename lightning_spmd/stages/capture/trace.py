@@ -247,8 +247,18 @@ class _Capture:
                 held = self.inputs.fresh_tensor(
                     TensorSpec.of(parameter), InputRole.GRADIENT, (name,), f"gradient of {name}"
                 )
-                gradients[name] = held.add_(gradients[name]) if name in gradients else held
+                gradients[name] = self._accumulated(held, gradients.get(name))
         return gradients
+
+    def _accumulated(self, held: Tensor, gradient: Tensor | None) -> Tensor:
+        """What is held plus what came; in place while gradients are only collected.
+
+        What is applied must be a tensor of its own: clipping and fused optimizers write into gradients, and what is held
+        is this rank's share of them.
+        """
+        if not self.request.variant.apply:
+            return held if gradient is None else held.add_(gradient)
+        return held.clone() if gradient is None else held + gradient
 
     # ------------------------------------------------------------------ packing
     def _collect(self, slots: list[tuple[dict[str, Any], str, str, Any]]) -> None:
