@@ -268,8 +268,8 @@ def storage_elements(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
-# DTensor keeps the strategies that it and users register per operator in its dispatcher's propagator; there is no public
-# way to ask for them. Without these two, custom operators with `register_sharding` run replicated.
+# DTensor keeps the strategies that it and users register per operator in its dispatcher's propagator; there is no
+# public way to ask for them. Without these two, custom operators with `register_sharding` run replicated.
 def _dtensor_propagator() -> Any:
     from torch.distributed.tensor import DTensor
 
@@ -287,7 +287,9 @@ def dtensor_strategies(
     """(placements of inputs, placements of outputs) of every registered choice on a one-dimensional mesh of ``size``.
 
     Args:
-        op, args, kwargs: the call, with nodes for values.
+        op: the operator.
+        args: its positional arguments, with nodes for values.
+        kwargs: its keyword arguments, likewise.
         describe: gives (TensorSpec, placement) for a tensor node, anything else for a number.
         size: ranks of the mesh; no process group is needed.
     """

@@ -29,7 +29,7 @@ class BuildOptions:
 def build(
     captured: CapturedStep,
     axes: tuple[ShardAxis, ...],
-    options: BuildOptions = BuildOptions(),  # noqa: B008 - frozen
+    options: BuildOptions = BuildOptions(),
     on_stage: Callable[[str], None] = lambda _stage: None,
     on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None,
 ) -> IterationGraphs:

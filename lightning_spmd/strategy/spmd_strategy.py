@@ -58,7 +58,7 @@ class SPMDStrategy(ParallelStrategy):
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
         bucket_size_mb: largest communication bucket in MiB (2**20 bytes); ``"auto"`` takes it from the graph.
-        passes: names of the graph passes to run, in order (and ``GraphPass`` objects of your own); None for the default.
+        passes: names of the graph passes to run, in order, and ``GraphPass`` objects of your own; None: the default.
         dump_dir: folder that receives every graph after every stage as readable Python; None writes nothing.
 
     Example::
@@ -280,7 +280,7 @@ class SPMDStrategy(ParallelStrategy):
         return output
 
     def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
-        """Lightning zeroes gradients before the first backward of an accumulation, also when nothing has stepped since."""
+        """Lightning zeroes gradients before the first backward of an accumulation, step or no step."""
         trainer = iteration.trainer
         if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             iteration.gradients.clear()
@@ -393,7 +393,7 @@ class SPMDStrategy(ParallelStrategy):
         """While training_step is traced: it sees the global batch, and compiled submodules run as written."""
         self._tracing_rows = rows
         torch.compiler.set_stance("force_eager")
-        # torch's own LSTM instead of oneDNN's, which cannot be captured; one device keeps eager's kernel, and runs eagerly
+        # torch's own LSTM instead of oneDNN's, which cannot be captured; one device keeps eager's and runs eagerly
         native = torch.backends.mkldnn.flags(enabled=False) if self.is_distributed else contextlib.nullcontext()
         try:
             with native:

@@ -129,5 +129,5 @@ class Batch:
 
 
 def _order(tensor: Tensor) -> Any:
-    """Strides where they are not the plain ones: kernels depend on them. Plain ones would bring the rows into the key."""
+    """Strides where they are not the plain ones: kernels depend on them. Plain ones contain the number of rows."""
     return True if tensor.is_contiguous() else tensor.stride()

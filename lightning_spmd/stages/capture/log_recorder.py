@@ -1,7 +1,7 @@
-"""Records ``self.log``, ``self.print`` and torchmetrics calls at capture, to be made again with real values after each run.
+"""Records ``self.log``, ``self.print`` and torchmetrics calls at capture, to be made again after each run.
 
-``log`` and ``print`` of a LightningModule and ``update``/``forward``/``compute``/``reset`` of every metric are shadowed on the
-*instances*, so no class is patched and callbacks, which hold their own ``log``, are untouched. Tensors among the
+``log`` and ``print`` of a LightningModule and ``update``/``forward``/``compute``/``reset`` of every metric are shadowed
+on the *instances*, so no class is patched and callbacks, which hold their own ``log``, are untouched. Tensors among the
 arguments become graph outputs. What a metric returns does not exist before the graph ran: it may be logged or
 returned, nothing else.
 """

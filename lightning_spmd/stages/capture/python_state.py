@@ -168,8 +168,8 @@ class TrainerView:
         real = object.__getattribute__(self, "_real")
         if name in ("logger", "loggers"):
             raise CaptureError(
-                "training_step uses self.logger: that call would run once, at capture; use self.log, or call the logger "
-                "in on_train_batch_end",
+                "training_step uses self.logger: that call would run once, at capture; use self.log, or call the "
+                "logger in on_train_batch_end",
                 user_location(),
             )
         value = getattr(real, name)

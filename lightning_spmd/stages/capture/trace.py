@@ -253,8 +253,8 @@ class _Capture:
     def _accumulated(self, held: Tensor, gradient: Tensor | None) -> Tensor:
         """What is held plus what came; in place while gradients are only collected.
 
-        What is applied must be a tensor of its own: clipping and fused optimizers write into gradients, and what is held
-        is this rank's share of them.
+        What is applied must be a tensor of its own: clipping and optimizers may write into gradients, and what is
+        held is this rank's share of them.
         """
         if not self.request.variant.apply:
             return held if gradient is None else held.add_(gradient)
@@ -365,8 +365,8 @@ def random_state_kept() -> Iterator[None]:
         yield
         if torch.initial_seed() != seed:
             raise CaptureError(
-                "training_step seeds torch (manual_seed, seed_everything): that would happen once, at capture; seed before "
-                "fit or in on_train_batch_start"
+                "training_step seeds torch (manual_seed, seed_everything): that would happen once, at capture; seed "
+                "before fit or in on_train_batch_start"
             )
     finally:
         torch.set_rng_state(host)

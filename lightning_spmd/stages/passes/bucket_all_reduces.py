@@ -11,9 +11,9 @@ After::
     p1, p2 = wait(r).split(...); use(p1.view); use(p2.view)               where the first of them is read
 
 Members share process group, reduction, dtype and device. Buckets follow the order in which values become ready, so the
-first bucket (small, 1 MiB: communication starts early) holds the loss and the logged scalars, which then cost nothing of
-their own. A value that is read before another member exists cannot wait for it and starts a bucket of its own; that is
-how the token count of a mean with ``ignore_index`` stays where it is. A bucket of one is not copied, only moved.
+first bucket (small, 1 MiB: communication starts early) holds the loss and the logged scalars, which then cost nothing
+of their own. A value that is read before another member exists cannot wait for it and starts a bucket of its own; that
+is how the token count of a mean with ``ignore_index`` stays where it is. A bucket of one is not copied, only moved.
 
 Bitwise on two ranks. On more ranks the ring sums the parts of a flat buffer in another order than those of the single
 tensors. Does nothing to a graph without all-reduces.

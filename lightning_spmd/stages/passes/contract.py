@@ -1,7 +1,7 @@
 """What a pass declares, and the check of a pass list before anything runs.
 
-After DeepSpeed's ``compile/passes/contract.py``: the requirements of a list are checked as a whole, so a wrong order is an
-error at setup that names the pass and what it misses, never a wrong graph.
+After DeepSpeed's ``compile/passes/contract.py``: the requirements of a list are checked as a whole, so a wrong order is
+an error at setup that names the pass and what it misses, never a wrong graph.
 """
 
 from __future__ import annotations

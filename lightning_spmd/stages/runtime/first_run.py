@@ -1,9 +1,9 @@
 """The first run of a graph checks what capture could only assume: how kernels lay out their results.
 
 Shapes come from torch's shape functions, and some disagree with the kernels about strides (batch norm of a transposed
-input, the backward of an MSE loss). A captured ``view`` may then be impossible, and a fused optimizer that walks gradient
-and parameter side by side would be silently wrong. So the first run goes node by node; where a result is laid out
-otherwise, a copy into the expected layout is put behind it, for good. Nothing is copied where nothing differs.
+input, the backward of an MSE loss). A captured ``view`` may then be impossible, and a fused optimizer that walks
+gradient and parameter side by side would be silently wrong. So the first run goes node by node; where a result is laid
+out otherwise, a copy into the expected layout is put behind it, for good. Nothing is copied where nothing differs.
 """
 
 from __future__ import annotations

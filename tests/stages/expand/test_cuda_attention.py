@@ -1,4 +1,4 @@
-"""CUDA's attention kernels expand without moving activations. Their shapes are checked here; their numbers need a GPU."""
+"""CUDA's attention kernels expand without moving activations. Shapes are checked here; numbers need a GPU."""
 
 from __future__ import annotations
 
