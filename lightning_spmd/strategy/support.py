@@ -185,6 +185,7 @@ def _pruning(context: Context) -> str | None:
 
 
 _FIT = "tests/strategy/test_features.py"
+_HOOKS = "tests/strategy/test_gradient_hooks.py"
 _MORE = "tests/strategy/test_more_features.py"
 _EQUAL = "tests/equality/test_one_device.py"
 _SPLIT_NOTE = "p.grad is real and reduced when the hook runs; the update is a graph of its own"
@@ -250,35 +251,35 @@ FEATURES: tuple[Feature, ...] = (
         "on_before_zero_grad, on_before_backward, on_after_backward, on_before_optimizer_step",
         Mode.SPLIT,
         _SPLIT_NOTE,
-        f"{_FIT}::test_gradient_hooks_see_and_change_gradients",
+        f"{_HOOKS}::test_gradient_hooks_see_and_change_gradients",
         _gradient_hooks,
     ),
     Feature(
         "configure_gradient_clipping overridden",
         Mode.SPLIT,
         _SPLIT_NOTE,
-        f"{_FIT}::test_overridden_clipping_is_honoured",
+        f"{_HOOKS}::test_overridden_clipping_is_honoured",
         _clipping_override,
     ),
     Feature(
         "optimizer_zero_grad overridden",
         Mode.SPLIT,
         _SPLIT_NOTE,
-        f"{_FIT}::test_overridden_zero_grad_is_honoured",
+        f"{_HOOKS}::test_overridden_zero_grad_is_honoured",
         _zero_grad_override,
     ),
     Feature(
         "optimizer step hooks",
         Mode.SPLIT,
         "gradients come from a graph, optimizer.step() itself runs eagerly",
-        f"{_FIT}::test_optimizer_step_hooks_run_each_step",
+        f"{_HOOKS}::test_optimizer_step_hooks_run_each_step",
         _optimizer_hooks,
     ),
     Feature(
         "optimizer_step overridden",
         Mode.COMPILED,
         "delegating to optimizer.step(closure) is one graph; calling closure() first gives two",
-        f"{_FIT}::test_optimizer_step_that_calls_the_closure_itself",
+        f"{_HOOKS}::test_optimizer_step_that_calls_the_closure_itself",
     ),
     Feature(
         "backward overridden",
