@@ -6,10 +6,13 @@ forked names (``loss_step``/``loss_epoch``), reductions and batch-size inference
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
@@ -35,8 +38,8 @@ def replay(
         module: the LightningModule.
         calls: what training_step called at capture.
         outputs: the graph's outputs of this run; logged ones are global values, the same on all ranks.
-        world_size: number of ranks. With more than one, ``sync_dist`` is dropped from ``log`` (the values are global
-            already), the batch size that weighs epoch means is the global one, and a metric's batch value is synced.
+        world_size: number of ranks. With more than one, ``log`` takes the values for the global ones that they are, the
+            batch size that weighs epoch means is the global one, and a metric's batch value is synced.
         rows: rows of the global batch.
 
     Returns:
@@ -48,14 +51,37 @@ def replay(
         args = resolve(call.args, outputs, results)
         kwargs = resolve(call.kwargs, outputs, results)
         if world_size > 1 and call.method == "log":
-            kwargs["sync_dist"] = False
-            if kwargs.get("batch_size") is None:
-                kwargs["batch_size"] = rows
-        if world_size > 1 and call.method == "forward":
+            results.append(_log_global(target, args, kwargs, rows))
+        elif world_size > 1 and call.method == "forward":
             results.append(_forward_with_sync(target, args, kwargs))
         else:
             results.append(getattr(target, call.method)(*args, **kwargs))
     return results
+
+
+_LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
+
+
+def _log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
+    """Log values that are the same on all ranks: "synced" as Lightning sees it, by a reduction that does nothing.
+
+    Without ``sync_dist`` Lightning would recommend it, at every epoch's end.
+    """
+    said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+    is_metric = isinstance(said["value"], Metric)
+    said["sync_dist"] = not is_metric and isinstance(said.get("reduce_fx", "mean"), str)
+    if said.get("batch_size") is None:
+        said["batch_size"] = rows
+    attributes = vars(module.trainer.strategy)
+    attributes["reduce"] = _already_global
+    try:
+        module.log(**said)
+    finally:
+        del attributes["reduce"]
+
+
+def _already_global(value: Any, *_: Any, **__: Any) -> Any:
+    return value
 
 
 def _forward_with_sync(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

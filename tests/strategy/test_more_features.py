@@ -198,3 +198,31 @@ def test_recurrent_layers_on_two_ranks_equal_one_device(two_ranks: RankPool, kin
 
 def _train_recurrent(kind: type[nn.RNNBase]) -> Result:
     return run(lambda: Recurrent(kind), "spmd", 2)
+
+
+class LogsInManyWays(Net):
+    """Values and reductions as users give them, some by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("positional", loss, True, True, True, True)
+        self.log("synced", loss, on_epoch=True, sync_dist=True)
+        self.log("largest", loss, on_epoch=True, reduce_fx="max")
+        self.log("sum", batch[0].sum(), on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("custom", loss, on_epoch=True, reduce_fx=torch.min)
+        return loss
+
+
+def test_logged_values_are_global_and_lightning_recommends_no_sync(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_train_logging)
+    assert_equals_one_device(results, run(LogsInManyWays, "auto", data=lambda: InOrder(rows(), ROWS, shuffle=False)))
+    told = [text for result in results for text in result.warnings if "sync_dist" in text and "custom" not in text]
+    assert told == []
+
+
+def _train_logging() -> Result:
+    return run(LogsInManyWays, "spmd", 2)
