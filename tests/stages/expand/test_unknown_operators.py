@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -59,12 +58,10 @@ def test_an_unknown_operator_runs_on_gathered_inputs_and_is_named() -> None:
 
 
 def test_attention_on_the_cpu_expands_at_once() -> None:
-    """DTensor's own propagator searches decompositions of this operator without end."""
+    """DTensor's own propagator searches decompositions of this operator without end: this test would hang."""
 
     def function(p: dict[str, Tensor], _: Any, x: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(x * p["w"], x, x).sum()
 
     captured, live = capture_function(function, {"w": torch.ones(8).requires_grad_()}, {}, [torch.randn(4, 2, 6, 8)])
-    start = time.perf_counter()
     assert_equals_one_device(captured, live, (2, 2))
-    assert time.perf_counter() - start < 20
