@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.aliasing import storage_regions, written_arguments
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec
-from lightning_spmd.ir.signature import InputRole, Signature
+from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 
 _NAMESPACE = "_c10d_functional"
@@ -44,7 +45,7 @@ def verify_sharded(step: ShardedStep) -> None:
     """
     graph = step.graph_module.graph
     _verify_graph(graph, step.signature)
-    _verify_collectives(graph)
+    _verify_collectives(graph, step.signature)
     _verify_writes(graph)
     for entry in (*step.signature.inputs, *step.signature.outputs):
         if len(entry.placements) != len(step.axes):
@@ -61,7 +62,17 @@ def stamp_writes(graph: fx.Graph) -> None:
 
 def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes that start a collective."""
-    return (n for n in graph.nodes if _namespace(n) == _NAMESPACE and "wait_tensor" not in str(n.target))
+    return (n for n in graph.nodes if starts_collective(n))
+
+
+def starts_collective(node: fx.Node) -> bool:
+    """Whether the node starts a collective."""
+    return _namespace(node) == _NAMESPACE and not is_wait(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for a collective."""
+    return _namespace(node) == _NAMESPACE and "wait_tensor" in str(node.target)
 
 
 def activation_collectives(step: ShardedStep) -> list[fx.Node]:
@@ -126,14 +137,24 @@ def _verify_facts(node: fx.Node) -> None:
         raise VerificationError(f"{node.name} ({node.target}) lacks meta['val'] or meta['info']")
 
 
-def _verify_collectives(graph: fx.Graph) -> None:
+def _verify_collectives(graph: fx.Graph, signature: Signature) -> None:
     for node in collectives(graph):
-        waits = [u for u in node.users if "wait_tensor" in str(u.target)]
-        if len(waits) != 1 or len(node.users) != 1:
-            users = ", ".join(u.name for u in node.users)
+        users = list(node.users)
+        waited = len(users) == 1 and is_wait(users[0])
+        handed_on = (
+            len(users) == 1 and users[0].op == "output" and _roles(users[0], node, signature) == [OutputRole.PENDING]
+        )
+        if not waited and not handed_on:
             raise VerificationError(
-                f"{node.name} must be waited exactly once and read by nobody else; its users: {users}"
+                f"{node.name} must be waited exactly once, or handed on to the next iteration, and be read by nobody "
+                f"else; its users: {', '.join(u.name for u in users)}"
             )
+
+
+def _roles(output: fx.Node, node: fx.Node, signature: Signature) -> list[OutputRole]:
+    """The roles in which ``node`` leaves the graph."""
+    values: Any = output.args[0]
+    return [entry.role for value, entry in zip(values, signature.outputs, strict=True) if value is node]
 
 
 def _write_counts(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:

@@ -84,4 +84,4 @@ def switch_streams(step: ShardedStep) -> ShardedStep:
 def _insert_switch(graph: fx.Graph, node: fx.Node, streams: fx.Node, kind: str, index: int) -> None:
     with graph.inserting_before(node):
         switch = graph.call_function(RandomStreams.select, (streams, kind, index))
-    switch.meta.update(val=None, info=info_of(node))
+    switch.meta.update(val=None, info=info_of(node), random=kind)
