@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from lightning_spmd.ir.verify import activation_collectives
 from tests.helpers import zoo
 from tests.helpers.simulate import assert_equals_one_device
