@@ -83,8 +83,8 @@ def test_several_ranks_equal_one_device(
 ) -> None:
     pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
     seed = _SEEDS.get((model, option, optimizer), 1)
-    # A convolution's bias in front of batch norm has a zero true gradient: rounding, which every optimizer that divides by
-    # the gradient's size amplifies. RMSprop does so ten times as much as Adam: its average starts at 0, uncorrected.
+    # A convolution's bias in front of batch norm has a zero true gradient: rounding, which every optimizer that divides
+    # by the gradient's size amplifies. RMSprop does so ten times as much as Adam: its average starts at 0, uncorrected.
     eps = 1e-4 if optimizer == "rmsprop" else 1e-5
     case = TrainingCase(model, optimizer, option, dropout=0.0, eps=eps, seed=seed)
     results = train_on(pool, case)
