@@ -1,7 +1,8 @@
 """Which nodes share storage, and which write into it: read off operator schemas.
 
 ``aten.native_batch_norm`` and its CUDA variants update the running statistics although their schemas do not say so;
-they are listed here.
+they are listed here. So is the wait for a collective: it returns the tensor it was given, and only then is the result
+in it, so everybody who reads the storage is either before the collective or after the wait.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 
 _aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default  # noqa: SLF001 - an operator's public name
 # operator -> (position of `training`, positions of the statistics that it then writes)
 _UNDECLARED_WRITES: dict[Any, tuple[int, tuple[int, ...]]] = {
     _aten.native_batch_norm.default: (5, (3, 4)),
@@ -27,6 +29,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if undeclared is not None:
         training, positions = undeclared
         return [a for i in positions if node.args[training] and isinstance(a := node.args[i], fx.Node)]
+    if node.target is _WAIT:
+        return node.all_input_nodes
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -79,12 +83,14 @@ def _aliased_argument(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         parent = node.args[0]
         return _aliased_argument(parent) if isinstance(parent, fx.Node) else None
+    if node.target is _WAIT:
+        return node.all_input_nodes[0]
     schema = getattr(node.target, "_schema", None)
     if schema is None or not any(r.alias_info is not None for r in schema.returns):
         # `reshape` and friends are recorded as the view or the copy they became
         return None
     for index, argument in enumerate(schema.arguments):
-        value = node.args[index] if index < len(node.args) else None
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and isinstance(value, fx.Node):
             return value
     return None

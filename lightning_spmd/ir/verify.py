@@ -2,6 +2,7 @@
 
 * the graph is in topological order, its placeholders and outputs are those of the signature, every node has its facts;
 * nothing moved across a write to the storage that it reads (:func:`stamp_writes` remembers which side it was on);
+* the memory of a collective under way is left alone;
 * every collective is waited exactly once, and nobody reads it before.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
-from lightning_spmd.ir.aliasing import storage_regions, written_arguments
+from lightning_spmd.ir.aliasing import storage_regions, storage_roots, written_arguments
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
@@ -46,6 +47,7 @@ def verify_sharded(step: ShardedStep) -> None:
     graph = step.graph_module.graph
     _verify_graph(graph, step.signature)
     _verify_collectives(graph, step.signature)
+    _verify_in_flight(graph)
     _verify_writes(graph)
     for entry in (*step.signature.inputs, *step.signature.outputs):
         if len(entry.placements) != len(step.axes):
@@ -149,6 +151,34 @@ def _verify_collectives(graph: fx.Graph, signature: Signature) -> None:
                 f"{node.name} must be waited exactly once, or handed on to the next iteration, and be read by nobody "
                 f"else; its users: {', '.join(u.name for u in users)}"
             )
+
+
+def _verify_in_flight(graph: fx.Graph) -> None:
+    """Between a collective and its wait nobody touches what it works in, nobody writes into what it reads.
+
+    Only the functional all-reduce works in a copy of its input, made when it starts.
+    """
+    roots = storage_roots(graph)
+    working: dict[fx.Node, fx.Node] = {}
+    reading: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        used = {roots[operand] for operand in node.all_input_nodes}
+        written = {roots[operand] for operand in written_arguments(node)}
+        if is_wait(node):
+            reading.pop(node.all_input_nodes[0], None)
+            for root in used:
+                working.pop(root, None)
+        elif node.op != "output":
+            touched = [start for root, start in working.items() if root in used]
+            touched += [start for start, sources in reading.items() if sources & written]
+            if touched:
+                raise VerificationError(
+                    f"{node.name} ({node.target}) touches memory that {touched[0].name}, not waited yet, works on"
+                )
+        if starts_collective(node):
+            working |= {root: node for root in written}
+            if "all_reduce" not in str(node.target):
+                reading[node] = used
 
 
 def _roles(output: fx.Node, node: fx.Node, signature: Signature) -> list[OutputRole]:
