@@ -1,0 +1,112 @@
+"""Time of a collective by the alpha-beta model: a fixed latency, then bytes over bandwidth.
+
+=====================  ==============================  =====================================
+collective of N ranks  bytes through each rank's link  ``size`` is
+=====================  ==============================  =====================================
+``all_reduce``         2 (N - 1) / N × size            the tensor
+``all_gather``         (N - 1) × size                  what one rank contributes
+``reduce_scatter``     (N - 1) / N × size              the tensor that is reduced
+=====================  ==============================  =====================================
+
+These are the bytes of the ring algorithms, which are optimal in bandwidth (Patarasuk and Yuan 2009, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+MIB = 1 << 20
+LARGEST_BUCKET = 25 * MIB
+PIECES = 16
+"""Into how many buckets all bytes of a step are cut where nothing speaks against it.
+
+Enough of them that the first is under way early in the backward pass and that single ones can run beside the next
+iteration's layers.
+"""
+LATENCY_SHARE = 0.1
+"""How much of a bucket's time may be latency."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks, as typical numbers, not as measured ones.
+
+    Args:
+        latency: seconds from the call until the first byte arrives, launch included.
+        bandwidth: bytes a second in and out of one rank.
+        memory: bytes a second of a copy in the rank's own memory.
+    """
+
+    latency: float
+    bandwidth: float
+    memory: float
+
+
+LINKS = {
+    # Gloo over 1 Gbit/s Ethernet: the slowest that is in use, for which overlap matters most
+    "cpu": Link(latency=150e-6, bandwidth=0.125e9, memory=5e9),
+    # NCCL between hosts with 400 Gbit/s a GPU
+    "cuda": Link(latency=25e-6, bandwidth=50e9, memory=1.5e12),
+}
+
+
+def link_of(device: torch.device) -> Link:
+    """The link between ranks whose tensors live on ``device``; unknown accelerators count as CUDA devices."""
+    return LINKS["cpu" if device.type == "cpu" else "cuda"]
+
+
+def wire_bytes(kind: Kind, size: int, ranks: int) -> float:
+    """Bytes through each rank's link; see the table above for what ``size`` is."""
+    if kind == "all_reduce":
+        return 2 * (ranks - 1) / ranks * size
+    return (ranks - 1) * size if kind == "all_gather" else (ranks - 1) / ranks * size
+
+
+def seconds(kind: Kind, size: int, ranks: int, link: Link) -> float:
+    """Time of one collective; none on one rank."""
+    return 0.0 if ranks == 1 else link.latency + wire_bytes(kind, size, ranks) / link.bandwidth
+
+
+def bucket_bytes(kind: Kind, total: int, ranks: int, link: Link) -> int:
+    """How large a bucket of a step that moves ``total`` bytes should grow.
+
+    A 16th of all bytes, but so many that latency stays a small share of the bucket's time, at least 1 MiB and at most
+    25 MiB. Gathers and scatters are copied into and out of their bucket, which reductions are not: they grow only as
+    long as the copies cost less than the latency that a bucket saves.
+
+    Args:
+        kind: of the collectives.
+        total: bytes of all of them, in the sense of the table above.
+        ranks: of their process group.
+        link: between the ranks.
+    """
+    for_latency = link.latency * link.bandwidth * (1 / LATENCY_SHARE - 1) / max(wire_bytes(kind, 1, ranks), 1e-9)
+    size = min(max(total / PIECES, for_latency, MIB), LARGEST_BUCKET)
+    if kind != "all_reduce":
+        copies = (1 + ranks) if kind == "all_gather" else 1
+        size = min(size, link.latency * link.memory / copies)
+    return int(size)
+
+
+def gathering_rows_is_faster(rows: int, row_bytes: int, index_bytes: int, table: int, ranks: int, link: Link) -> bool:
+    """Whether to gather the rows of an embedding's gradient and their indices rather than to reduce the table.
+
+    Args:
+        rows: that one rank holds.
+        row_bytes: of one row of the gradient.
+        index_bytes: of one index.
+        table: bytes of the table's gradient.
+        ranks: of the process group.
+        link: between the ranks.
+    """
+    gathered = seconds("all_gather", rows * row_bytes, ranks, link)
+    gathered += seconds("all_gather", rows * index_bytes, ranks, link)
+    # every rank then adds up the rows of all, where it added up its own before
+    gathered += 2 * (ranks - 1) * rows * row_bytes / link.memory
+    return gathered < seconds("all_reduce", table, ranks, link)
