@@ -110,11 +110,18 @@ class ShardedStep:
 
 @dataclass
 class IterationGraphs:
-    """What runs: ``main`` each iteration; ``setup`` and ``cleanup`` are filled by cross-iteration scheduling.
+    """What runs: ``main`` each iteration; with work deferred across iterations also ``setup`` and ``cleanup``.
 
-    With nothing deferred, ``setup`` and ``cleanup`` are None and ``main`` is the whole iteration.
+    Args:
+        main: the iteration; with deferred work, the iteration with the end of the one before in it.
+        setup: the iteration where no work is pending; None if nothing is deferred, then ``main`` is all there is.
+        cleanup: the deferred work alone; None if nothing is deferred.
+        notes: what is deferred and why not more, for the user.
+        deferrable: whether there is something to defer once the graph has been measured.
     """
 
     main: ShardedStep
     setup: ShardedStep | None = None
     cleanup: ShardedStep | None = None
+    notes: str = ""
+    deferrable: bool = False

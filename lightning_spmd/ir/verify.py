@@ -62,6 +62,11 @@ def stamp_writes(graph: fx.Graph) -> None:
         node.meta[_STAMP] = counts
 
 
+def forget_writes(node: fx.Node) -> None:
+    """Drop what :func:`stamp_writes` noted, for a node that was copied into another graph."""
+    node.meta.pop(_STAMP, None)
+
+
 def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes that start a collective."""
     return (n for n in graph.nodes if starts_collective(n))

@@ -1,15 +1,18 @@
-"""The arrow as code: capture → expand → passes → (phases → regions) → runtime."""
+"""The arrow as code: capture → expand → passes → phases → runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_spmd.ir.placement import ShardAxis
+from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.stages.expand import expand
 from lightning_spmd.stages.passes import PASSES, GraphPass, PassState, run_passes
+from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
 from lightning_spmd.stages.runtime.random_streams import switch_streams
 
 
@@ -20,10 +23,12 @@ class BuildOptions:
     Args:
         passes: the pass list.
         bucket_size_mb: cap of a communication bucket in MiB, or ``"auto"``.
+        overlap_iterations: whether the end of an iteration may run inside the next one.
     """
 
     passes: Sequence[GraphPass] = PASSES
     bucket_size_mb: float | str = "auto"
+    overlap_iterations: bool = False
 
 
 def build(
@@ -55,4 +60,38 @@ def build(
     on_result("expanded", sharded)
     on_stage("passes")
     state = PassState(bucket_size_mb=options.bucket_size_mb)
-    return IterationGraphs(main=run_passes(sharded, options.passes, state, on_result))
+    arranged = arrange_undeferred(run_passes(sharded, options.passes, state, on_result))
+    on_result("arranged", arranged)
+    decision = deferrable(arranged, _guarded(captured)) if options.overlap_iterations else None
+    return IterationGraphs(main=arranged, notes=str(decision or ""), deferrable=bool(decision and decision.deferred))
+
+
+def finish(
+    captured: CapturedStep,
+    arranged: ShardedStep,
+    seconds: Mapping[str, float],
+    on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None,
+) -> IterationGraphs:
+    """Make the final graphs of a step that has been measured: work is deferred, collectives start in the best order.
+
+    Args:
+        captured: what the step was made of.
+        arranged: ``build(...).main``, after its first run.
+        seconds: time of every node by name, the same on all ranks.
+        on_result: called with the name of each phase and its graph (dumps).
+
+    Raises:
+        VerificationError: a graph broke an invariant.
+    """
+    graphs = make_phases(arranged, overlap=True, seconds=seconds, guarded=_guarded(captured))
+    for name, phase in (("setup", graphs.setup), ("main", graphs.main), ("cleanup", graphs.cleanup)):
+        if phase is not None:
+            on_result(name, phase)
+    return graphs
+
+
+def _guarded(captured: CapturedStep) -> frozenset[tuple[InputRole, tuple[Any, ...]]]:
+    """State whose values decide whether a graph may run."""
+    predicate = captured.guards.predicate
+    entries = [] if predicate is None else [captured.signature.inputs[i] for i in predicate.inputs]
+    return frozenset((entry.role, entry.key) for entry in entries)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,14 +23,17 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError, CaptureError, ExpansionError, SPMDError
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.printer import write_stage
-from lightning_spmd.ir.steps import Variant
-from lightning_spmd.stages import BuildOptions, build
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
+from lightning_spmd.stages import BuildOptions, build, finish
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.python_state import learning_rate_name
 from lightning_spmd.stages.capture.trace import CaptureRequest, capture, parameter_names
+from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.runtime.agreement import ControlPlane, stable_hash
-from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
+from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.stages.runtime.live_state import LiveState
+from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.replay import replay, resolve
 
@@ -106,6 +109,8 @@ class TrainingIteration:
         self._executables: list[Executable] = []
         self._arguments: dict[str, Any] = {}
         self._told_about_shapes = False
+        self._pending: Pending | None = None
+        self._told: set[str] = set()
 
     # ------------------------------------------------------------------ running
     def run(
@@ -152,11 +157,21 @@ class TrainingIteration:
         self._run(executable, ())
         self._after(executable.captured.variant)
 
+    def flush(self) -> None:
+        """Do what the last iteration left for the next one, if anything: now parameters and state are up to date."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.owner.clean_up(pending.values)
+
     def _run(self, executable: Executable, tensors: Sequence[Tensor]) -> Sequence[Any]:
+        if self._pending is not None and not executable.can_follow(self._pending):
+            self.flush()
+        pending, self._pending = self._pending, None
         try:
-            return executable.run(tensors)
+            outputs, self._pending = executable.run(tensors, pending)
         except FirstRunError as error:
             self._fall_back(str(error))
+        return outputs
 
     def _after(self, variant: Variant) -> None:
         if variant.apply:
@@ -261,6 +276,7 @@ class TrainingIteration:
         clip: Callable[[Any], None] | None,
         split: tuple[int, ...],
     ) -> Executable:
+        self.flush()
         started = time.perf_counter()
 
         def tell(stage: str, nodes: int | None = None) -> None:
@@ -319,7 +335,38 @@ class TrainingIteration:
         )
         names = parameter_names(self.module, self.optimizer)
         state = LiveState(self.module, self.optimizer, names, self._host_values(), self.gradients, self._streams)
-        return Executable(captured, graphs, state)
+        self._tell_about_overlap(captured, graphs)
+        finish = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
+        return Executable(captured, graphs, state, finish, self._follow)
+
+    def _finish(
+        self, captured: CapturedStep, number: int, arranged: ShardedStep, seconds: Mapping[str, float]
+    ) -> IterationGraphs:
+        """The final graphs of a measured step, the same on all ranks."""
+        everyone = [dict(seconds)] if self._control is None else self._control.gather(dict(seconds))
+        agreed = agree(arranged.graph_module.graph, everyone)
+        graphs = finish(
+            captured, arranged, agreed, lambda stage, step: self._dump(stage, step.graph_module, step.signature, number)
+        )
+        self._check_agreement(graphs.main)
+        return graphs
+
+    def _follow(self, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
+        step = follow(cleanup, setup)
+        self._check_agreement(step)
+        return step
+
+    def _check_agreement(self, step: ShardedStep) -> None:
+        if self._control is not None:
+            self._control.agree_on(step)
+
+    def _tell_about_overlap(self, captured: CapturedStep, graphs: IterationGraphs) -> None:
+        """Once, and not for the graph of the first step, which creates the optimizer's state."""
+        first = any(True for _ in captured.signature.outputs_of(OutputRole.OPTIMIZER_STATE))
+        if not graphs.notes or first or not captured.variant.apply or graphs.notes in self._told:
+            return
+        self._told.add(graphs.notes)
+        rank_zero_info(f"strategy='spmd' overlaps iterations: {graphs.notes}")
 
     def _even(self) -> tuple[int, ...]:
         return (1,) * (1 if self._control is None else self._control.world_size)
@@ -342,8 +389,8 @@ class TrainingIteration:
             problems = self._control.gather(None if problem is None else _portable(problem))
         worst = next((p for p in problems if p is not None), None)
         if worst is None:
-            if self._control is not None and executable is not None:
-                self._control.agree_on(executable.graphs.main)
+            if executable is not None:
+                self._check_agreement(executable.graphs.main)
             return
         if isinstance(worst, CaptureError | ExpansionError):
             self._fall_back(str(worst))
@@ -355,9 +402,10 @@ class TrainingIteration:
         )
         raise FellBack
 
-    def _dump(self, stage: str, graph_module: Any, signature: Any) -> None:
+    def _dump(self, stage: str, graph_module: Any, signature: Any, number: int | None = None) -> None:
         if self._dump_dir is not None and self.trainer.is_global_zero:
-            path = write_stage(self._dump_dir, f"{self.captures:02d}_{stage}", graph_module, signature)
+            number = self.captures if number is None else number
+            path = write_stage(self._dump_dir, f"{number:02d}_{stage}", graph_module, signature)
             rank_zero_info(f"wrote {path}")
 
 

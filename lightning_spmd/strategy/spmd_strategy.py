@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -35,6 +36,7 @@ from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.eager_path import average_gradients, mean_loss
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.iteration import BuildEvent, FellBack, TrainingIteration
+from lightning_spmd.strategy.overlap import FinishPendingWork, explain, readers_between_batches
 from lightning_spmd.strategy.random_state import pack_random_state, restore_random_state
 from lightning_spmd.strategy.support import Context, Mode, classify
 
@@ -58,6 +60,10 @@ class SPMDStrategy(ParallelStrategy):
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
         bucket_size_mb: largest communication bucket in MiB (2**20 bytes); ``"auto"`` takes it from the graph.
+        overlap_iterations: whether the end of an iteration (late gradients' reduction, their update) may run inside the
+            next one, before the first reader. ``"auto"``: unless hooks that run between batches may look at weights;
+            an info message names them. True: even then. Weights seen by validation, checkpoints and hooks of an
+            epoch's end are up to date in any case.
         passes: names of the graph passes to run, in order, and ``GraphPass`` objects of your own; None: the default.
         dump_dir: folder that receives every graph after every stage as readable Python; None writes nothing.
 
@@ -80,6 +86,7 @@ class SPMDStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = private.default_process_group_timeout,
         bucket_size_mb: float | Literal["auto"] = "auto",
+        overlap_iterations: bool | Literal["auto"] = "auto",
         passes: list[Any] | None = None,
         dump_dir: str | Path | None = None,
     ) -> None:
@@ -97,6 +104,9 @@ class SPMDStrategy(ParallelStrategy):
             raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
         chosen = PASSES if passes is None else select(passes, PASSES)
         self.build_options = BuildOptions(chosen, bucket_size_mb)
+        if overlap_iterations not in (True, False, "auto"):
+            raise ConfigurationError(f"overlap_iterations={overlap_iterations!r}: give True, False or 'auto'")
+        self.overlap_iterations: bool | str = overlap_iterations
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self.mode = Mode.EAGER
         self._listeners: list[Callable[[BuildEvent], None]] = []
@@ -211,8 +221,28 @@ class SPMDStrategy(ParallelStrategy):
             tracing_context=self._tracing,
             listeners=self._listeners,
             dump_dir=self.dump_dir,
-            options=self.build_options,
+            options=dataclasses.replace(self.build_options, overlap_iterations=self._overlaps(trainer, module)),
         )
+
+    def _overlaps(self, trainer: Any, module: Any) -> bool:
+        """Whether iterations may overlap, the same on all ranks."""
+        if self._control is None or self.overlap_iterations is False:
+            return False
+        readers = sum(self._control.gather(readers_between_batches(module, trainer.callbacks)), [])
+        if readers and self.mode is Mode.COMPILED:
+            rank_zero_info(explain(list(dict.fromkeys(readers)), insisted=self.overlap_iterations is True))
+        overlap = self.overlap_iterations is True or not readers
+        if overlap and not any(isinstance(c, FinishPendingWork) for c in trainer.callbacks):
+            trainer.callbacks.insert(0, FinishPendingWork(self.flush))
+        return overlap
+
+    def flush(self) -> None:
+        """Finish what the last iteration left for the next one: afterwards weights and optimizer state are up to date.
+
+        Lightning's own readers (validation, checkpoints, hooks at an epoch's end) need no call.
+        """
+        if self._iteration is not None:
+            self._iteration.flush()
 
     def _mode_of_all_ranks(self, trainer: Any, module: Any) -> Mode:
         """How to run, the worst of what the ranks find: ``wandb.watch`` hooks the modules of rank 0 alone."""
@@ -309,6 +339,7 @@ class SPMDStrategy(ParallelStrategy):
 
     def _leave_graphs(self, iteration: TrainingIteration) -> None:
         """From now on eagerly; gradients of micro-batches that already ran become ``p.grad``."""
+        iteration.flush()
         self.mode = Mode.EAGER
         self._iteration = None
         scale = self.world_size  # each rank holds its share of the sum; the eager path takes the mean over the ranks
@@ -438,6 +469,24 @@ class SPMDStrategy(ParallelStrategy):
         return tensor.reshape(self.world_size, rows // self.world_size, *tensor.shape[1:])
 
     # ------------------------------------------------------------------ checkpoints
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.flush()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.flush()
+        return super().optimizer_state(optimizer)
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None:
+            callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [c for c in callbacks if not isinstance(c, FinishPendingWork)]
+        super().teardown()
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         module = self.lightning_module

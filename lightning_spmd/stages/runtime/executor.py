@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,54 +10,137 @@ import torch
 from torch import Tensor
 
 from lightning_spmd.ir.signature import InputRole
-from lightning_spmd.ir.steps import CapturedStep, IterationGraphs
+from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
-from lightning_spmd.stages.runtime.live_state import LiveState
+from lightning_spmd.stages.runtime.live_state import LiveState, Reader
+from lightning_spmd.stages.runtime.profile import RUNS, Profile
+
+Finish = Callable[[ShardedStep, Mapping[str, float]], IterationGraphs]
+"""Makes the final graphs of a step that has been measured."""
 
 
 class FirstRunError(RuntimeError):
     """A freshly built graph raised in its first run; live state is as it was."""
 
 
-@dataclass
+class Program:
+    """One graph with the readers of its inputs.
+
+    Args:
+        step: the graph.
+        readers: of its inputs in order: a function, the position of a batch leaf, or None for a pending value.
+    """
+
+    def __init__(self, step: ShardedStep, readers: Sequence[Reader | int | None]) -> None:
+        self.step = step
+        self._readers = readers
+
+    def inputs(self, batch: Sequence[Tensor], pending: Sequence[Any] = ()) -> list[Any]:
+        """The values of the graph's inputs now."""
+        handed = iter(pending)
+        return [next(handed) if r is None else batch[r] if isinstance(r, int) else r() for r in self._readers]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Work that an iteration left for the next one.
+
+    Args:
+        owner: whose ``cleanup`` does it.
+        values: what it needs from its own iteration.
+    """
+
+    owner: Executable
+    values: tuple[Any, ...]
+
+
 class Executable:
     """A captured step, the graphs made of it, and how to feed them.
 
+    Its first run checks layouts node by node, the next ones measure if there is something to arrange, and then the
+    final graphs are made.
+
     Args:
         captured: signature, guards and recorded calls.
-        graphs: what runs.
+        graphs: what runs at first: one graph, nothing deferred.
         state: the live objects.
+        finish: makes the final graphs once the first have been measured; None keeps the first.
+        follow: joins a cleanup and a setup to the iteration that does both.
     """
 
-    captured: CapturedStep
-    graphs: IterationGraphs
-    state: LiveState
-
-    def __post_init__(self) -> None:
-        self._readers = self.state.readers(self.graphs.main.signature.inputs, self.captured.constants)
-        self._writers = self.state.writers(self.captured)
-        self._run: Callable[..., Sequence[Any]] | None = None
+    def __init__(
+        self,
+        captured: CapturedStep,
+        graphs: IterationGraphs,
+        state: LiveState,
+        finish: Finish | None = None,
+        follow: Callable[[ShardedStep, ShardedStep], ShardedStep] | None = None,
+    ) -> None:
+        self.captured = captured
+        self.graphs = graphs
+        self.state = state
+        self._finish = finish
+        self._follow = follow
+        self._writers = state.writers(captured)
+        self._main = self._program(graphs.main)
+        self._cleanup: Program | None = None
+        self._after: dict[int, tuple[Executable, Program]] = {}
+        self._checked = False
+        self._profile: Profile | None = None
 
     def inputs(self, batch: Sequence[Tensor]) -> list[Any]:
-        """The graph's inputs for this batch (tensor leaves, in order); the captured graph's ones come first."""
-        return [batch[r] if isinstance(r, int) else r() for r in self._readers]
+        """The inputs of the captured graph for this batch (tensor leaves, in order)."""
+        return self._main.inputs(batch)
 
-    def run(self, batch: Sequence[Tensor]) -> Sequence[Any]:
-        """Run one iteration: parameters, buffers and state are updated; returns the graph's outputs."""
-        return self._first_run(batch) if self._run is None else self._run_once(batch, self._run)
+    def can_follow(self, pending: Pending) -> bool:
+        """Whether a run may take over what another iteration left."""
+        return self._checked and self._finish is None and pending.owner.graphs.cleanup is not None
+
+    def run(self, batch: Sequence[Tensor], pending: Pending | None = None) -> tuple[Sequence[Any], Pending | None]:
+        """Run one iteration: parameters, buffers and state are updated.
+
+        Args:
+            batch: tensor leaves of the batch, in order.
+            pending: what the iteration before left undone, done here; only if :meth:`can_follow`.
+
+        Returns:
+            the outputs of the captured graph, and what this iteration leaves undone.
+        """
+        if not self._checked:
+            return self._first_run(batch), None
+        if self._finish is not None:
+            return self._measured_run(batch, self._finish), None
+        program, values = self._main, ()
+        if pending is not None:
+            program, values = self._following(pending.owner), pending.values
+        outputs = self._execute(program, batch, values, program.step.graph_module.forward)
+        if self._cleanup is None:
+            return outputs, None
+        count = len(self.captured.signature.outputs)
+        return outputs[:count], Pending(self, tuple(outputs[count:]))
+
+    def clean_up(self, values: Sequence[Any]) -> None:
+        """Do what an iteration of this graph left undone."""
+        if self._cleanup is not None:
+            with torch.no_grad():
+                self._cleanup.step.graph_module.forward(*self._cleanup.inputs((), values))
+
+    # ------------------------------------------------------------------ pieces
+    def _program(self, step: ShardedStep) -> Program:
+        return Program(step, self.state.readers(step.signature.inputs, self.captured.constants))
 
     def _first_run(self, batch: Sequence[Tensor]) -> Sequence[Any]:
         """Run node by node, checking layouts; what fails leaves buffers and random state as they were.
 
         Parameters and optimizer state change at the very end, so nothing is lost.
         """
-        entries = zip(self.graphs.main.signature.inputs, self.inputs(batch), strict=True)
+        entries = zip(self.graphs.main.signature.inputs, self._main.inputs(batch), strict=True)
         written = [value for entry, value in entries if entry.role is InputRole.BUFFER and entry.mutated]
         saved, random_state = [value.clone() for value in written], torch.get_rng_state()
         graph_module = self.graphs.main.graph_module
         check = LayoutCheck(graph_module)
         try:
-            outputs = self._run_once(batch, check.run)
+            outputs = self._execute(self._main, batch, (), check.run)
         except RuntimeError as error:
             if self.graphs.main.axes or isinstance(error, torch.OutOfMemoryError):
                 raise  # with several ranks it may be another rank's end, which no fallback survives
@@ -67,12 +150,37 @@ class Executable:
             raise FirstRunError(f"the graph could not be run: {str(error).splitlines()[0]}") from error
         if check.repairs:
             insert_repairs(graph_module, check.repairs)
-        self._run = graph_module.forward
+        self._checked = True
         return outputs
 
-    def _run_once(self, batch: Sequence[Tensor], run: Callable[..., Sequence[Any]]) -> Sequence[Any]:
+    def _measured_run(self, batch: Sequence[Tensor], finish: Finish) -> Sequence[Any]:
+        """Run node by node with a stopwatch; after the last of these runs the graphs get their final form."""
+        if self._profile is None:
+            self._profile = Profile(self.graphs.main.graph_module)
+        outputs = self._execute(self._main, batch, (), self._profile.run)
+        if self._profile.runs == RUNS:
+            self.graphs = finish(self.graphs.main, self._profile.seconds)
+            self._finish, self._profile = None, None
+            self._main = self._program(self.graphs.setup or self.graphs.main)
+            if self.graphs.cleanup is not None:
+                self._cleanup = self._program(self.graphs.cleanup)
+                self._after[id(self)] = (self, self._program(self.graphs.main))
+        return outputs
+
+    def _following(self, owner: Executable) -> Program:
+        """This iteration with the work in it that one of ``owner`` left."""
+        if id(owner) not in self._after:
+            if self._follow is None or owner.graphs.cleanup is None:
+                raise ValueError("nothing to follow: check can_follow() first")
+            step = self._follow(owner.graphs.cleanup, self.graphs.setup or self.graphs.main)
+            self._after[id(owner)] = (owner, self._program(step))
+        return self._after[id(owner)][1]
+
+    def _execute(
+        self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any], run: Callable[..., Sequence[Any]]
+    ) -> Sequence[Any]:
         with torch.no_grad():
-            inputs = self.inputs(batch)
+            inputs = program.inputs(batch, pending)
             if self.state.streams is None:  # one device: the graph draws eager's own numbers
                 outputs = run(*inputs)
             else:

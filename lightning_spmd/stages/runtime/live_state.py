@@ -49,13 +49,15 @@ class LiveState:
         self._parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"] if id(p) in names}
 
     # ------------------------------------------------------------------ inputs
-    def readers(self, inputs: Sequence[GraphInput], constants: Sequence[Reader]) -> list[Reader | int]:
-        """For each graph input a function that gives its live value; for a batch leaf its position."""
+    def readers(self, inputs: Sequence[GraphInput], constants: Sequence[Reader]) -> list[Reader | int | None]:
+        """For each graph input a function that gives its live value; a batch leaf's position; None if it is pending."""
         return [self._reader(entry, constants) for entry in inputs]
 
-    def _reader(self, entry: GraphInput, constants: Sequence[Reader]) -> Reader | int:
+    def _reader(self, entry: GraphInput, constants: Sequence[Reader]) -> Reader | int | None:
         key = entry.key
         match entry.role:
+            case InputRole.PENDING:
+                return None
             case InputRole.BATCH:
                 return int(key[0])
             case InputRole.PARAMETER | InputRole.BUFFER:

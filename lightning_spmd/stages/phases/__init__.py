@@ -1,0 +1,62 @@
+"""ShardedStep → IterationGraphs: setup, main and cleanup.
+
+``deferral.py`` decides what may move into the next iteration, ``order.py`` when collectives start, ``split.py`` cuts
+the iteration in two, ``follow.py`` joins the end of one iteration with the next one::
+
+    setup       an iteration without the deferred work, run where none is pending (first step, after a cleanup)
+    main        the deferred work of the iteration before, each part in front of its first reader, and an iteration
+    cleanup     the deferred work alone: may run at any moment, and leaves the model as an undeferred run would
+
+The ancestor is ``IterGraphModule`` of PyTorch's former ``torch.distributed._spmd``; unlike it, nothing here needs to
+know how many iterations there will be, and reading a weight too early is an error when the graph is made.
+"""
+
+from __future__ import annotations
+
+from lightning_spmd.ir.dependence import Dependences, tails
+from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
+from lightning_spmd.ir.verify import verify_sharded
+from lightning_spmd.stages.phases.deferral import Deferral, choose
+from lightning_spmd.stages.phases.follow import follow
+from lightning_spmd.stages.phases.order import Seconds, arrange
+from lightning_spmd.stages.phases.split import split
+from lightning_spmd.stages.phases.touch import State, Touches
+
+__all__ = ["Deferral", "arrange_undeferred", "deferrable", "follow", "make_phases"]
+
+
+def deferrable(step: ShardedStep, guarded: frozenset[State] = frozenset()) -> Deferral:
+    """What of a step may move into the next iteration, and why not more."""
+    return choose(tails(Dependences(step.graph_module.graph)), Touches(step), guarded)
+
+
+def arrange_undeferred(step: ShardedStep) -> ShardedStep:
+    """Order a step's collectives and updates within the iteration: each starts, and runs, as soon as it can."""
+    return make_phases(step, overlap=False).main
+
+
+def make_phases(
+    step: ShardedStep, *, overlap: bool, seconds: Seconds | None = None, guarded: frozenset[State] = frozenset()
+) -> IterationGraphs:
+    """Make the graphs that run.
+
+    Args:
+        step: after the passes; its nodes are put into their order of execution.
+        overlap: whether work may move into the next iteration.
+        seconds: measured time of every node, by name; without it collectives start as their operands become ready.
+        guarded: state that decides which graph the next iteration uses.
+
+    Raises:
+        VerificationError: a graph broke an invariant, or would read something stale.
+    """
+    graph = step.graph_module.graph
+    dependences, touches = Dependences(graph), Touches(step)
+    found = tails(dependences)
+    decision = choose(found, touches, guarded) if overlap else Deferral()
+    arrange(graph, dependences, found, decision.deferred, touches, seconds or {})
+    verify_sharded(step)
+    step.graph_module.recompile()
+    if not decision.deferred:
+        return IterationGraphs(main=step, notes=str(decision) if overlap else "")
+    setup, cleanup = split(step, decision.deferred)
+    return IterationGraphs(main=follow(cleanup, setup), setup=setup, cleanup=cleanup, notes=str(decision))

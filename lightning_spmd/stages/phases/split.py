@@ -1,0 +1,154 @@
+"""Cut deferred tails out of an iteration: ``setup`` is the iteration without them, ``cleanup`` is they alone.
+
+Before::
+
+    r1 = all_reduce(g1); ...; w1 = wait(r1); update(p1, w1, lr); return loss
+
+After::
+
+    setup(p1, lr, batch):        r1 = all_reduce(g1); ...; return loss, [r1, lr]
+    cleanup(p1, [r1, lr]):       w1 = wait(r1); update(p1, w1, lr)
+
+What crosses is handed on as *pending* values: results of this iteration and numbers as they are now (a scheduler
+changes ``lr`` before the next one). Parameters and state are read anew: nothing but the tail writes them in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_spmd.ir.aliasing import written_arguments
+from lightning_spmd.ir.dependence import Tail
+from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of
+from lightning_spmd.ir.placement import REPLICATE, Placement
+from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.ir.verify import forget_writes, stamp_writes, verify_sharded
+from lightning_spmd.stages.phases.touch import Touches
+
+TAIL = "tail"
+"""``node.meta`` key: index of the deferred tail that a node belongs to."""
+_LIVE = (InputRole.PARAMETER, InputRole.BUFFER, InputRole.OPTIMIZER_STATE)
+
+
+def split(step: ShardedStep, deferred: Sequence[Tail]) -> tuple[ShardedStep, ShardedStep]:
+    """(setup, cleanup) of a step; the step itself stays as it is.
+
+    Raises:
+        VerificationError: a graph broke an invariant.
+    """
+    cut = _Cut(step, deferred)
+    cleanup = cut.cleanup()
+    setup = cut.setup()
+    for part in (setup, cleanup):
+        verify_sharded(part)
+        stamp_writes(part.graph_module.graph)
+        part.graph_module.recompile()
+    return setup, cleanup
+
+
+class _Cut:
+    def __init__(self, step: ShardedStep, deferred: Sequence[Tail]) -> None:
+        self.step = step
+        self.deferred = deferred
+        self.touches = Touches(step)
+        graph = step.graph_module.graph
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        self.entries = dict(zip(placeholders, step.signature.inputs, strict=True))
+        self.moved = {node for tail in deferred for node in tail.nodes}
+        self.crossing: dict[fx.Node, None] = {}
+        self.live: dict[fx.Node, None] = {}
+
+    # ------------------------------------------------------------------ cleanup
+    def cleanup(self) -> ShardedStep:
+        """The deferred tails alone."""
+        for node in (n for tail in self.deferred for n in tail.nodes):
+            for operand in node.all_input_nodes:
+                if operand not in self.moved:
+                    self._need(operand)
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        inputs: list[GraphInput] = []
+        for node in self.live:
+            made[node] = graph.node_copy(node)
+            inputs.append(self.entries[node])
+        for index, node in enumerate(self.crossing):
+            made[node] = graph.placeholder(f"pending_{index}")
+            made[node].meta["val"] = node.meta.get("val")
+            inputs.append(
+                GraphInput(InputRole.PENDING, (index,), node.name, node.meta.get("val"), False, self._placements(node))
+            )
+        for index, tail in enumerate(self.deferred):
+            local = dict(made)
+            for node in tail.nodes:
+                _copy(graph, node, local, index)
+        graph.output(())
+        signature = Signature(tuple(inputs), ())
+        return ShardedStep(fx.GraphModule(self.step.graph_module, graph), signature, self.step.axes)
+
+    def _need(self, node: fx.Node) -> None:
+        root = self.touches.root(node)
+        entry = self.entries.get(root)
+        if entry is None or entry.role not in _LIVE or not isinstance(entry.value, TensorSpec):
+            self.crossing[node] = None
+            return
+        self.live[root] = None  # and views of it are made again
+
+    # ------------------------------------------------------------------ setup
+    def setup(self) -> ShardedStep:
+        """The iteration without the deferred tails."""
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        result: Any = ()
+        for node in self.step.graph_module.graph.nodes:
+            if node.op == "output":
+                result = node.args[0]
+            elif node not in self.moved:
+                made[node] = graph.node_copy(node, made.__getitem__)
+        handed = [self._handed_on(graph, node, made[node]) for node in self.crossing]
+        outputs = fx.map_arg(result, made.__getitem__)
+        graph.output((*outputs, *handed))
+        pending = [
+            GraphOutput(OutputRole.PENDING, (index,), node.name, node.meta.get("val"), self._placements(node))
+            for index, node in enumerate(self.crossing)
+        ]
+        signature = dataclasses.replace(self.step.signature, outputs=(*self.step.signature.outputs, *pending))
+        module = fx.GraphModule(self.step.graph_module, graph)
+        return dataclasses.replace(self.step, graph_module=module, signature=signature)
+
+    def _handed_on(self, graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
+        """The value as it is now: inputs that somebody may write into before the next iteration are copied."""
+        if self.touches.root(node) not in self.entries or not isinstance(node.meta.get("val"), TensorSpec):
+            return copied
+        clone = graph.call_function(torch.ops.aten.clone.default, (copied,))
+        clone.meta.update(val=node.meta["val"], info=NodeInfo(Section.OPTIMIZER, "", info_of(node).source))
+        return clone
+
+    def _placements(self, node: fx.Node) -> tuple[Placement, ...]:
+        return node.meta.get("placements") or (REPLICATE,) * len(self.step.axes)
+
+
+def _copy(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], tail: int) -> None:
+    """Copy a node of a tail. Views of live state are made again; results of writes into it are the state as it is."""
+    for operand in node.all_input_nodes:
+        if operand in made:
+            continue
+        written = written_arguments(operand)
+        if written:
+            _copy_operand(graph, written[0], made, tail)
+            made[operand] = made[written[0]]
+        else:
+            _copy(graph, operand, made, tail)
+    made[node] = graph.node_copy(node, made.__getitem__)
+    made[node].meta[TAIL] = tail
+    forget_writes(made[node])  # the writes of setup are not in this graph
+
+
+def _copy_operand(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], tail: int) -> None:
+    if node not in made:
+        _copy(graph, node, made, tail)
