@@ -57,7 +57,7 @@ def verify_sharded(step: ShardedStep) -> None:
 
 
 def stamp_writes(graph: fx.Graph) -> None:
-    """Remember, for every node, how many writes each storage that it reads had seen: the side of every mutation."""
+    """Remember, for every node, how many writes each value that it reads has seen: the side of every mutation."""
     for node, counts in _write_counts(graph):
         node.meta[_STAMP] = counts
 
@@ -181,7 +181,8 @@ def _verify_in_flight(graph: fx.Graph) -> None:
                     f"{node.name} ({node.target}) touches memory that {touched[0].name}, not waited yet, works on"
                 )
         if starts_collective(node):
-            working |= {root: node for root in written}
+            for root in written:
+                working[root] = node
             if "all_reduce" not in str(node.target):
                 reading[node] = used
 
@@ -203,11 +204,14 @@ def _write_counts(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
             return 0
         return counts.total() if piece is None else counts[piece] + counts[None]
 
+    # Counted from the value on: a pass may replace a value by one that took other writes to make.
+    born: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        yield node, tuple(seen(operand) for operand in node.all_input_nodes)
+        yield node, tuple(seen(operand) - born[operand] for operand in node.all_input_nodes)
         for operand in written_arguments(node):
             root, piece = regions[operand]
             writes.setdefault(root, Counter())[piece] += 1
+        born[node] = seen(node)
 
 
 def _verify_writes(graph: fx.Graph) -> None:

@@ -59,7 +59,7 @@ class RankInterpreter(fx.Interpreter):
         if len({e[:2] for e in everyone}) != 1:
             raise AssertionError(f"ranks disagree on a collective: {[e[:2] for e in everyone]}")
         tensors = [e[2] for e in everyone]
-        if target is _functional.all_reduce.default:
+        if target in (_functional.all_reduce.default, _functional.all_reduce_.default):
             stacked = torch.stack(tensors)
             result = stacked.sum(0) if rest[0] == "sum" else stacked.amax(0) if rest[0] == "max" else stacked.amin(0)
             result = result.to(operand.dtype)
@@ -70,7 +70,7 @@ class RankInterpreter(fx.Interpreter):
         else:
             raise AssertionError(f"unknown collective {target}")
         self.meeting.exchange(self.rank, None)
-        return result
+        return operand.copy_(result) if target is _functional.all_reduce_.default else result
 
 
 def piece(tensor: Tensor, placement: Placement, axis: ShardAxis) -> Tensor:

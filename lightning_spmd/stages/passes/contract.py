@@ -10,8 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.steps import ShardedStep
+
+REDUCE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The names that ``reduce_dtype`` takes."""
 
 
 @dataclass
@@ -20,10 +25,12 @@ class PassState:
 
     Args:
         bucket_size_mb: cap of a communication bucket in MiB, or ``"auto"``.
+        reduce_dtype: in which gradients travel, a name in REDUCE_DTYPES; None: as they are.
         notes: what each pass did, for dumps and messages.
     """
 
     bucket_size_mb: float | str = "auto"
+    reduce_dtype: str | None = None
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
 

@@ -32,7 +32,7 @@ def test_a_pass_that_must_come_after_another_is_named() -> None:
 
 
 def test_an_unknown_pass_name_is_an_error_with_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown pass 'fuse'.*bucket_all_reduces"):
+    with pytest.raises(ConfigurationError, match=r"unknown pass 'fuse'.*bucket_collectives"):
         SPMDStrategy(passes=["fuse"])
     with pytest.raises(ConfigurationError, match="twice"):
         select([PASSES[0], PASSES[0].name], PASSES)

@@ -12,14 +12,14 @@ from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import collectives
-from lightning_spmd.stages.passes import PassState, bucket_all_reduces, run_passes
+from lightning_spmd.stages.passes import PassState, bucket_collectives, run_passes
 from lightning_spmd.stages.passes.contract import GraphPass
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulate import expand_all, run_ranks
 from tests.helpers.training import TrainingCase, assert_bitwise, train_on
 from tests.stages.expand.test_models import MODELS, captured_model, clipped, sgd
 
-PASS = bucket_all_reduces.PASS
+PASS = bucket_collectives.PASS
 
 
 def fused(captured: Any, split: tuple[int, ...], size: float | str = "auto") -> tuple[list[ShardedStep], PassState]:
@@ -48,7 +48,7 @@ def test_gradients_and_loss_share_one_collective_and_the_token_count_keeps_its_o
     count, bucket = starts(step)
     assert spec_of(count).numel == 1
     assert spec_of(bucket).numel > 1000
-    assert "in 2 buckets" in state.notes["bucket_all_reduces"]
+    assert "in 2 buckets" in state.notes["bucket_collectives"]
 
 
 def test_a_bucket_starts_when_its_last_member_is_ready_and_is_waited_at_its_first_reader() -> None:
@@ -80,14 +80,14 @@ def test_a_graph_without_reductions_is_left_alone() -> None:
         step.graph_module.graph.erase_node(start)
     before = [n.name for n in step.graph_module.graph.nodes]
     state = PassState()
-    bucket_all_reduces.bucket_all_reduces(step, state)
+    bucket_collectives.bucket_collectives(step, state)
     assert [n.name for n in step.graph_module.graph.nodes] == before
     assert state.notes == {}
 
 
 def test_the_verifier_catches_a_bucket_that_is_read_too_early() -> None:
     def break_it(step: ShardedStep, state: PassState) -> None:
-        bucket_all_reduces.bucket_all_reduces(step, state)
+        bucket_collectives.bucket_collectives(step, state)
         start = next(n for n in starts(step) if spec_of(n).numel > 1)
         start.append(next(n for n in step.graph_module.graph.nodes if n.op == "output").prev)
 
