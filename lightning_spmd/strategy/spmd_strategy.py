@@ -14,10 +14,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -25,25 +23,25 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError, ConfigurationError
+from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.parallel.mesh import data_parallel_axis
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.passes import PASSES, select
-from lightning_spmd.stages.runtime.agreement import ControlPlane
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.eager_path import average_gradients, mean_loss
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.iteration import BuildEvent, FellBack, TrainingIteration
 from lightning_spmd.strategy.overlap import FinishPendingWork, explain, readers_between_batches
 from lightning_spmd.strategy.random_state import pack_random_state, restore_random_state
+from lightning_spmd.strategy.ranks import RankedStrategy
 from lightning_spmd.strategy.support import Context, Mode, classify
 
 _CHECKPOINT_KEY = "lightning_spmd"
 
 
-class SPMDStrategy(ParallelStrategy):
+class SPMDStrategy(RankedStrategy):
     """Trains an unmodified LightningModule as one distributed graph an iteration, exactly as one device would.
 
     Forward, loss, backward, gradient clipping, optimizer step and logged values become one graph that every device runs
@@ -91,16 +89,15 @@ class SPMDStrategy(ParallelStrategy):
         dump_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
+            process_group_backend,
+            timeout,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.num_nodes = 1
-        self.process_group_backend = process_group_backend
-        self.timeout = timeout
-        if bucket_size_mb != "auto" and not bucket_size_mb > 0:
+        if bucket_size_mb != "auto" and (isinstance(bucket_size_mb, str) or not bucket_size_mb > 0):
             raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
         chosen = PASSES if passes is None else select(passes, PASSES)
         self.build_options = BuildOptions(chosen, bucket_size_mb)
@@ -111,73 +108,14 @@ class SPMDStrategy(ParallelStrategy):
         self.mode = Mode.EAGER
         self._listeners: list[Callable[[BuildEvent], None]] = []
         self._iteration: TrainingIteration | None = None
-        self._control: ControlPlane | None = None
         self._streams: RandomStreams | None = None
-        self._group: Any = None
         self._stepping = False
         self._ran_forward = False
         self._sync_blocked = False
         self._eager_apply = False
         self._announced: Mode | None = None
         self._held: dict[str, Tensor] = {}
-        self._tracing_rows: int | None = None
         self._resumed: dict[str, Any] | None = None
-
-    # ------------------------------------------------------------------ what Lightning asks by name
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning should sync metrics and split the data set; on one device nothing differs from ``auto``."""
-        return self.num_processes * self.num_nodes > 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        if self.parallel_devices is None:
-            raise ConfigurationError("SPMDStrategy has no devices yet: pass it to Trainer(strategy=...)")
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node, one a device."""
-        return 0 if self.parallel_devices is None else len(self.parallel_devices)
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is None:
-            raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
-        if self.num_processes * self.num_nodes > 1:
-            self._launcher = private.SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._set_world_ranks()
-        if not self.is_distributed:
-            return  # nor reset_seed(): one device draws the numbers that strategy="auto" draws
-        reset_seed()
-        backend = self.process_group_backend or private.default_backend(self.root_device)
-        device = None if self.root_device.type == "cpu" else self.root_device
-        if self.cluster_environment is None:
-            raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
-        private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
-        if self._control is None:
-            self._control = ControlPlane(self.timeout)
-            # in-graph collectives on a communicator of their own: the default one also carries Lightning's per-batch
-            # broadcast, which would wait for all of them
-            self._group = dist.new_group(backend=backend, timeout=self.timeout)
-
-    def _set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        private.set_rank_zero_only(self.global_rank)
 
     # ------------------------------------------------------------------ setup
     @override
@@ -418,7 +356,6 @@ class SPMDStrategy(ParallelStrategy):
         """Eager path: every rank sees the mean loss, so optimizers that look at it (LBFGS) decide alike."""
         return (lambda: mean_loss(closure())) if self.is_distributed else closure
 
-    # ------------------------------------------------------------------ collectives
     @contextlib.contextmanager
     def _tracing(self, rows: int) -> Iterator[None]:
         """While training_step is traced: it sees the global batch, and compiled submodules run as written."""
@@ -432,41 +369,6 @@ class SPMDStrategy(ParallelStrategy):
         finally:
             self._tracing_rows = None
             torch.compiler.set_stance("default")
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self.is_distributed and dist.is_initialized():
-            devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
-            dist.barrier(device_ids=devices)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not (self.is_distributed and dist.is_initialized()):
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks; inside training_step values are global already and come back as they are."""
-        if not isinstance(tensor, Tensor) or self._tracing_rows is not None:
-            return tensor
-        return private.reduce_over_ranks(tensor, group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the ranks' tensors; inside training_step a view of the global tensor, differentiable by nature."""
-        rows = self._tracing_rows
-        if rows is None:
-            return super().all_gather(tensor, group, sync_grads)
-        if not self.is_distributed:
-            return tensor
-        if tensor.ndim == 0 or tensor.shape[0] != rows:
-            return tensor.unsqueeze(0).expand(self.world_size, *tensor.shape)
-        if rows % self.world_size:
-            raise CaptureError("self.all_gather in training_step needs the same number of rows on every rank")
-        return tensor.reshape(self.world_size, rows // self.world_size, *tensor.shape[1:])
 
     # ------------------------------------------------------------------ checkpoints
     @override

@@ -54,12 +54,12 @@ def choose(all_tails: Sequence[Tail], touches: Touches, guarded: frozenset[State
 
 
 def _objection(tail: Tail, touch: Touch, guarded: frozenset[State]) -> str | None:
-    if tail.returns:
-        return "a bucket with the loss or logged values stays: they are read right after the step"
     if len(tail.starts) > 1:
         clipped = any(info_of(n).section is Section.CLIP for n in tail.nodes)
         what = "clipping by the norm of all gradients" if clipped else "an operator that reads several buckets"
         return f"{what} lets no update start before {len(tail.starts)} buckets are there, so none is worth moving"
+    if tail.returns:
+        return "the bucket with the loss and logged values stays: they are read right after the step"
     if touch.writes & guarded:
         return "an update stays that changes what decides about the next iteration's graph"
     if any(_draws(node) for node in tail.nodes):

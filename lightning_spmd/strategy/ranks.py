@@ -1,0 +1,128 @@
+"""What Lightning asks of a strategy with several processes: ranks, launcher, process groups, collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError, ConfigurationError
+from lightning_spmd.stages.runtime.agreement import ControlPlane
+
+
+class RankedStrategy(ParallelStrategy):
+    """One process a device. Inside ``training_step`` its collectives see the global batch, which needs none.
+
+    Args:
+        process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
+        timeout: how long a collective may wait for the other ranks.
+        kwargs: those of Lightning's ``ParallelStrategy``, set by the Trainer.
+    """
+
+    def __init__(self, process_group_backend: str | None, timeout: timedelta | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_nodes = 1
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self._control: ControlPlane | None = None
+        self._group: Any = None
+        self._tracing_rows: int | None = None
+
+    # ------------------------------------------------------------------ what Lightning asks by name
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning should sync metrics and split the data set; on one device nothing differs from ``auto``."""
+        return self.num_processes * self.num_nodes > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self.parallel_devices is None:
+            raise ConfigurationError("SPMDStrategy has no devices yet: pass it to Trainer(strategy=...)")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node, one a device."""
+        return 0 if self.parallel_devices is None else len(self.parallel_devices)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is None:
+            raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
+        if self.num_processes * self.num_nodes > 1:
+            self._launcher = private.SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._set_world_ranks()
+        if not self.is_distributed:
+            return  # nor reset_seed(): one device draws the numbers that strategy="auto" draws
+        reset_seed()
+        backend = self.process_group_backend or private.default_backend(self.root_device)
+        device = None if self.root_device.type == "cpu" else self.root_device
+        if self.cluster_environment is None:
+            raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
+        private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
+        if self._control is None:
+            self._control = ControlPlane(self.timeout)
+            # in-graph collectives on a communicator of their own: the default one also carries Lightning's per-batch
+            # broadcast, which would wait for all of them
+            self._group = dist.new_group(backend=backend, timeout=self.timeout)
+
+    def _set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        private.set_rank_zero_only(self.global_rank)
+
+    # ------------------------------------------------------------------ collectives
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self.is_distributed and dist.is_initialized():
+            devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=devices)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not (self.is_distributed and dist.is_initialized()):
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks; inside training_step values are global already and come back as they are."""
+        if not isinstance(tensor, Tensor) or self._tracing_rows is not None:
+            return tensor
+        return private.reduce_over_ranks(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the ranks' tensors; inside training_step a view of the global tensor, differentiable by nature."""
+        rows = self._tracing_rows
+        if rows is None:
+            return super().all_gather(tensor, group, sync_grads)
+        if not self.is_distributed:
+            return tensor
+        if tensor.ndim == 0 or tensor.shape[0] != rows:
+            return tensor.unsqueeze(0).expand(self.world_size, *tensor.shape)
+        if rows % self.world_size:
+            raise CaptureError("self.all_gather in training_step needs the same number of rows on every rank")
+        return tensor.reshape(self.world_size, rows // self.world_size, *tensor.shape[1:])
