@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
-from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.aliasing import storage_regions, written_arguments
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import Signature
@@ -60,6 +60,7 @@ class _Aliasing:
     """What of the global graph's storage matters here; the same for all axes."""
 
     roots: dict[fx.Node, fx.Node]
+    pieces: dict[fx.Node, fx.Node | None]
     groups: dict[fx.Node, list[fx.Node]]
     position: dict[fx.Node, int]
     last_use: dict[fx.Node, int]
@@ -67,19 +68,26 @@ class _Aliasing:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> _Aliasing:
-        roots = storage_roots(graph)
+        regions = storage_regions(graph)
+        roots = {node: root for node, (root, _) in regions.items()}
+        pieces = {node: piece for node, (_, piece) in regions.items()}
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node, root in roots.items():
             groups.setdefault(root, []).append(node)
         position = {node: i for i, node in enumerate(graph.nodes)}
         last = {node: max((position[u] for u in node.users), default=-1) for node in graph.nodes}
         written = {roots[o] for node in graph.nodes for o in written_arguments(node)}
-        return cls(roots, groups, position, last, written)
+        return cls(roots, pieces, groups, position, last, written)
 
     def others_read_later(self, operand: fx.Node, writer: fx.Node) -> list[fx.Node]:
         """Other names of ``operand``'s storage that are read after ``writer``."""
         now = self.position[writer]
-        group = self.groups[self.roots[operand]]
+        piece = self.pieces[operand]
+        group = [
+            other
+            for other in self.groups[self.roots[operand]]
+            if piece is None or self.pieces[other] is None or self.pieces[other] is piece
+        ]
         return [a for a in group if a is not operand and a is not writer and self.position[a] < now < self.last_use[a]]
 
 
