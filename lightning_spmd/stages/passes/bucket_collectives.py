@@ -60,6 +60,8 @@ _KINDS: dict[Any, Kind] = {_ALL_REDUCE: "all_reduce", _ALL_GATHER: "all_gather",
 FIRST_BUCKET = MIB
 _SCALARS = 4096
 """Bytes up to which a first bucket holds nothing but scalars, so that any gradient may join it."""
+_EXCESS = 1 / 16
+"""By how much a bucket may be larger than the cap, or than the one member that is larger than the cap."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,9 +236,15 @@ def _assign(members: Sequence[_Member], caps: dict[tuple[Any, str], int]) -> lis
 
 
 def _fits(bucket: _Bucket, new: _Member, cap: int) -> bool:
-    """Members come in order of readiness: the bucket would start when the new one is ready."""
+    """Members come in order of readiness: the bucket would start when the new one is ready.
+
+    A bias may ride with a weight that is as large as a bucket.
+    """
     together = [*bucket.members, new]
-    return bucket.bytes + new.bytes <= cap and all(new.ready < min(m.needed, m.expires) for m in together)
+    largest = max(cap, *(m.bytes for m in together))
+    size = bucket.bytes + new.bytes
+    fits = size <= cap or size <= (1 + _EXCESS) * largest
+    return fits and all(new.ready < min(m.needed, m.expires) for m in together)
 
 
 def _place(buckets: Sequence[_Bucket], memory: Memory) -> None:
