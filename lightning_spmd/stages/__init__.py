@@ -23,11 +23,13 @@ class BuildOptions:
     Args:
         passes: the pass list.
         bucket_size_mb: cap of a communication bucket in MiB, or ``"auto"``.
+        reduce_dtype: in which gradients travel, a name in ``passes.REDUCE_DTYPES``; None: as they are.
         overlap_iterations: whether the end of an iteration may run inside the next one.
     """
 
     passes: Sequence[GraphPass] = PASSES
     bucket_size_mb: float | str = "auto"
+    reduce_dtype: str | None = None
     overlap_iterations: bool = False
 
 
@@ -59,7 +61,7 @@ def build(
     verify_sharded(sharded)
     on_result("expanded", sharded)
     on_stage("passes")
-    state = PassState(bucket_size_mb=options.bucket_size_mb)
+    state = PassState(bucket_size_mb=options.bucket_size_mb, reduce_dtype=options.reduce_dtype)
     arranged = arrange_undeferred(run_passes(sharded, options.passes, state, on_result))
     on_result("arranged", arranged)
     decision = deferrable(arranged, _guarded(captured)) if options.overlap_iterations else None

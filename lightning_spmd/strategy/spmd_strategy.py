@@ -28,7 +28,7 @@ from lightning_spmd.ir.steps import Variant
 from lightning_spmd.parallel.mesh import data_parallel_axis
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
-from lightning_spmd.stages.passes import PASSES, select
+from lightning_spmd.stages.passes import PASSES, REDUCE_DTYPES, select
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.eager_path import average_gradients, mean_loss
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
@@ -57,7 +57,10 @@ class SPMDStrategy(RankedStrategy):
         precision_plugin: set by the Trainer.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
-        bucket_size_mb: largest communication bucket in MiB (2**20 bytes); ``"auto"`` takes it from the graph.
+        bucket_size_mb: largest communication bucket in MiB (2**20 bytes); ``"auto"`` takes it from the graph. No
+            gradient is cut, so a larger one makes a larger bucket.
+        reduce_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: gradients are cast to it for their reduction and back; None
+            leaves them as they are. The loss, logged values and statistics of batch norm are not cast.
         overlap_iterations: whether the end of an iteration (late gradients' reduction, their update) may run inside the
             next one, before the first reader. ``"auto"``: unless hooks that run between batches may look at weights;
             an info message names them. True: even then. Weights seen by validation, checkpoints and hooks of an
@@ -84,6 +87,7 @@ class SPMDStrategy(RankedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = private.default_process_group_timeout,
         bucket_size_mb: float | Literal["auto"] = "auto",
+        reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         overlap_iterations: bool | Literal["auto"] = "auto",
         passes: list[Any] | None = None,
         dump_dir: str | Path | None = None,
@@ -100,7 +104,9 @@ class SPMDStrategy(RankedStrategy):
         if bucket_size_mb != "auto" and (isinstance(bucket_size_mb, str) or not bucket_size_mb > 0):
             raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
         chosen = PASSES if passes is None else select(passes, PASSES)
-        self.build_options = BuildOptions(chosen, bucket_size_mb)
+        if reduce_dtype not in (None, *REDUCE_DTYPES):
+            raise ConfigurationError(f"reduce_dtype={reduce_dtype!r}: known are {list(REDUCE_DTYPES)}, or None")
+        self.build_options = BuildOptions(chosen, bucket_size_mb, reduce_dtype)
         if overlap_iterations not in (True, False, "auto"):
             raise ConfigurationError(f"overlap_iterations={overlap_iterations!r}: give True, False or 'auto'")
         self.overlap_iterations: bool | str = overlap_iterations

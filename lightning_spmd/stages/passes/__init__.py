@@ -5,10 +5,10 @@ To add one: a new file with a function, its docstring (before → after, when it
 """
 
 from lightning_spmd.stages.passes import bucket_collectives, gather_embedding_rows, split_optimizer
-from lightning_spmd.stages.passes.contract import GraphPass, PassState, check_order, select
+from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState, check_order, select
 from lightning_spmd.stages.passes.runner import run_passes
 
 PASSES: tuple[GraphPass, ...] = (gather_embedding_rows.PASS, bucket_collectives.PASS, split_optimizer.PASS)
 """The default passes, in order."""
 
-__all__ = ["PASSES", "GraphPass", "PassState", "check_order", "run_passes", "select"]
+__all__ = ["PASSES", "REDUCE_DTYPES", "GraphPass", "PassState", "check_order", "run_passes", "select"]
