@@ -21,6 +21,12 @@ _UNDECLARED_WRITES: dict[Any, tuple[int, tuple[int, ...]]] = {
     _aten.cudnn_batch_norm.default: (5, (3, 4)),
     _aten.miopen_batch_norm.default: (5, (3, 4)),
 }
+# Views that their schemas call fresh: autograd may then write into them, storage is shared all the same.
+_UNDECLARED_VIEWS = {
+    _aten._unsafe_view.default,  # noqa: SLF001 - an operator's public name
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+}
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -56,7 +62,13 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return roots
 
 
-_DISJOINT = {_aten.split_with_sizes.default, _aten.split.Tensor, _aten.unbind.int}
+_DISJOINT = {
+    _aten.split_with_sizes.default,
+    _aten.split.Tensor,
+    _aten.unbind.int,
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+}
 
 
 def storage_regions(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
@@ -83,7 +95,7 @@ def _aliased_argument(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem:
         parent = node.args[0]
         return _aliased_argument(parent) if isinstance(parent, fx.Node) else None
-    if node.target is _WAIT:
+    if node.target is _WAIT or node.target in _UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
     schema = getattr(node.target, "_schema", None)
     if schema is None or not any(r.alias_info is not None for r in schema.returns):

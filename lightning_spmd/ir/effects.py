@@ -1,0 +1,125 @@
+"""What a node does besides making its value, and what lasts longer than the graph: for passes that remove nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from lightning_spmd._private_api import OpOverload, is_random
+from lightning_spmd.ir.aliasing import written_arguments
+from lightning_spmd.ir.placement import Shard
+from lightning_spmd.ir.steps import ShardedStep
+
+_COUNTS = "write_counts"  # what verify.stamp_writes leaves in node.meta
+_PLAIN_NAMESPACES = frozenset({"aten", "prims"})
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node does nothing but make its value from its operands: unnoticed, and it writes nowhere."""
+    schema = getattr(node.target, "_schema", None)
+    return is_unnoticed(node) and not written_arguments(node) and (schema is None or not schema.is_mutable)
+
+
+def is_unnoticed(node: fx.Node) -> bool:
+    """Whether running a node can be noticed only by its result and by what it writes into its operands.
+
+    Operators of libraries and users are always noticed, whatever their schema says: a kernel that prints or counts is
+    somebody's debugging aid. So are collectives, random draws, the choice of a random stream, and assertions.
+    """
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function" or node.meta.get("random") is not None:
+        return False
+    if node.target is operator.getitem:
+        return True
+    target: Any = node.target
+    if not isinstance(node.target, OpOverload):
+        return _is_host_arithmetic(node)
+    if target.namespace not in _PLAIN_NAMESPACES or "assert" in str(target) or is_random(target):
+        return False
+    return bool(target._schema.returns) or target._schema.is_mutable  # noqa: SLF001 - an operator's description
+
+
+def _is_host_arithmetic(node: fx.Node) -> bool:
+    """Arithmetic on learning rates and counters: a Python function from numbers to a number."""
+    numbers = (node, *node.all_input_nodes)
+    return all(isinstance(n.meta.get("val"), (bool, int, float)) for n in numbers)
+
+
+def outputs_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The values that leave the graph, in order; numbers that are no node are left out."""
+    output = next(iter(reversed(graph.nodes)))
+    values: Any = output.args[0]
+    return tuple(v for v in values if isinstance(v, fx.Node))
+
+
+def leaving_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Storage roots of what leaves the graph."""
+    return {roots[value] for value in outputs_of(graph)}
+
+
+def lasting_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Storage roots that somebody may read after the graph ran: inputs, constants, and what leaves."""
+    return {n for n in graph.nodes if n.op in ("placeholder", "get_attr")} | leaving_storages(graph, roots)
+
+
+def is_same_on_all_ranks(step: ShardedStep, node: fx.Node) -> bool:
+    """Whether what the graph says about a node (arguments, shape, strides) is the same in every rank's graph.
+
+    Ranks must take the same decisions. With uneven rows a local size may happen to be the one that makes a view change
+    nothing here and something elsewhere, so only values that are not sharded count.
+    """
+    if node.meta.get("rank_dependent"):
+        return False
+    if all(axis.is_even for axis in step.axes):
+        return True
+    placements = node.meta.get("placements")
+    return placements is not None and not _mentions_shard(placements)
+
+
+def _mentions_shard(placements: Any) -> bool:
+    if isinstance(placements, (tuple, list)):
+        items: list[Any] = list(placements)  # pyright: ignore[reportUnknownArgumentType]
+        return any(_mentions_shard(p) for p in items)
+    return isinstance(placements, Shard)
+
+
+def replace_reads(old: fx.Node, new: fx.Node, shift: int = 0, *, keep_output: bool = False) -> None:
+    """Make every reader of ``old`` read ``new``, and tell the verifier on which side of its writes that must be.
+
+    Args:
+        old: a value.
+        new: one that is the same when the readers run.
+        shift: how many more writes ``new``'s storage has seen than ``old``'s where ``old`` was made.
+        keep_output: leave the graph's output alone.
+    """
+    for reader in list(old.users):
+        if keep_output and reader.op == "output":
+            continue
+        counts = counts_of(reader)
+        if old in counts:
+            moved = counts.pop(old) + shift
+            if counts.get(new, moved) != moved:
+                moved = -1  # read before and after a write: no order makes that right, the verifier says so
+            counts[new] = moved
+        reader.replace_input_with(old, new)
+        set_counts(reader, counts)
+
+
+def counts_of(node: fx.Node) -> dict[fx.Node, int]:
+    """By operand, how many writes its storage must have seen when ``node`` runs; empty where nothing is known."""
+    counts = node.meta.get(_COUNTS)
+    operands = node.all_input_nodes
+    return {} if counts is None or len(counts) != len(operands) else dict(zip(operands, counts, strict=True))
+
+
+def set_counts(node: fx.Node, counts: Mapping[fx.Node, int]) -> None:
+    """Store what :func:`counts_of` gives, after operands or counts changed."""
+    operands = node.all_input_nodes
+    if all(o in counts for o in operands):
+        node.meta[_COUNTS] = tuple(counts[o] for o in operands)
+    else:
+        node.meta.pop(_COUNTS, None)
