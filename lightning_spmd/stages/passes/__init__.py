@@ -4,11 +4,27 @@ To add one: a new file with a function, its docstring (before → after, when it
 ``PASSES``; tests that it does its work, does nothing when its conditions fail, and keeps the losses.
 """
 
-from lightning_spmd.stages.passes import bucket_collectives, gather_embedding_rows, split_optimizer
+from lightning_spmd.stages.passes import (
+    bucket_collectives,
+    common_subexpressions,
+    dead_code,
+    gather_embedding_rows,
+    identity_views,
+    redundant_copies,
+    split_optimizer,
+)
 from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState, check_order, select
 from lightning_spmd.stages.passes.runner import run_passes
 
-PASSES: tuple[GraphPass, ...] = (gather_embedding_rows.PASS, bucket_collectives.PASS, split_optimizer.PASS)
+PASSES: tuple[GraphPass, ...] = (
+    identity_views.PASS,
+    common_subexpressions.PASS,
+    redundant_copies.PASS,
+    dead_code.PASS,
+    gather_embedding_rows.PASS,
+    bucket_collectives.PASS,
+    split_optimizer.PASS,
+)
 """The default passes, in order."""
 
 __all__ = ["PASSES", "REDUCE_DTYPES", "GraphPass", "PassState", "check_order", "run_passes", "select"]
