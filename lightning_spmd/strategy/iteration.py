@@ -111,6 +111,7 @@ class TrainingIteration:
         self._told_about_shapes = False
         self._pending: Pending | None = None
         self._told: set[str] = set()
+        self._dumped: dict[int, Path] = {}
 
     # ------------------------------------------------------------------ running
     def run(
@@ -405,7 +406,10 @@ class TrainingIteration:
     def _dump(self, stage: str, graph_module: Any, signature: Any, number: int | None = None) -> None:
         if self._dump_dir is not None and self.trainer.is_global_zero:
             number = self.captures if number is None else number
-            path = write_stage(self._dump_dir, f"{number:02d}_{stage}", graph_module, signature)
+            before = None if stage == "captured" else self._dumped.get(number)
+            path = write_stage(self._dump_dir, f"{number:02d}_{stage}", graph_module, signature, before)
+            if stage not in ("setup", "main", "cleanup"):  # each of these is compared with the graph they are made of
+                self._dumped[number] = path
             rank_zero_info(f"wrote {path}")
 
 
