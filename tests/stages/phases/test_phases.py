@@ -1,0 +1,255 @@
+"""Work that moves into the next iteration: the same bits, nothing stale, and a reason for what stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.dependence import Dependences, tails
+from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
+from lightning_spmd.ir.verify import is_wait, starts_collective
+from lightning_spmd.stages.passes import PASSES, PassState, run_passes
+from lightning_spmd.stages.phases import deferrable, follow, make_phases
+from lightning_spmd.stages.phases.follow import verify_nothing_stale
+from lightning_spmd.stages.phases.order import issue_order
+from lightning_spmd.stages.phases.split import TAIL
+from lightning_spmd.stages.phases.touch import Touches
+from tests.helpers.simulate import RankInterpreter, Rendezvous, expand_all, piece
+from tests.helpers.tiny_capture import capture_module
+from tests.stages.expand.test_models import captured_model, clipped, sgd
+
+SMALL = 0.001
+"""MiB: a bucket a layer in these models."""
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.Tanh())))
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x).square().mean()
+
+
+def captured_layers(rows: int = 6, update: Any = sgd) -> tuple[CapturedStep, list[Any]]:
+    return capture_module(layers(), square, [torch.randn(rows, 16)], update=update)
+
+
+def programs(captured: CapturedStep, split: tuple[int, ...] = (3, 3)) -> list[ShardedStep]:
+    return [run_passes(step, PASSES, PassState(bucket_size_mb=SMALL)) for step in expand_all(captured, split)]
+
+
+def overlapped(captured: CapturedStep, split: tuple[int, ...] = (3, 3), seconds: Any = None) -> list[IterationGraphs]:
+    return [make_phases(step, overlap=True, seconds=seconds) for step in programs(captured, split)]
+
+
+class Ranks:
+    """State of every rank, by role and key, and the runs of programs on it."""
+
+    def __init__(self, step: ShardedStep, live: Sequence[Any], size: int = 2) -> None:
+        self.meeting = Rendezvous(size)
+        self.state: list[dict[Any, Any]] = []
+        for rank in range(size):
+            axis = step.axes[0].__class__("data_parallel", size, rank, "sim", step.axes[0].split)
+            self.state.append(
+                {
+                    (e.role, e.key): piece(v, e.placements[0], axis) if isinstance(v, Tensor) else v
+                    for v, e in zip(live, step.signature.inputs, strict=True)
+                }
+            )
+        self.pending: list[list[Any]] = [[] for _ in range(size)]
+
+    def run(self, steps: Sequence[ShardedStep]) -> list[Any]:
+        """One program on every rank; pending values go from one run into the next."""
+        results: list[Any] = [None] * len(steps)
+
+        def work(rank: int) -> None:
+            handed = iter(self.pending[rank])
+            inputs = [
+                next(handed) if e.role is InputRole.PENDING else self.state[rank][e.role, e.key]
+                for e in steps[rank].signature.inputs
+            ]
+            with torch.no_grad():
+                outputs = RankInterpreter(steps[rank], rank, self.meeting).run(*inputs)
+            leaving = list(zip(outputs, steps[rank].signature.outputs, strict=True))
+            self.pending[rank] = [v for v, e in leaving if e.role is OutputRole.PENDING]
+            results[rank] = [v for v, e in leaving if e.role is not OutputRole.PENDING]
+
+        threads = [threading.Thread(target=work, args=(r,)) for r in range(len(steps))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(r is not None for r in results), "a rank failed"
+        return results
+
+    def tensors(self) -> list[Tensor]:
+        return [v for state in self.state for v in state.values() if isinstance(v, Tensor)]
+
+
+def assert_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+MAKE: dict[str, Callable[[], tuple[CapturedStep, list[Any]]]] = {
+    "layers": captured_layers,
+    "gpt": lambda: captured_model("gpt", sgd),
+    "gpt_tied": lambda: captured_model("gpt_tied", sgd),
+    "convnet": lambda: captured_model("convnet", sgd),
+}
+
+
+@pytest.mark.parametrize("model", MAKE)
+def test_deferred_iterations_compute_the_same_bits_and_cleanup_may_come_at_any_moment(model: str) -> None:
+    captured, live = MAKE[model]()
+    plain = programs(captured)
+    phases = overlapped(captured)
+    setup = [p.setup for p in phases if p.setup is not None]
+    cleanup = [p.cleanup for p in phases if p.cleanup is not None]
+    assert len(setup) == len(cleanup) == 2
+    reference, ours = Ranks(plain[0], live), Ranks(plain[0], live)
+    pending = False
+    for iteration in range(6):
+        wanted = reference.run(plain)
+        got = ours.run([p.main for p in phases] if pending else setup)
+        assert_same([v for r in wanted for v in r], [v for r in got for v in r])
+        pending = True
+        if iteration in (0, 3, 5):  # after a setup, in mid-run, at the end
+            assert any(not torch.equal(a, b) for a, b in zip(reference.tensors(), ours.tensors(), strict=True))
+            ours.run(cleanup)
+            assert_same(reference.tensors(), ours.tensors())
+            pending = False
+
+
+def test_an_iteration_may_follow_one_of_another_shape() -> None:
+    """The last batch of an epoch is shorter; accumulation alternates graphs in the same way."""
+    captured, live = captured_layers(6)
+    other, other_live = captured_layers(4)
+    plain, plain_other = programs(captured), programs(other, (2, 2))
+    phases, phases_other = overlapped(captured), overlapped(other, (2, 2))
+    setup = [p.setup for p in phases if p.setup is not None]
+    joined = [follow(a.cleanup, b.setup) for a, b in zip(phases, phases_other, strict=True) if a.cleanup and b.setup]
+    reference, ours = Ranks(plain[0], live), Ranks(plain[0], live)
+    for rank in range(2):
+        batch = next(k for k in reference.state[rank] if k[0] is InputRole.BATCH)
+        short = other_live[-1][rank * 2 : rank * 2 + 2]
+        first = reference.state[rank][batch]
+        reference.state[rank]["batches"] = ours.state[rank]["batches"] = {6: first, 4: short}
+
+    def feed(ranks: Ranks, rows: int) -> None:
+        for state in ranks.state:
+            batch = next(k for k in state if k[0] is InputRole.BATCH)
+            state[batch] = state["batches"][rows]
+
+    feed(reference, 6)
+    reference.run(plain)
+    feed(reference, 4)
+    reference.run(plain_other)
+    feed(ours, 6)
+    ours.run(setup)
+    feed(ours, 4)
+    ours.run(joined)
+    ours.run([p.cleanup for p in phases_other if p.cleanup is not None])
+    assert_same(reference.tensors(), ours.tensors())
+
+
+def test_every_bucket_but_the_one_with_the_loss_moves_and_runs_before_its_first_reader() -> None:
+    captured, _ = captured_layers()
+    step = programs(captured)[0]
+    found = tails(Dependences(step.graph_module.graph))
+    decision = deferrable(step)
+    assert len(decision.deferred) == len(found) - 1 >= 3
+    assert "the bucket with the loss and logged values stays" in str(decision)
+    main = make_phases(step, overlap=True).main
+    body = [n for n in main.graph_module.graph.nodes if n.op == "call_function"]
+    waits = [i for i, n in enumerate(body) if is_wait(n) and TAIL in n.meta]
+    computed = [i for i, n in enumerate(body) if "tanh" in str(n.target) and TAIL not in n.meta]
+    assert waits[0] < computed[0] < waits[1]  # not all of them at the beginning
+    verify_nothing_stale(main)
+
+
+def test_clipping_by_norm_moves_nothing_and_says_why() -> None:
+    captured, live = captured_layers(update=clipped)
+    steps = programs(captured)
+    decision = deferrable(steps[0])
+    assert decision.deferred == []
+    assert "lets no update start before" in str(decision)
+    phases = [make_phases(step, overlap=True) for step in steps]
+    assert all(p.setup is None and p.cleanup is None for p in phases)
+    reference, ours = Ranks(steps[0], live), Ranks(steps[0], live)
+    reference.run(programs(captured))
+    ours.run([p.main for p in phases])
+    assert_same(reference.tensors(), ours.tensors())
+
+
+def test_state_that_decides_about_the_next_graph_is_not_deferred() -> None:
+    step = programs(captured_layers()[0])[0]
+    weights = [(e.role, e.key) for e in step.signature.inputs if e.role is InputRole.PARAMETER]
+    free = deferrable(step)
+    bound = deferrable(step, frozenset(weights))
+    assert free.deferred != []
+    assert bound.deferred == []
+    assert "decides about the next iteration's graph" in str(bound)
+
+
+def test_the_verifier_catches_an_update_that_comes_too_late() -> None:
+    graphs = overlapped(captured_layers()[0])[0]
+    graph = graphs.main.graph_module.graph
+    output = next(iter(reversed(graph.nodes)))
+    late = [n for n in graph.nodes if n.meta.get(TAIL) == 0]
+    for node in late:
+        output.prepend(node)
+    with pytest.raises(VerificationError, match="left pending"):
+        verify_nothing_stale(graphs.main)
+
+
+def test_a_collective_that_is_neither_waited_nor_handed_on_is_an_error() -> None:
+    graphs = overlapped(captured_layers()[0])[0]
+    setup = graphs.setup
+    assert setup is not None
+    handed = [e for e in setup.signature.outputs if e.role is OutputRole.PENDING]
+    assert len(handed) >= 3
+    output = next(iter(reversed(setup.graph_module.graph.nodes)))
+    values: Any = output.args[0]
+    start = next(v for v in values if starts_collective(v))
+    from lightning_spmd.ir.verify import verify_sharded
+
+    with setup.graph_module.graph.inserting_before(output):
+        reader = setup.graph_module.graph.call_function(torch.ops.aten.neg.default, (start,))
+    reader.meta.update(val=start.meta["val"], info=start.meta["info"])
+    with pytest.raises(VerificationError, match="waited exactly once, or handed on"):
+        verify_sharded(setup)
+
+
+# ---------------------------------------------------------------- order
+def _orders(seconds: Callable[[fx.Node], float]) -> tuple[list[int], list[int]]:
+    """(readiness, order of starting) of the deferred buckets of ``layers``, as indices of the layers' need."""
+    step = programs(captured_layers()[0])[0]
+    graph = step.graph_module.graph
+    dependences, touches = Dependences(graph), Touches(step)
+    found = tails(dependences)
+    deferred = deferrable(step).deferred
+    moving = {n for t in found for n in t.nodes} | {s for t in found for s in t.starts}
+    body = [n for n in dependences.order if n not in moving and n.op != "output"]
+    times = {n.name: seconds(n) for n in graph.nodes if n.op == "call_function"}
+    ready = issue_order(body, dependences, found, deferred, touches, {})
+    timed = issue_order(body, dependences, found, deferred, touches, times)
+    return [ready.index(s) for s in ready], [ready.index(s) for s in timed]
+
+
+def test_a_fast_network_serves_buckets_as_they_become_ready() -> None:
+    ready, timed = _orders(lambda n: 0.0 if starts_collective(n) else 1.0)
+    assert timed == ready
+
+
+def test_a_slow_network_serves_what_is_needed_first() -> None:
+    """While the first bucket (with the loss) is under way all others become ready; the last of them is needed first."""
+    ready, timed = _orders(lambda n: 1000.0 if starts_collective(n) else 1.0)
+    assert timed == [ready[0], *reversed(ready[1:])]
