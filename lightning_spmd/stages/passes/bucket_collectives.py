@@ -48,7 +48,17 @@ from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of, 
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState
-from lightning_spmd.stages.passes.flat_buffers import Memory, aten, call, contiguous, filled, flattened, shaped, split
+from lightning_spmd.stages.passes.flat_buffers import (
+    Memory,
+    aten,
+    call,
+    contiguous,
+    filled,
+    flattened,
+    is_contiguous,
+    shaped,
+    split,
+)
 
 _functional = torch.ops._c10d_functional  # noqa: SLF001 - the namespace of functional collectives
 _ALL_REDUCE = _functional.all_reduce.default
@@ -258,7 +268,7 @@ def _place(buckets: Sequence[_Bucket], memory: Memory) -> None:
             continue
         previous = before.get(first.kind)
         if previous is not None and previous.wait_at < min(bucket.wait_at, *(m.expires for m in bucket.members)):
-            bucket.start_at = previous.wait_at
+            bucket.start_at = previous.wait_at - 1
         before[first.kind] = bucket
 
 
@@ -311,7 +321,8 @@ def _start(graph: fx.Graph, memory: Memory, bucket: _Bucket) -> None:
     if len(bucket.members) == 1 and not casts:
         operand = first.value
         if target is _ALL_REDUCE and memory.is_private(operand, first.start, bucket.start_at):
-            target, operand = _ALL_REDUCE_IN_PLACE, flattened(graph, bucket.info, operand)
+            target = _ALL_REDUCE_IN_PLACE
+            operand = operand if is_contiguous(first.spec) else flattened(graph, bucket.info, operand)
         result = spec_of(operand) if target is _ALL_REDUCE_IN_PLACE else first.result()
     elif target is _ALL_REDUCE:
         target, operand = _ALL_REDUCE_IN_PLACE, _fill(graph, memory, bucket)
@@ -331,7 +342,7 @@ def _fill(graph: fx.Graph, memory: Memory, bucket: _Bucket) -> fx.Node:
         if memory.can_be_made_in_place(member.value, member.start, bucket.start_at, member.dtype):
             origins[memory.roots[member.value]] = member
     ordered = sorted(origins, key=memory.position.__getitem__)
-    others = [m for m in bucket.members if memory.roots[m.value] not in origins]
+    others = [m for m in bucket.members if m not in origins.values()]
     bucket.layout = [*(origins[origin] for origin in ordered), *others]
     bucket.made_in_place = sum(origins[origin].bytes for origin in ordered)
     return filled(graph, bucket.info, ordered, [m.value for m in others], bucket.members[0].dtype)

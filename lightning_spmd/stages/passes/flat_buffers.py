@@ -79,17 +79,19 @@ class Memory:
 
     def is_private(self, value: fx.Node, start: fx.Node, until: int) -> bool:
         """Whether the graph made the value's storage and nobody but ``start`` touches it after position ``until``."""
-        root = self.roots[value]
-        if root.op != "call_function" or starts_collective(root):
+        root = self.roots.get(value)
+        if root is None or root.op != "call_function" or starts_collective(root):  # None: the pass made it meanwhile
             return False
         readers = {user for alias in self._aliases[root] for user in alias.users} - {start}
         return not any(starts_collective(r) or self.position.get(r, len(self.order)) > until for r in readers)
 
     def can_be_made_in_place(self, value: fx.Node, start: fx.Node, until: int, dtype: torch.dtype) -> bool:
         """Whether the operator that makes the value can write it into a buffer of ``dtype``: see the module's text."""
-        origin, spec = self.roots[value], origin_spec(self.roots[value])
+        origin = self.roots.get(value)
+        spec = None if origin is None else origin_spec(origin)
         return (
-            spec is not None
+            origin is not None
+            and spec is not None
             and (origin.target in _OUT or origin.target in _COPIES)
             and (spec.dtype, spec.numel) == (dtype, spec_of(value).numel)
             and spec.bytes >= SMALLEST_IN_PLACE
@@ -115,6 +117,11 @@ def is_dense(spec: TensorSpec) -> bool:
             return False
         expected *= size
     return spec.numel > 0
+
+
+def is_contiguous(spec: TensorSpec) -> bool:
+    """Whether the elements lie row by row, without gaps."""
+    return spec.stride == contiguous(spec.shape, spec).stride
 
 
 def contiguous(shape: Sequence[int], like: TensorSpec, dtype: torch.dtype | None = None) -> TensorSpec:

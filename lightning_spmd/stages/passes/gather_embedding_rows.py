@@ -6,7 +6,9 @@ Before, a whole table goes over the network although each rank wrote only the ro
 
 After, every rank gets the rows of all ranks and adds them up itself::
 
-    r = all_gather(rows); i = all_gather(indices)                         as soon as the rows exist
+    i = all_gather(indices)                                               as soon as they exist
+    ...
+    r = all_gather(rows)                                                  as soon as the rows exist
     ...
     g = embedding_dense_backward(wait(r), wait(i), ...); use(g)           where it is read first
 
@@ -26,6 +28,7 @@ Parallax (arXiv:1808.02621) and Horovod gather sparse gradients in this way; the
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +40,7 @@ from lightning_spmd.ir.node_info import NodeInfo, Section, info_of, spec_of
 from lightning_spmd.ir.placement import Replicate, Shard, ShardAxis
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState
-from lightning_spmd.stages.passes.flat_buffers import aten, call, contiguous
+from lightning_spmd.stages.passes.flat_buffers import Memory, aten, call, contiguous, is_contiguous
 
 _functional = torch.ops._c10d_functional  # noqa: SLF001 - the namespace of functional collectives
 
@@ -63,16 +66,16 @@ class _Lookup:
 def gather_embedding_rows(step: ShardedStep, state: PassState) -> None:
     """Replace reductions of tables by gathers of rows; see the module docstring for when it does nothing."""
     graph = step.graph_module.graph
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    memory = Memory(graph)
     saved = 0
     done: list[str] = []
     for start in list(graph.nodes):
         lookup = _lookup(step, start)
         if lookup is None or not _pays(lookup, state):
             continue
-        reader = min(lookup.wait.users, key=order.__getitem__)
-        _rewrite(graph, lookup, reader)
+        reader = min(lookup.wait.users, key=memory.position.__getitem__)
         saved += spec_of(lookup.table).bytes - spec_of(lookup.rows).bytes
+        _rewrite(graph, memory, lookup, reader)
         done.append(info_of(lookup.table).module or "(top)")
     if done:
         state.notes["gather_embedding_rows"] = (
@@ -109,15 +112,14 @@ def _pays(lookup: _Lookup, state: PassState) -> bool:
     return gathering_rows_is_faster(indices.numel, row_bytes, indices.dtype.itemsize, reduced, lookup.axis.size, link)
 
 
-def _rewrite(graph: fx.Graph, lookup: _Lookup, reader: fx.Node) -> None:
+def _rewrite(graph: fx.Graph, memory: Memory, lookup: _Lookup, reader: fx.Node) -> None:
     table = lookup.table
     info = NodeInfo(Section.COMMUNICATION, info_of(table).module, info_of(table).source)
     rows, indices = spec_of(lookup.rows), spec_of(lookup.indices)
-    with graph.inserting_before(table):  # where both are as the backward pass reads them
-        started = [
-            _gather(graph, info, lookup.rows, (indices.numel, rows.shape[-1]), lookup),
-            _gather(graph, info, lookup.indices, (indices.numel,), lookup),
-        ]
+    with graph.inserting_before(_after_definition(memory, lookup)):
+        numbers = _gather(graph, info, lookup.indices, (indices.numel,), lookup)
+    with graph.inserting_before(table):
+        started = [_gather(graph, info, lookup.rows, (indices.numel, rows.shape[-1]), lookup), numbers]
     with graph.inserting_before(reader):
         gathered = [call(graph, info, spec_of(s), _functional.wait_tensor.default, s) for s in started]
         result = call(graph, info_of(table), spec_of(table), table.target, *gathered, *table.args[2:])
@@ -127,9 +129,18 @@ def _rewrite(graph: fx.Graph, lookup: _Lookup, reader: fx.Node) -> None:
         graph.erase_node(node)
 
 
+def _after_definition(memory: Memory, lookup: _Lookup) -> fx.Node:
+    """Before which node the indices may be sent: behind bulk traffic at the end they would wait once more."""
+    defined = memory.position[lookup.indices]
+    if memory.next_write(lookup.indices, defined) < memory.position[lookup.table]:
+        return lookup.table
+    following = memory.order[defined + 1 :]
+    return next(n for n in following if n.op != "placeholder" and n.target is not operator.getitem)
+
+
 def _gather(graph: fx.Graph, info: NodeInfo, value: fx.Node, shape: tuple[int, ...], lookup: _Lookup) -> fx.Node:
     spec, ranks = spec_of(value), lookup.axis.size
-    if spec.stride != contiguous(spec.shape, spec).stride:
+    if not is_contiguous(spec):
         whole = contiguous(spec.shape, spec)
         value = call(graph, info, whole, aten.clone.default, value, memory_format=torch.contiguous_format)
     if spec.shape != shape:
