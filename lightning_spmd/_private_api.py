@@ -353,3 +353,9 @@ def last_learning_rate_readers(scheduler: Any) -> list[Callable[[], Any]]:
     """One reader for each of the scheduler's last learning rates."""
     count = len(getattr(scheduler, "_last_lr", None) or [])
     return [lambda i=i: scheduler._last_lr[i] for i in range(count)]
+
+
+def shard_over(strategy: Any, ranks: int) -> None:
+    """Make all ranks Lightning's data-parallel axis; its ``"auto"`` is one rank a node; the number is known late."""
+    strategy._data_parallel_size = ranks
+    strategy._tensor_parallel_size = 1

@@ -1,0 +1,62 @@
+"""Highest memory of the measured steps: resident set on CPU, the caching allocator's on CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc(5): the high-water mark of the resident set becomes what it is now
+
+
+class PeakMemory:
+    """What a training needs at its highest, above what the process held when this object was made.
+
+    On CPU that is growth of the resident set, whose peak Linux alone lets a process reset; freed memory is handed back
+    first, for an earlier training's heap would hide a later one's. On CUDA it is what the caching allocator gave out at most.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        _return_free_memory()
+        self._before = _resident("VmRSS")
+        self._device: torch.device | None = None
+        self._allocated = 0
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._allocated = torch.cuda.memory_allocated()
+
+    def begin(self, device: torch.device) -> None:
+        """From here on; what came before (capture, compilation) does not count unless it is still held."""
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            with contextlib.suppress(OSError):
+                _CLEAR.write_text(_RESET_PEAK)
+
+    def peak(self) -> int | None:
+        """Bytes since :meth:`begin`; None where the system does not tell."""
+        if self._device is None:
+            return None
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._allocated
+        highest = _resident("VmHWM")
+        return None if highest is None or self._before is None else max(0, highest - self._before)
+
+
+def _resident(name: str) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith(name):
+                return 1024 * int(line.split()[1])
+    return None
+
+
+def _return_free_memory() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)

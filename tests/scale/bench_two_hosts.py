@@ -1,0 +1,127 @@
+"""Step time of two hosts on a network of limited bandwidth: DDP with several bucket sizes against this strategy.
+
+    sudo env PYTHONPATH=. tests/scale/two_hosts.sh -r 1gbit -- \
+        python -m tests.scale.bench_two_hosts simulated --spmd '{}' --spmd '{"overlap_iterations": false}'
+
+``simulated``: compute is a sleep (154 ms a step), so the processor is the network's: what is measured is the schedule.
+``gpt``: compute shares the cores with the network. Both have 5.3 M parameters (21 MB of gradients) and fused AdamW.
+
+``alone`` is the eager step of one host by itself while the other does the same, ``all-reduce alone`` one reduction of
+all gradients at once. No step can be shorter than either, and none needs to be longer than both together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_spmd.report.compare_table import Comparison
+from lightning_spmd.report.measure import Build, Plan, measure
+from lightning_spmd.report.sides import Side, side_of, spmd_side
+from tests.scale import gpt_two_hosts, simulated_accelerator
+
+MODELS = {
+    "simulated": (simulated_accelerator.SimulatedAccelerator, simulated_accelerator.batches),
+    "gpt": (gpt_two_hosts.GPTTwoHosts, gpt_two_hosts.batches),
+}
+ROWS = 4
+
+
+def training(model: str) -> Build:
+    """Makes the training of that model on this host."""
+    kind, batches = MODELS[model]
+
+    def build(strategy: Any, flags: dict[str, Any], callbacks: list[L.Callback]) -> tuple[L.Trainer, Any, Any]:
+        L.seed_everything(1, verbose=False)
+        trainer = L.Trainer(
+            **flags,
+            strategy=strategy,
+            callbacks=callbacks,
+            accelerator="cpu",
+            devices=1,
+            num_nodes=1 if isinstance(strategy, SingleDeviceStrategy) else int(os.environ.get("NNODES", "1")),
+            plugins=[LightningEnvironment()],
+            use_distributed_sampler=False,
+        )
+        return trainer, kind(), batches(ROWS, int(os.environ.get("NODE_RANK", "0")))
+
+    return build
+
+
+def all_reduce_alone(model: str, times: int = 12) -> float:
+    """Median seconds of one all-reduce of all gradients."""
+    flat = torch.zeros(sum(p.numel() for p in MODELS[model][0]().parameters()))
+    seconds = []
+    for _ in range(times):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(flat)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def sides_of(names: Sequence[str], variants: Sequence[dict[str, Any]]) -> list[Side]:
+    """``alone``, DDP by name, and this strategy with each variant's options."""
+    alone = Side("alone", lambda: SingleDeviceStrategy(torch.device("cpu")))
+    baselines = [alone if name == "alone" else side_of(name) for name in names]
+    spmd = [spmd_side(" ".join(["spmd", *(f"{k}={v}" for k, v in o.items())]), o) for o in variants]
+    return baselines + spmd
+
+
+def report(comparison: Comparison, network: float | None) -> None:
+    """Print the table and what matters most in one line a variant."""
+    print(comparison.table_text(), flush=True)
+    if network is not None:
+        print(f"all-reduce alone: {1e3 * network:.1f} ms")
+    medians = {r.name: r.median for r in comparison.results if r.reason is None}
+    ddp = {name: seconds for name, seconds in medians.items() if name.startswith("ddp")}
+    for name, seconds in medians.items():
+        if name.startswith("spmd") and ddp:
+            best = min(ddp, key=ddp.__getitem__)
+            default = f", {seconds / ddp['ddp']:.3f} of DDP's default" if "ddp" in ddp else ""
+            print(f"{name}: {seconds / ddp[best]:.3f} of the best DDP ({best}){default}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("--against", default="ddp,ddp:1,ddp:4,ddp:25,alone", help="comma-separated")
+    parser.add_argument("--spmd", action="append", type=json.loads, help="JSON options of SPMDStrategy; repeatable")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="also write the measurements as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    first = os.environ.get("NODE_RANK", "0") == "0"
+
+    def say(name: str, number: int) -> None:
+        if first:
+            print(f"round {number + 1} of {options.rounds}: {name}", flush=True)
+
+    sides = sides_of([n for n in options.against.split(",") if n], options.spmd or [{}])
+    plan = Plan(options.steps, options.warmup, options.rounds)
+    results = measure(sides, training(options.model), plan, say)
+    network = all_reduce_alone(options.model) if dist.is_initialized() else None
+    if first:
+        spmd = tuple(side.name for side in sides if side.name.startswith("spmd"))
+        comparison = Comparison(results, plan, dist.get_world_size() if dist.is_initialized() else 1, spmd)
+        report(comparison, network)
+        if options.output:
+            options.output.write_text(comparison.json_text())
+
+
+if __name__ == "__main__":
+    main()
