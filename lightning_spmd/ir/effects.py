@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_spmd.ir.placement import Shard
 from lightning_spmd.ir.steps import ShardedStep
 
 _COUNTS = "write_counts"  # what verify.stamp_writes leaves in node.meta
+Region = tuple[fx.Node, fx.Node | None]
 _PLAIN_NAMESPACES = frozenset({"aten", "prims"})
 
 
@@ -87,13 +89,27 @@ def _mentions_shard(placements: Any) -> bool:
     return isinstance(placements, Shard)
 
 
+def writes_before(graph: fx.Graph, regions: Mapping[fx.Node, Region]) -> dict[fx.Node, int]:
+    """For every node, how many writes its storage, or its piece of it, has seen when the node has run."""
+    writes: dict[fx.Node, Counter[fx.Node | None]] = {}
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        for operand in written_arguments(node):
+            root, piece = regions[operand]
+            writes.setdefault(root, Counter())[piece] += 1
+        root, piece = regions[node]
+        seen = writes.get(root, Counter())
+        found[node] = seen.total() if piece is None else seen[piece] + seen[None]
+    return found
+
+
 def replace_reads(old: fx.Node, new: fx.Node, shift: int = 0, *, keep_output: bool = False) -> None:
     """Make every reader of ``old`` read ``new``, and tell the verifier on which side of its writes that must be.
 
     Args:
         old: a value.
         new: one that is the same when the readers run.
-        shift: how many more writes ``new``'s storage has seen than ``old``'s where ``old`` was made.
+        shift: how many writes ``new``'s storage has seen between ``new`` and where ``old`` was made.
         keep_output: leave the graph's output alone.
     """
     for reader in list(old.users):
@@ -110,7 +126,7 @@ def replace_reads(old: fx.Node, new: fx.Node, shift: int = 0, *, keep_output: bo
 
 
 def counts_of(node: fx.Node) -> dict[fx.Node, int]:
-    """By operand, how many writes its storage must have seen when ``node`` runs; empty where nothing is known."""
+    """By operand, how many writes its storage must have seen from the operand to ``node``; empty if nobody knows."""
     counts = node.meta.get(_COUNTS)
     operands = node.all_input_nodes
     return {} if counts is None or len(counts) != len(operands) else dict(zip(operands, counts, strict=True))

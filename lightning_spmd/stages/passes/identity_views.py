@@ -23,7 +23,7 @@ from __future__ import annotations
 from torch import fx
 
 from lightning_spmd.ir.aliasing import storage_regions
-from lightning_spmd.ir.effects import is_same_on_all_ranks, replace_reads
+from lightning_spmd.ir.effects import is_same_on_all_ranks, replace_reads, writes_before
 from lightning_spmd.ir.geometry import Geometry, geometries, is_view
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.passes.contract import GraphPass, PassState
@@ -34,6 +34,7 @@ def remove_identity_views(step: ShardedStep, state: PassState) -> None:
     graph = step.graph_module.graph
     found = geometries(graph)
     regions = storage_regions(graph)
+    seen = writes_before(graph, regions)
     earliest: dict[Geometry, fx.Node] = {}
     removed = 0
     for node in list(graph.nodes):
@@ -45,7 +46,7 @@ def remove_identity_views(step: ShardedStep, state: PassState) -> None:
             continue
         if not _placed_alike(same, node) or not all(is_same_on_all_ranks(step, n) for n in (same, node)):
             continue
-        replace_reads(node, same, keep_output=True)
+        replace_reads(node, same, seen[node] - seen[same], keep_output=True)
         if not node.users:
             graph.erase_node(node)
             removed += 1

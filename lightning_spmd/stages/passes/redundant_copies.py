@@ -60,7 +60,7 @@ def remove_redundant_copies(step: ShardedStep, state: PassState) -> None:
             continue
         source = node.all_input_nodes[0]
         if is_same_on_all_ranks(step, source) and uses.can_share(node, source):
-            _share(graph, uses, node, source)
+            _share(graph, node, source)
             uses = _Uses(graph)
             removed += 1
     if removed:
@@ -123,16 +123,9 @@ def _needs_its_own(node: fx.Node) -> bool:
     return node.target is _aten.as_strided.default and offset
 
 
-def _share(graph: fx.Graph, uses: _Uses, copy: fx.Node, source: fx.Node) -> None:
+def _share(graph: fx.Graph, copy: fx.Node, source: fx.Node) -> None:
     """Put ``source`` in the place of ``copy``; views of the copy become views of the source."""
-    shift = counts_of(copy)[source]
-    for member in uses.members[copy]:
-        if member is not copy:
-            for reader in member.users:
-                counts = counts_of(reader)
-                counts[member] = counts.get(member, 0) + shift
-                set_counts(reader, counts)
-    replace_reads(copy, source, shift)
+    replace_reads(copy, source, counts_of(copy)[source])
     graph.erase_node(copy)
 
 
@@ -148,25 +141,29 @@ def _remove_self_copies(graph: fx.Graph) -> int:
         if target not in where or where.get(value) != where[target] or regions[target] != regions[value]:
             continue
         _forget_write(graph, node, regions)
-        replace_reads(node, target)
+        replace_reads(node, target, counts_of(node)[target])
         graph.erase_node(node)
         removed += 1
     return removed
 
 
 def _forget_write(graph: fx.Graph, write: fx.Node, regions: dict[fx.Node, tuple[fx.Node, fx.Node | None]]) -> None:
-    """Whoever reads the storage after ``write`` has seen one write less."""
+    """Whoever reads after ``write`` what was there before it has seen one write less."""
     root, piece = regions[write]
+    earlier: set[fx.Node] = set()
     later = False
     for node in graph.nodes:
         if later:
             counts = counts_of(node)
-            for operand in counts:
+            for operand in counts.keys() & earlier:
                 same, part = regions[operand]
                 if same is root and (part is piece or part is None or piece is None):
                     counts[operand] -= 1
             set_counts(node, counts)
-        later = later or node is write
+        elif node is write:
+            later = True
+        else:
+            earlier.add(node)
 
 
 def _remove_orphans(graph: fx.Graph) -> int:
