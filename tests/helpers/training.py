@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-import lightning_spmd  # noqa: F401 - registers the strategy
+import lightning_spmd
 from tests.helpers.modules import MODELS, samples
 from tests.helpers.ranks import RankPool
 
@@ -185,7 +185,12 @@ def fit(
     ckpt_path: Any = None,
     **flags: Any,
 ) -> tuple[Result, L.Trainer]:
-    """Train ``module`` on ``data`` (a loader or a data module) and note everything; also gives the Trainer."""
+    """Train ``module`` on ``data`` (a loader or a data module) and note everything; also gives the Trainer.
+
+    A dict as strategy: arguments of SPMDStrategy.
+    """
+    if isinstance(strategy, dict):
+        strategy = lightning_spmd.SPMDStrategy(**strategy)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     result, logger = Result(), ListLogger()
     settings: dict[str, Any] = {**QUIET, "logger": logger, "log_every_n_steps": 1, "limit_val_batches": 0, **flags}

@@ -1,0 +1,268 @@
+"""Iterations that overlap: nobody can tell, except by the clock."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint, Timer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.helpers.modules import samples
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import (
+    InOrder,
+    Result,
+    TrainingCase,
+    assert_bitwise,
+    assert_compiled,
+    fit,
+    train_on,
+)
+from tests.strategy.test_checkpoint import StatefulLoader, _assert_continues
+
+SMALL = 0.01
+"""MiB: several buckets also in small models."""
+OPTIMIZERS = ("sgd", "adamw", "adamw_amsgrad_foreach", "adamw_fused", "rmsprop", "adagrad", "radam", "lion")
+
+
+def deferring(trainer: L.Trainer) -> int:
+    """How many of a run's graphs leave work to the next iteration."""
+    iteration = trainer.strategy._iteration  # type: ignore[attr-defined]
+    return sum(e.graphs.cleanup is not None for e in iteration._executables)
+
+
+# ---------------------------------------------------------------- same bits
+@pytest.mark.parametrize(
+    ("model", "optimizer", "option"),
+    [("mlp", name, "plain") for name in OPTIMIZERS]
+    + [("gpt", "adamw_fused", o) for o in ("plain", "accumulate", "clip_norm", "clip_value", "accumulate_clip")]
+    + [("conv", "adamw", "plain")],
+)
+def test_overlap_changes_no_bit(two_ranks: RankPool, model: str, optimizer: str, option: str) -> None:
+    scheduler = None if optimizer == "adagrad" else "one_cycle"  # which wants a momentum to change
+    case = TrainingCase(model, optimizer, option, batches=24, count=16 * 9, scheduler=scheduler)
+    plain = train_on(two_ranks, case, {"overlap_iterations": False, "bucket_size_mb": SMALL})
+    ours = train_on(two_ranks, case, {"overlap_iterations": True, "bucket_size_mb": SMALL})
+    assert_compiled(*plain, *ours)
+    for a, b in zip(ours, plain, strict=True):
+        assert_bitwise(a, b)
+
+
+class Snapshots(L.Callback):
+    """Weights as hooks that run outside of batches see them."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, dict[str, Tensor]]] = []
+
+    def keep(self, hook: str, trainer: Any, module: Any) -> None:
+        weights = {k: v.detach().clone() for k, v in module.named_parameters()}
+        self.seen.append((hook, trainer.global_step, weights))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.keep("train_epoch_start", trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.keep("train_epoch_end", trainer, pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.keep("validation_start", trainer, pl_module)
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.keep("validation_batch_end", trainer, pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.keep("exception", trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.keep("train_end", trainer, pl_module)
+
+
+def snapshots(overlap: Any, folder: Path, **flags: Any) -> tuple[list[Any], dict[str, Any], int]:
+    """What hooks saw and checkpoints hold, and how many graphs deferred."""
+    case = TrainingCase("gpt", "adamw", scheduler="one_cycle")
+    watcher = Snapshots()
+    callbacks: list[L.Callback] = [watcher, LearningRateMonitor()]
+    if flags.pop("save", False):
+        callbacks.append(ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=5))
+    data = InOrder(samples("gpt", 16 * 14), 16)
+    strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
+    settings = {"max_epochs": 2, "limit_val_batches": 2, **flags}
+    _, trainer = fit(case.module(), data, strategy, 2, callbacks, **settings)
+    saved = {f.name: torch.load(f, weights_only=True) for f in sorted(folder.glob("*.ckpt"))}
+    return watcher.seen, saved, deferring(trainer)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"val_check_interval": 3},
+        {"max_steps": 11},
+        {"limit_train_batches": 6, "accumulate_grad_batches": 2},
+        {"save": True, "enable_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_hooks_and_checkpoints_see_the_same_bits(two_ranks: RankPool, tmp_path: Path, flags: dict[str, Any]) -> None:
+    plain = two_ranks.run(snapshots, False, tmp_path / "plain", **flags)
+    ours = two_ranks.run(snapshots, True, tmp_path / "ours", **flags)
+    for (seen, saved, deferred), (wanted, wanted_saved, undeferred) in zip(ours, plain, strict=True):
+        assert (deferred > 0, undeferred) == (True, 0)
+        assert [s[:2] for s in seen] == [s[:2] for s in wanted]
+        for (hook, step, weights), (_, _, expected) in zip(seen, wanted, strict=True):
+            assert all(torch.equal(weights[k], v) for k, v in expected.items()), (hook, step)
+        assert saved.keys() == wanted_saved.keys()
+        assert ("save" in flags) == bool(saved)
+        for name, checkpoint in saved.items():
+            expected = wanted_saved[name]
+            assert all(torch.equal(checkpoint["state_dict"][k], v) for k, v in expected["state_dict"].items()), name
+            assert str(checkpoint["optimizer_states"]) == str(expected["optimizer_states"]), name
+
+
+class Fails(L.LightningModule):
+    """Raises in a hook in mid-epoch, on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.net(batch) - batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Stop(L.Callback):
+    """Raises before the eighth batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 8:
+            raise ValueError("the disk is full")
+
+
+def broken_run(overlap: bool) -> dict[str, Tensor]:
+    L.seed_everything(2)
+    watcher, data = Snapshots(), DataLoader(torch.randn(128, 32), batch_size=4)  # type: ignore[arg-type]
+    strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
+    with pytest.raises(ValueError, match="disk is full"):
+        fit(Fails(), data, strategy, 2, [watcher, Stop()], max_epochs=1)
+    return next(weights for hook, _, weights in watcher.seen if hook == "exception")
+
+
+def test_an_exceptions_handlers_see_the_same_bits(two_ranks: RankPool) -> None:
+    for ours, plain in zip(two_ranks.run(broken_run, True), two_ranks.run(broken_run, False), strict=True):
+        assert all(torch.equal(ours[k], v) for k, v in plain.items())
+
+
+def resumed(overlap: bool, folder: Path, resume: Path | None) -> Result:
+    case = TrainingCase("gpt", "adamw", count=16 * 6, scheduler="one_cycle")
+    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=4)
+    loader = StatefulLoader(samples("gpt", case.count), 8)
+    strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
+    flags = {"max_epochs": 3, "enable_checkpointing": True, "use_distributed_sampler": False}
+    return fit(case.module(), loader, strategy, 2, [saver], resume, **flags)[0]
+
+
+def test_resume_in_mid_epoch_is_bitwise(two_ranks: RankPool, tmp_path: Path) -> None:
+    whole = two_ranks.run(resumed, True, tmp_path, None)
+    plain = two_ranks.run(resumed, False, tmp_path / "plain", None)
+    again = two_ranks.run(resumed, True, tmp_path / "again", tmp_path / "step=16.ckpt")
+    for ours, wanted, undeferred in zip(again, whole, plain, strict=True):
+        _assert_continues(ours, wanted)
+        assert_bitwise(wanted, undeferred)
+
+
+class Ragged(L.LightningDataModule):
+    """Batches of two sizes in turn."""
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        batches = [torch.randn(4 if i % 3 else 2, 32, generator=generator) for i in range(24)]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def ragged(overlap: bool) -> tuple[dict[str, Tensor], int]:
+    L.seed_everything(2)
+    strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
+    flags = {"max_epochs": 2, "use_distributed_sampler": False}
+    result, trainer = fit(Fails(), Ragged(), strategy, 2, **flags)
+    assert result.mode == "compiled"
+    return result.weights, deferring(trainer)
+
+
+def test_batches_of_other_shapes_take_over_pending_work(two_ranks: RankPool) -> None:
+    for (ours, deferred), (plain, _) in zip(two_ranks.run(ragged, True), two_ranks.run(ragged, False), strict=True):
+        assert deferred == 2
+        assert all(torch.equal(ours[k], v) for k, v in plain.items())
+
+
+# ---------------------------------------------------------------- when it is on
+class ReadsWeights(L.Callback):
+    """Looks at weights between batches."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.norms.append(sum(p.square().sum().item() for p in pl_module.parameters()))
+
+
+class KeepsText(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage() + "\n"
+
+
+def announced(overlap: Any, callbacks: list[L.Callback]) -> tuple[str, int, list[float]]:
+    """(what was said, graphs that defer, what a reader saw) of a run without the tests' own recorder."""
+    L.seed_everything(2)
+    from lightning_spmd import SPMDStrategy
+
+    said = KeepsText()
+    logger = logging.getLogger("lightning_utilities.core.rank_zero")
+    loggers = [logger, logging.getLogger("lightning.pytorch.utilities.rank_zero")]
+    for each in loggers:
+        each.addHandler(said)
+        each.setLevel(logging.INFO)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=SPMDStrategy(overlap_iterations=overlap, bucket_size_mb=SMALL),
+        max_epochs=1, callbacks=callbacks, logger=False, enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Fails(), DataLoader(torch.randn(96, 32), batch_size=4))  # type: ignore[arg-type]
+    for each in loggers:
+        each.removeHandler(said)
+    return said.text, deferring(trainer), [n for c in callbacks for n in getattr(c, "norms", [])]
+
+
+def test_auto_overlaps_with_lightnings_own_callbacks(two_ranks: RankPool, tmp_path: Path) -> None:
+    callbacks = [Timer(), ModelCheckpoint(tmp_path, every_n_train_steps=7), GradientAccumulationScheduler({5: 2})]
+    text, deferred, _ = two_ranks.run(announced, "auto", callbacks)[0]
+    assert deferred == 1
+    assert "gradient buckets run in the next iteration; the bucket with the loss" in text
+
+
+def test_auto_is_off_where_a_callback_may_look_and_says_which(two_ranks: RankPool) -> None:
+    auto = two_ranks.run(announced, "auto", [ReadsWeights()])
+    off = two_ranks.run(announced, False, [ReadsWeights()])
+    for (_, deferred, ours), (_, _, plain) in zip(auto, off, strict=True):
+        assert deferred == 0
+        assert ours == plain
+        assert len(ours) == 12
+    assert "overlap_iterations='auto' is off: ReadsWeights.on_train_batch_end" in auto[0][0]
+
+
+def test_insisting_names_who_sees_late_weights(two_ranks: RankPool) -> None:
+    text, deferred, _ = two_ranks.run(announced, True, [ReadsWeights()])[0]
+    assert deferred == 1
+    assert "overlap_iterations=True: ReadsWeights.on_train_batch_end" in text
