@@ -31,7 +31,7 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd.ir.aliasing import storage_regions, written_arguments
-from lightning_spmd.ir.node_info import info_of
+from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import is_wait
@@ -153,7 +153,8 @@ class _Owners:
             index: Any = node.args[1]
             self._of[node] = self.by_index[parent][index]
             return
-        self._of[node] = self._only(node.all_input_nodes)
+        updating = info_of(node).section in (Section.OPTIMIZER, Section.CLIP)  # activations belong to nobody
+        self._of[node] = self._only(node.all_input_nodes) if updating else None
 
     def _only(self, nodes: Sequence[fx.Node]) -> str | None:
         owners = {owner for n in nodes if (owner := self._of.get(n)) is not None}
