@@ -60,7 +60,7 @@ def merge_common_subexpressions(step: ShardedStep, state: PassState) -> None:
     merger = _Merger(step)
     merged = merger.run()
     if merged:
-        state.notes["common_subexpressions"] = f"{merged} nodes merged into equal ones"
+        state.notes["common_subexpressions"] = f"nodes merged into equal ones: {merged}"
 
 
 class _Merger:

@@ -32,7 +32,7 @@ def remove_dead_code(step: ShardedStep, state: PassState) -> None:
     for node in reversed(dead):
         graph.erase_node(node)
     if dead:
-        state.notes["dead_code"] = f"{len(dead)} nodes removed"
+        state.notes["dead_code"] = f"nodes removed: {len(dead)}"
 
 
 def _live_nodes(graph: fx.Graph) -> set[fx.Node]:

@@ -51,7 +51,7 @@ def remove_identity_views(step: ShardedStep, state: PassState) -> None:
             graph.erase_node(node)
             removed += 1
     if removed:
-        state.notes["identity_views"] = f"{removed} views removed"
+        state.notes["identity_views"] = f"views removed: {removed}"
 
 
 def _placed_alike(first: fx.Node, second: fx.Node) -> bool:

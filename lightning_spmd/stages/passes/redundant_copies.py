@@ -64,7 +64,7 @@ def remove_redundant_copies(step: ShardedStep, state: PassState) -> None:
             uses = _Uses(graph)
             removed += 1
     if removed:
-        state.notes["redundant_copies"] = f"{removed} copies removed"
+        state.notes["redundant_copies"] = f"copies removed: {removed}"
 
 
 class _Uses:

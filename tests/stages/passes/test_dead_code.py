@@ -41,7 +41,7 @@ def test_what_nobody_reads_goes_with_all_that_only_it_read() -> None:
     steps = program(body)
     state = apply(dead_code.PASS, steps)
     assert targets(steps[0]) == ["neg.default"]
-    assert state.notes == {"dead_code": "4 nodes removed"}
+    assert state.notes == {"dead_code": "nodes removed: 4"}
     assert_same_bits(program(body), steps, [X, X + 2])
 
 
