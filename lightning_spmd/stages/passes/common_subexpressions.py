@@ -15,10 +15,10 @@ apart where sharing could be seen: a result that somebody writes into, or that l
 optimizer begin as the same zeros). Random draws, in-place operators and operators that are not torch's own are never
 merged.
 
-Memory is not traded for time behind the user's back. A forward value and its copy in the backward pass are what
-activation checkpointing asks for, so parts of the iteration are kept apart; and within the backward pass a value is
-used again only while it is alive anyway (checkpoints inside checkpoints recompute there twice). Views cost no memory
-and are merged everywhere, also those that are written through.
+Recomputation stays. A forward value and its copy in the backward pass are what activation checkpointing asks for, so
+parts of the iteration are kept apart; and within the backward pass a value is used again only while it is alive anyway
+(checkpoints inside checkpoints recompute there twice). Views cost no memory and are merged everywhere, also those that
+are written through.
 
 Only all-reduces are merged, no gathers: parameters gathered again for the backward pass are meant to be. Does nothing
 to a graph without duplicates. Bitwise.
