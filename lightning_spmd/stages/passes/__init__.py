@@ -8,6 +8,7 @@ from lightning_spmd.stages.passes import (
     bucket_collectives,
     common_subexpressions,
     dead_code,
+    fuse_optimizer,
     gather_embedding_rows,
     identity_views,
     redundant_copies,
@@ -24,6 +25,7 @@ PASSES: tuple[GraphPass, ...] = (
     gather_embedding_rows.PASS,
     bucket_collectives.PASS,
     split_optimizer.PASS,
+    fuse_optimizer.PASS,
 )
 """The default passes, in order."""
 

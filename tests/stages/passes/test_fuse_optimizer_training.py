@@ -1,0 +1,78 @@
+"""Every optimizer trains to the same bits with its update in list operators, and schedulers need no new graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import Result, TrainingCase, assert_bitwise, assert_compiled, train
+
+BEFORE = ["bucket_collectives", "split_optimizer"]
+LOOPS = {
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "asgd",
+    "lion",
+    "nadam_decoupled",
+    "radam",
+    "rmsprop_centered",
+    "sgd",
+    "sgd_dampening",
+}
+"""Optimizers that update one parameter after the other."""
+LEFT_ALONE = {"adam_foreach", "adamw_amsgrad_fused", "sgd_maximize", "rprop"}
+"""Lists already; gradients that are changed one by one before they are reduced, which leaves no bucket."""
+
+
+def run(case: TrainingCase, passes: list[str], folder: Path | None = None, **options: Any) -> Result:
+    from lightning_spmd import SPMDStrategy
+
+    strategy = SPMDStrategy(passes=passes, dump_dir=folder, bucket_size_mb=0.002, **options)
+    return train(case, strategy, torch.distributed.get_world_size() if torch.distributed.is_initialized() else 2)
+
+
+def assert_unchanged(pool: RankPool, case: TrainingCase, folder: Path, **options: Any) -> str:
+    """The same bits with and without the pass; gives the text of the last graph that it made."""
+    with_pass = pool.run(run, case, [*BEFORE, "fuse_optimizer"], folder, **options)
+    plain = pool.run(run, case, BEFORE)
+    assert_compiled(*with_pass, *plain)
+    for ours, theirs in zip(with_pass, plain, strict=True):
+        assert_bitwise(ours, theirs)
+        assert ours.captures == theirs.captures
+    return max(folder.glob("*_fuse_optimizer.py")).read_text()
+
+
+@pytest.mark.parametrize("optimizer", sorted(LOOPS | LEFT_ALONE))
+def test_training_is_bitwise_the_same_for_every_optimizer(two_ranks: RankPool, optimizer: str, tmp_path: Path) -> None:
+    case = TrainingCase("mlp", optimizer, batches=20, groups=True)
+    graph = assert_unchanged(two_ranks, case, tmp_path)
+    if optimizer in LOOPS:
+        assert "_foreach_" in graph
+
+
+@pytest.mark.parametrize("option", ["clip_norm", "clip_value", "accumulate_clip"])
+def test_clipping_and_accumulation_are_bitwise_the_same(two_ranks: RankPool, option: str, tmp_path: Path) -> None:
+    graph = assert_unchanged(two_ranks, TrainingCase("mlp", "adamw", option, batches=21), tmp_path)
+    assert ("_foreach_norm" if "norm" in option or "accumulate" in option else "_foreach_clamp_min_") in graph
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "nadam"])
+def test_a_scheduler_changes_lr_without_a_new_graph(two_ranks: RankPool, optimizer: str, tmp_path: Path) -> None:
+    case = TrainingCase("gpt", optimizer, batches=20, scheduler="one_cycle", groups=True, dropout=0.1)
+    graph = assert_unchanged(two_ranks, case, tmp_path)
+    assert "each_pow(hyper_parameter_group_0_betas_1_" in graph
+    assert "(hyper_parameter_group_0_lr" in graph
+
+
+def test_updates_in_lists_may_run_inside_the_next_iteration(two_ranks: RankPool, tmp_path: Path) -> None:
+    case = TrainingCase("gpt", "adamw", batches=20, scheduler="cosine")
+    assert_unchanged(two_ranks, case, tmp_path, overlap_iterations=True)
+    deferred = max(tmp_path.glob("*_cleanup.py")).read_text()
+    assert "_foreach_addcdiv_" in deferred
