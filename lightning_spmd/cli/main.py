@@ -1,13 +1,21 @@
-"""``lightning-spmd fit|validate|test|predict``: Lightning's own command line, with ``strategy: spmd`` known to it."""
+"""``lightning-spmd fit|validate|test|predict``: Lightning's own command line, with ``strategy: spmd`` known to it.
 
+``lightning-spmd compare`` trains under several strategies in turn (``cli.compare``).
+"""
+
+import sys
 from collections.abc import Sequence
 
 from lightning.pytorch.cli import LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_spmd  # noqa: F401  (registers the strategies that a recipe names)
+from lightning_spmd.cli import compare
 
-DESCRIPTION = "Train, validate, test or predict what a recipe describes: lightning-spmd fit --config RECIPE"
+DESCRIPTION = (
+    "Train, validate, test or predict what a recipe describes: lightning-spmd fit --config RECIPE; or train it under "
+    "several strategies in turn: lightning-spmd compare --config RECIPE"
+)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -28,6 +36,10 @@ def main(args: Sequence[str] | None = None) -> None:
             "lightning-spmd: the command line needs jsonargparse, which training from Python does not. "
             "Install it with: pip install 'lightning-spmd[cli]', or by itself: pip install 'jsonargparse[signatures]'"
         )
+    arguments = sys.argv[1:] if args is None else list(args)
+    if arguments[:1] == ["compare"]:
+        compare.main(arguments[1:])
+        return
     # A mistake is answered with usage and message: the full usage, 60 lines of options, would hide the message.
     usage = {name: {"usage": f"lightning-spmd {name} --config RECIPE [options]"} for name in LightningCLI.subcommands()}
     LightningCLI(

@@ -24,6 +24,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core import rank_zero
 from torch import Tensor
 
 from lightning_spmd.report.peak_memory import PeakMemory
@@ -274,7 +275,7 @@ class _Keep(logging.Handler):
 @contextlib.contextmanager
 def _notes() -> Iterator[list[str]]:
     """What our strategy tells its user, kept for the report; Lightning's own banners and advice are dropped."""
-    kept, spoken = _Keep(), logging.getLogger("lightning_utilities.core.rank_zero")
+    kept, spoken = _Keep(), rank_zero.log  # Lightning puts a logger of its own there
     banners = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in (spoken, *banners)]
     propagates = spoken.propagate

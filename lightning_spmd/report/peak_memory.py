@@ -18,7 +18,8 @@ class PeakMemory:
     """What a training needs at its highest, above what the process held when this object was made.
 
     On CPU that is growth of the resident set, whose peak Linux alone lets a process reset; freed memory is handed back
-    first, for an earlier training's heap would hide a later one's. On CUDA it is what the caching allocator gave out at most.
+    first, for an earlier training's heap would hide a later one's. On CUDA it is what the caching allocator gave out at
+    most.
     """
 
     def __init__(self) -> None:

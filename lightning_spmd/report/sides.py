@@ -64,7 +64,7 @@ def side_of(name: str, spmd_options: Mapping[str, Any] | None = None) -> Side:
         return Side(name, DDPStrategy)
     if name == "ddp_compile":
         # Each round compiles a new module, and past a number of recompilations torch silently runs eagerly.
-        return Side(name, DDPStrategy, torch.compile, torch.compiler.reset)
+        return Side(name, DDPStrategy, compiled, torch.compiler.reset)
     if name == "fsdp2":
         return Side(name, _FullyShardedStrategy, fully_sharded)
     if name == "spmd":
@@ -120,6 +120,13 @@ def _containers(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _containers(child)
+
+
+def compiled(module: LightningModule) -> Any:
+    """``torch.compile`` with logging left out: ``self.log`` inspects signatures, which torch cannot trace."""
+    for name in ("log", "log_dict"):
+        setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    return torch.compile(module)
 
 
 def fully_sharded(module: LightningModule) -> LightningModule:

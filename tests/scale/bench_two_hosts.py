@@ -24,7 +24,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_spmd.report.compare_table import Comparison
