@@ -74,8 +74,8 @@ _DISJOINT = {
 def storage_regions(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
     """(storage root, piece) of every node; piece None is the whole storage.
 
-    The outputs of one split do not overlap: a write into one is no write into another. That is how the gradients of one
-    communication bucket share a buffer.
+    The outputs of one split do not overlap (:func:`overlapping`): a write into one is no write into another. That is
+    how the gradients of one communication bucket share a buffer.
     """
     roots = storage_roots(graph)
     pieces: dict[fx.Node, fx.Node | None] = {}
@@ -87,6 +87,13 @@ def storage_regions(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node | N
             inherited = node
         pieces[node] = inherited
     return {node: (roots[node], pieces[node]) for node in graph.nodes}
+
+
+def overlapping(one: fx.Node | None, other: fx.Node | None) -> bool:
+    """Whether two pieces of one storage may share an element; those of two different splits may."""
+    if one is None or other is None or one.args[0] is not other.args[0]:
+        return True
+    return bool(one.args[1] == other.args[1])
 
 
 def _aliased_argument(node: fx.Node) -> fx.Node | None:

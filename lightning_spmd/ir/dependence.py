@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from lightning_spmd.ir.aliasing import storage_regions, written_arguments
+from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
 from lightning_spmd.ir.verify import is_wait, starts_collective
 
 Region = tuple[fx.Node, fx.Node | None]
@@ -92,9 +92,7 @@ class Dependences:
 
 
 def _overlapping(by_piece: dict[fx.Node | None, T], piece: fx.Node | None) -> list[T]:
-    if piece is None:
-        return list(by_piece.values())
-    return [value for other, value in by_piece.items() if other is None or other is piece]
+    return [value for other, value in by_piece.items() if overlapping(piece, other)]
 
 
 def _reach(starts: Iterable[fx.Node], edges: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
-from lightning_spmd.ir.aliasing import storage_regions, storage_roots, written_arguments
+from lightning_spmd.ir.aliasing import overlapping, storage_regions, storage_roots, written_arguments
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
@@ -202,7 +202,7 @@ def _write_counts(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
         counts = writes.get(root)
         if counts is None:
             return 0
-        return counts.total() if piece is None else counts[piece] + counts[None]
+        return sum(count for other, count in counts.items() if overlapping(piece, other))
 
     # Counted from the value on: a pass may replace a value by one that took other writes to make.
     born: dict[fx.Node, int] = {}

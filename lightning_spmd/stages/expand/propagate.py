@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
-from lightning_spmd.ir.aliasing import storage_regions, written_arguments
+from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import Signature
@@ -83,11 +83,7 @@ class _Aliasing:
         """Other names of ``operand``'s storage that are read after ``writer``."""
         now = self.position[writer]
         piece = self.pieces[operand]
-        group = [
-            other
-            for other in self.groups[self.roots[operand]]
-            if piece is None or self.pieces[other] is None or self.pieces[other] is piece
-        ]
+        group = [o for o in self.groups[self.roots[operand]] if overlapping(piece, self.pieces[o])]
         return [a for a in group if a is not operand and a is not writer and self.position[a] < now < self.last_use[a]]
 
 

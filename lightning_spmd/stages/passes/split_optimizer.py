@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import fx
 
-from lightning_spmd.ir.aliasing import storage_regions, written_arguments
+from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
 from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import ShardedStep
@@ -88,7 +88,7 @@ class _WaitsOf:
         self.entries: dict[fx.Node, list[Waits]] = {}
         self._values: dict[fx.Node, Waits] = {}
         self._regions = storage_regions(graph)
-        self._written: dict[tuple[fx.Node, fx.Node | None], Waits] = {}
+        self._written: dict[fx.Node, dict[fx.Node | None, Waits]] = {}
         for node in graph.nodes:
             self._visit(node)
 
@@ -112,13 +112,18 @@ class _WaitsOf:
         self._write(written, waits)
 
     def _union(self, nodes: Sequence[fx.Node]) -> Waits:
-        regions = (self._written.get(self._regions[n], _NONE) for n in nodes)
-        return _NONE.union(*(self._values[n] for n in nodes), *regions)
+        return _NONE.union(*(self._values[n] for n in nodes), *(self._written_into(n) for n in nodes))
+
+    def _written_into(self, node: fx.Node) -> Waits:
+        root, piece = self._regions[node]
+        pieces = self._written.get(root, {})
+        return _NONE.union(*(waits for other, waits in pieces.items() if overlapping(piece, other)))
 
     def _write(self, nodes: set[fx.Node], waits: Waits) -> None:
         for node in nodes:
-            region = self._regions[node]
-            self._written[region] = self._written.get(region, _NONE) | waits
+            root, piece = self._regions[node]
+            pieces = self._written.setdefault(root, {})
+            pieces[piece] = pieces.get(piece, _NONE) | waits
 
 
 def _shared(node: fx.Node) -> list[fx.Node]:
