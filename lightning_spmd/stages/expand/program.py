@@ -86,7 +86,8 @@ class LocalProgram:
         The result's spec is stated, not computed: no process group needs to exist while graphs are built.
         """
         source = self.fakes[operand]
-        if not source.is_contiguous():
+        # With uneven rows strides may differ among the ranks (one row is contiguous either way); their graphs may not.
+        if not source.is_contiguous() or any(not axis.is_even for axis in self.axes):
             operand = self.call(torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
         with self.mode:
             result = torch.empty(shape, dtype=source.dtype, device=source.device)

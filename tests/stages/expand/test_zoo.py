@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_spmd.ir.verify import activation_collectives
+from lightning_spmd.stages.runtime.agreement import describe
 from tests.helpers import zoo
 from tests.helpers.simulate import assert_equals_one_device
 from tests.helpers.tiny_capture import capture_module
@@ -30,3 +31,4 @@ def test_architecture_equals_one_device_without_moving_activations(name: str, sp
     moved = [f"{n.name} {n.args[0].meta['val']}" for n in activation_collectives(steps[0])]
     assert len(moved) <= COUPLED.get(name, 0), moved
     assert steps[0].fallbacks == []
+    assert len({tuple(describe(step)) for step in steps}) == 1  # or the ranks would refuse to run them together
