@@ -52,7 +52,9 @@ def _(x: Any, milliseconds: float) -> list[tuple[list[Any], list[Any]]]:
 class Layer(nn.Module):
     """One weight, and a time that its use takes.
 
-    The weight is used before the time passes in the forward pass, so its gradient is ready after it in the backward.
+    The weight is used before the time passes in the forward pass, so its gradient is ready after it in the backward. Each
+    row meets the weight in a product, so the gradient is dense. (Of `weight.mean()` it would be one number, repeated, and
+    this strategy reduces the one number: 16 times 4 bytes for 21 MB, and no schedule to measure.)
     """
 
     def __init__(self, parameters: int, milliseconds: float) -> None:
@@ -61,7 +63,8 @@ class Layer(nn.Module):
         self.milliseconds = milliseconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return accelerate(x * (1 + self.weight.mean()), self.milliseconds)
+        gain = (x @ self.weight.view(FEATURES, -1)).mean(1, keepdim=True)
+        return accelerate(x * (1 + gain), self.milliseconds)
 
 
 class SimulatedAccelerator(L.LightningModule):
