@@ -28,7 +28,7 @@ from lightning_spmd.ir.steps import Variant
 from lightning_spmd.parallel.mesh import data_parallel_axis
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
-from lightning_spmd.stages.passes import PASSES, REDUCE_DTYPES, select
+from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, select
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.eager_path import average_gradients, mean_loss
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
@@ -103,7 +103,7 @@ class SPMDStrategy(RankedStrategy):
         )
         if bucket_size_mb != "auto" and (isinstance(bucket_size_mb, str) or not bucket_size_mb > 0):
             raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
-        chosen = PASSES if passes is None else select(passes, PASSES)
+        chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
         if reduce_dtype not in (None, *REDUCE_DTYPES):
             raise ConfigurationError(f"reduce_dtype={reduce_dtype!r}: known are {list(REDUCE_DTYPES)}, or None")
         self.build_options = BuildOptions(chosen, bucket_size_mb, reduce_dtype)

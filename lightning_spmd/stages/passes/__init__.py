@@ -9,6 +9,7 @@ from lightning_spmd.stages.passes import (
     common_subexpressions,
     dead_code,
     fuse_optimizer,
+    fused_kernels,
     gather_embedding_rows,
     identity_views,
     redundant_copies,
@@ -28,5 +29,7 @@ PASSES: tuple[GraphPass, ...] = (
     fuse_optimizer.PASS,
 )
 """The default passes, in order."""
+KNOWN_PASSES: tuple[GraphPass, ...] = (*PASSES, fused_kernels.PASS)
+"""Those that ``SPMDStrategy(passes=[...])`` knows by name: also passes that change numerics."""
 
-__all__ = ["PASSES", "REDUCE_DTYPES", "GraphPass", "PassState", "check_order", "run_passes", "select"]
+__all__ = ["KNOWN_PASSES", "PASSES", "REDUCE_DTYPES", "GraphPass", "PassState", "check_order", "run_passes", "select"]

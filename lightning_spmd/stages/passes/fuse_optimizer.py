@@ -39,7 +39,7 @@ from torch import fx
 
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.dependence import Dependences
-from lightning_spmd.ir.node_info import NodeInfo, info_of, spec_of, value_of
+from lightning_spmd.ir.node_info import NodeInfo, TensorSpec, info_of, spec_of, value_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, is_wait, starts_collective
 from lightning_spmd.stages.passes.contract import GraphPass, PassState
@@ -308,13 +308,15 @@ class _Writer:
         return items
 
     def _column(self, values: Sequence[Any]) -> Any:
-        """A list of numbers: the result of one operator as it is where it is just that, else its entries."""
+        """A list of numbers: the result of one operator as it is where it is just that, else its entries.
+
+        Tensors are always listed one by one: who writes into one is told by its node.
+        """
         made, _ = self._columns.get(values[0], (None, 0))
-        if made is not None and [self._columns.get(v) for v in values] == [
-            (made, i) for i in range(self._lengths[made])
-        ]:
-            return made
-        return list(values)
+        if made is None or isinstance(value_of(values[0]), TensorSpec):
+            return list(values)
+        whole = [(made, i) for i in range(self._lengths[made])]
+        return made if [self._columns.get(v) for v in values] == whole else list(values)
 
     def _call(self, target: Any, group: Group, value: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
