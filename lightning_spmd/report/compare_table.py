@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import platform
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,10 @@ class Comparison:
         """The first side of this package's strategy that ran."""
         return next((r for r in self.results if r.reason is None and r.name in self.spmd), None)
 
+    @property
+    def _counts_bytes(self) -> bool:
+        return any(result.sent for result in self.results)
+
     def row(self, result: SideResult) -> dict[str, Any]:
         """One side in numbers: seconds, bytes, ratios; None where there is none."""
         if result.reason is not None:
@@ -59,6 +64,7 @@ class Comparison:
             "peak_memory_bytes": result.peak_memory,
             "final_loss": result.final_loss,
             "loss_difference": _relative(result.final_loss, None if first is None else first.final_loss),
+            "sent_bytes_per_step": None if not result.sent else statistics.median(result.sent),
             "seconds": result.seconds,
             "notes": result.notes,
         }
@@ -93,12 +99,14 @@ class Comparison:
             *([f"÷ {self.first_spmd.name}"] if self.first_spmd is not None else []),
             "samples/s",
             "memory MiB",
+            *(["sent MiB"] if self._counts_bytes else []),
             "last loss",
             "difference",
         ):
             table.add_column(heading, justify="right")
         for result in self.results:
-            table.add_row(result.name, *_cells(self.row(result), with_spmd=self.first_spmd is not None))
+            cells = _cells(self.row(result), with_spmd=self.first_spmd is not None, with_sent=self._counts_bytes)
+            table.add_row(result.name, *cells)
         return table
 
     def table_text(self, width: int = 140) -> str:
@@ -117,10 +125,11 @@ class Comparison:
                 console.print(f"{result.name}: {note}", markup=False, highlight=False)
 
 
-def _cells(row: dict[str, Any], *, with_spmd: bool) -> list[str]:
+def _cells(row: dict[str, Any], *, with_spmd: bool, with_sent: bool) -> list[str]:
     if "reason" in row:
         return ["-"]
     memory, loss, difference = row["peak_memory_bytes"], row["final_loss"], row["loss_difference"]
+    sent = row["sent_bytes_per_step"]
     return [
         f"{1e3 * row['median_seconds']:.1f}",
         f"{1e3 * row['p10_seconds']:.1f}-{1e3 * row['p90_seconds']:.1f}",
@@ -128,6 +137,7 @@ def _cells(row: dict[str, Any], *, with_spmd: bool) -> list[str]:
         *([f"{row['ratio_to_spmd']:.3f}"] if with_spmd else []),
         f"{row['samples_per_second']:.1f}",
         "-" if memory is None else f"{memory / 2**20:.1f}",
+        *(["-" if sent is None else f"{sent / 2**20:.2f}"] if with_sent else []),
         "-" if loss is None else f"{loss:.6g}",
         "-" if difference is None else f"{difference:.1e}",
     ]

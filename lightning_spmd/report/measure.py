@@ -88,6 +88,7 @@ class SideResult:
         rows: samples of one global batch.
         memory: by round, the highest bytes of any rank; see :class:`PeakMemory`. Empty where it cannot be measured.
         losses: by round, the last batch's loss, the mean of the ranks. Empty where training_step returns none.
+        sent: by round, bytes that rank 0 sent a step. Empty where nobody counts them.
         notes: what the strategy said about itself, such as the reason to run eagerly.
         reason: why it could not run, or None.
     """
@@ -97,6 +98,7 @@ class SideResult:
     rows: int = 0
     memory: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reason: str | None = None
 
@@ -128,6 +130,7 @@ class _Turn:
     rows: int
     memory: int | None
     loss: float | None
+    sent: float | None
 
 
 class StepMarks(L.Callback):
@@ -139,11 +142,14 @@ class StepMarks(L.Callback):
     Args:
         plan: when to begin and to end.
         memory: told when warm-up is over.
+        bytes_sent: see :func:`measure`.
     """
 
-    def __init__(self, plan: Plan, memory: PeakMemory) -> None:
+    def __init__(self, plan: Plan, memory: PeakMemory, bytes_sent: Callable[[], int] | None = None) -> None:
         self.plan = plan
         self.memory = memory
+        self.bytes_sent = bytes_sent
+        self.counts: list[int] = []
         self.rows = 0
         self.loss: Tensor | None = None
         self._marks: list[Any] = []
@@ -154,6 +160,8 @@ class StepMarks(L.Callback):
         seen = len(self._marks)
         if seen == self.plan.warmup:
             self.memory.begin(trainer.strategy.root_device)
+        if self.bytes_sent is not None and seen in (self.plan.warmup, self.plan.batches - 1):
+            self.counts.append(self.bytes_sent())
         if seen == self.plan.batches - 1:
             trainer.should_stop = True
             self.rows = extract_batch_size(batch)
@@ -168,6 +176,10 @@ class StepMarks(L.Callback):
         """Keep the last batch's loss; reading its value at every step would make the host wait."""
         if len(self._marks) == self.plan.batches and outputs is not None and "loss" in outputs:
             self.loss = outputs["loss"]
+
+    def sent(self) -> float | None:
+        """Bytes sent a step."""
+        return None if len(self.counts) < 2 else (self.counts[1] - self.counts[0]) / self.plan.steps
 
     def seconds(self) -> list[float]:
         """The steps after warm-up that lie within one epoch.
@@ -189,7 +201,13 @@ class StepMarks(L.Callback):
         return found
 
 
-def measure(sides: Sequence[Side], build: Build, plan: Plan, on_turn: Callable[[str, int], None]) -> list[SideResult]:
+def measure(
+    sides: Sequence[Side],
+    build: Build,
+    plan: Plan,
+    on_turn: Callable[[str, int], None],
+    bytes_sent: Callable[[], int] | None = None,
+) -> list[SideResult]:
     """Train under each side in turn, on all ranks together.
 
     A side that fails is asked no further and tells why; the others go on. All ranks must fail for that: where one does
@@ -200,6 +218,7 @@ def measure(sides: Sequence[Side], build: Build, plan: Plan, on_turn: Callable[[
         build: makes the training anew, with the same seed each time.
         plan: how much.
         on_turn: told the name of the side and the number of the round before each turn.
+        bytes_sent: a counter of what this process's network has sent so far, where it has a network of its own.
 
     Returns:
         one result a side, in their order; on every rank the same.
@@ -210,15 +229,15 @@ def measure(sides: Sequence[Side], build: Build, plan: Plan, on_turn: Callable[[
             result = results[side.name]
             if result.reason is None:
                 on_turn(side.name, number)
-                _take_turn(side, build, plan, result)
+                _take_turn(side, build, plan, result, bytes_sent)
     return list(results.values())
 
 
-def _take_turn(side: Side, build: Build, plan: Plan, result: SideResult) -> None:
+def _take_turn(side: Side, build: Build, plan: Plan, result: SideResult, bytes_sent: Callable[[], int] | None) -> None:
     turn, reason = None, None
     with _notes() as notes:
         try:
-            turn = _train(side, build, plan)
+            turn = _train(side, build, plan, bytes_sent)
         except Exception as error:  # whatever goes wrong with one side must not end the comparison
             reason = f"{type(error).__name__}: {_first_line(error)}"
         gc.collect()  # with the exception's traceback gone, so is its model
@@ -232,18 +251,19 @@ def _take_turn(side: Side, build: Build, plan: Plan, result: SideResult) -> None
     result.rows = sum(t.rows for t in turns)
     result.memory += [max(t.memory or 0 for t in turns)] if turns[0].memory is not None else []
     losses = [t.loss for t in turns if t.loss is not None]
+    result.sent += [turns[0].sent] if turns[0].sent is not None else []
     result.losses += [sum(losses) / len(losses)] if losses else []
 
 
-def _train(side: Side, build: Build, plan: Plan) -> _Turn:
+def _train(side: Side, build: Build, plan: Plan, bytes_sent: Callable[[], int] | None) -> _Turn:
     memory = PeakMemory()
-    marks = StepMarks(plan, memory)
+    marks = StepMarks(plan, memory, bytes_sent)
     # A schedule asks for the number of steps that are to come; batches end it, whatever a step of the optimizer is.
     flags = {**FLAGS, "max_steps": 10 * plan.batches}
     trainer, module, data = build(side.strategy(), flags, [marks])
     trainer.fit(side.prepare(module), data)
     loss = None if marks.loss is None else float(marks.loss)
-    turn = _Turn(marks.seconds(), marks.rows, memory.peak(), loss)
+    turn = _Turn(marks.seconds(), marks.rows, memory.peak(), loss, marks.sent())
     side.finish()
     return turn
 

@@ -239,6 +239,14 @@ def test_peak_memory_sees_what_was_freed_and_not_what_came_before() -> None:
     assert high >= megabytes * 2**20 * 0.95
 
 
+def test_bytes_sent_are_those_of_the_measured_steps() -> None:
+    counts = iter([100, 140, 1000, 1080])  # read when warm-up ends and when the last step does, twice
+    (result,) = measure([eager()], builder(), PLAN, nothing, lambda: next(counts))
+    assert result.sent == [40 / 4, 80 / 4]
+    assert "sent MiB" in Comparison([result], PLAN, 1).table_text()
+    assert Comparison([result], PLAN, 1).row(result)["sent_bytes_per_step"] == 15
+
+
 def test_ratios_and_spread_are_of_the_medians() -> None:
     slow = SideResult("slow", seconds=[0.1, 0.2, 0.3], rows=4, memory=[5, 9, 7], losses=[2.0, 2.0])
     fast = SideResult("fast", seconds=[0.1, 0.1, 0.1], rows=4, losses=[2.002])

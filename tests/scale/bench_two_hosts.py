@@ -6,6 +6,7 @@
 ``simulated``: compute is a sleep (154 ms a step), so the processor is the network's: what is measured is the schedule.
 ``gpt``: compute shares the cores with the network. Both have 5.3 M parameters (21 MB of gradients) and fused AdamW.
 
+``sent MiB`` is what a host sends a step, as its interface counts it: two hosts that reduce all gradients send 20.
 ``alone`` is the eager step of one host by itself while the other does the same, ``all-reduce alone`` one reduction of
 all gradients at once. No step can be shorter than either, and none needs to be longer than both together.
 """
@@ -17,7 +18,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ def all_reduce_alone(model: str, times: int = 12) -> float:
     return statistics.median(seconds)
 
 
+def counter_of_sent_bytes() -> Callable[[], int] | None:
+    """Reads what this host's interface has sent; None outside of ``two_hosts.sh``, where others send as well."""
+    statistics_file = Path("/sys/class/net", os.environ.get("GLOO_SOCKET_IFNAME", "none"), "statistics", "tx_bytes")
+    # /sys shows the network namespace it was mounted in; `ip netns exec` mounts it anew
+    return (lambda: int(statistics_file.read_text())) if statistics_file.exists() else None
+
+
 def sides_of(names: Sequence[str], variants: Sequence[dict[str, Any]]) -> list[Side]:
     """``alone``, DDP by name, and this strategy with each variant's options."""
     alone = Side("alone", lambda: SingleDeviceStrategy(torch.device("cpu")))
@@ -113,7 +121,7 @@ def main() -> None:
 
     sides = sides_of([n for n in options.against.split(",") if n], options.spmd or [{}])
     plan = Plan(options.steps, options.warmup, options.rounds)
-    results = measure(sides, training(options.model), plan, say)
+    results = measure(sides, training(options.model), plan, say, counter_of_sent_bytes())
     network = all_reduce_alone(options.model) if dist.is_initialized() else None
     if first:
         spmd = tuple(side.name for side in sides if side.name.startswith("spmd"))

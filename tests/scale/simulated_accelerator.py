@@ -16,9 +16,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.utils.data import DataLoader, TensorDataset
 
 LAYERS = 16
-PARAMETERS = 330_000
+WIDTH = 575  # 330,625 parameters a layer
 FORWARD_MS = 3.2
-FEATURES = 16
 
 
 @torch.library.custom_op("lightning_spmd_bench::accelerate", mutates_args=())
@@ -50,29 +49,28 @@ def _(x: Any, milliseconds: float) -> list[tuple[list[Any], list[Any]]]:
 
 
 class Layer(nn.Module):
-    """One weight, and a time that its use takes.
+    """A square weight, and a time that its use takes.
 
-    The weight is used before the time passes in the forward pass, so its gradient is ready after it in the backward. Each
-    row meets the weight in a product, so the gradient is dense. (Of `weight.mean()` it would be one number, repeated, and
-    this strategy reduces the one number: 16 times 4 bytes for 21 MB, and no schedule to measure.)
+    The weight is used before the time passes in the forward pass, so its gradient is ready after it in the backward. It
+    is used by a matrix product because that gives a gradient without structure: a gradient that repeats one number
+    (of ``weight.mean()``, for one) is reduced as that number in a graph, and nothing is measured.
     """
 
-    def __init__(self, parameters: int, milliseconds: float) -> None:
+    def __init__(self, width: int, milliseconds: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(0.01 * torch.randn(parameters))
+        self.weight = nn.Parameter(0.01 * torch.randn(width, width))
         self.milliseconds = milliseconds
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = (x @ self.weight.view(FEATURES, -1)).mean(1, keepdim=True)
-        return accelerate(x * (1 + gain), self.milliseconds)
+        return accelerate(x + x @ self.weight, self.milliseconds)
 
 
 class SimulatedAccelerator(L.LightningModule):
     """Sixteen layers, 5.3 M parameters, 154 ms of sleep a step."""
 
-    def __init__(self, layers: int = LAYERS, parameters: int = PARAMETERS, milliseconds: float = FORWARD_MS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Layer(parameters, milliseconds) for _ in range(layers)))
+        self.layers = nn.Sequential(*(Layer(WIDTH, FORWARD_MS) for _ in range(LAYERS)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
@@ -85,5 +83,5 @@ class SimulatedAccelerator(L.LightningModule):
 def batches(rows: int, host: int) -> DataLoader[Any]:
     """Random rows, others on every host."""
     random = torch.Generator().manual_seed(1 + host)
-    x, y = (torch.randn(512, FEATURES, generator=random) for _ in range(2))
+    x, y = (torch.randn(512, WIDTH, generator=random) for _ in range(2))
     return DataLoader(TensorDataset(x, y), batch_size=rows)
