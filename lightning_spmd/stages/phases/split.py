@@ -11,6 +11,8 @@ After::
 
 What crosses is handed on as *pending* values: results of this iteration and numbers as they are now (a scheduler
 changes ``lr`` before the next one). Parameters and state are read anew: nothing but the tail writes them in between.
+Tensors travel in boxes (lists of one) and are taken out by their tail: the caller of a graph holds on to its arguments
+until the end, and a step would need room for two sets of gradients.
 """
 
 from __future__ import annotations
@@ -77,19 +79,31 @@ class _Cut:
         for node in self.live:
             made[node] = graph.node_copy(node)
             inputs.append(self.entries[node])
+        boxes: dict[fx.Node, fx.Node] = {}
         for index, node in enumerate(self.crossing):
+            value, boxed = node.meta.get("val"), self._boxed(node)
             made[node] = graph.placeholder(f"pending_{index}")
-            made[node].meta["val"] = node.meta.get("val")
+            made[node].meta["val"] = value
+            if boxed:
+                boxes[node] = made.pop(node)
             inputs.append(
-                GraphInput(InputRole.PENDING, (index,), node.name, node.meta.get("val"), False, self._placements(node))
+                GraphInput(InputRole.PENDING, (index, boxed), node.name, value, False, self._placements(node))
             )
         for index, tail in enumerate(self.deferred):
             local = dict(made)
             for node in tail.nodes:
+                for operand in node.all_input_nodes:
+                    if operand in boxes and operand not in local:
+                        local[operand] = _take(graph, boxes[operand], operand, index)
                 _copy(graph, node, local, index)
         graph.output(())
         signature = Signature(tuple(inputs), ())
         return ShardedStep(fx.GraphModule(self.step.graph_module, graph), signature, self.step.axes)
+
+    def _boxed(self, node: fx.Node) -> bool:
+        """Tensors that one tail reads: it takes them out of a box, so that they are freed after their last use."""
+        readers = {i for i, tail in enumerate(self.deferred) if any(node in n.all_input_nodes for n in tail.nodes)}
+        return len(readers) == 1 and isinstance(node.meta.get("val"), TensorSpec)
 
     def _need(self, node: fx.Node) -> None:
         root = self.touches.root(node)
@@ -114,7 +128,9 @@ class _Cut:
         outputs = fx.map_arg(result, made.__getitem__)
         graph.output((*outputs, *handed))
         pending = [
-            GraphOutput(OutputRole.PENDING, (index,), node.name, node.meta.get("val"), self._placements(node))
+            GraphOutput(
+                OutputRole.PENDING, (index, self._boxed(node)), node.name, node.meta.get("val"), self._placements(node)
+            )
             for index, node in enumerate(self.crossing)
         ]
         signature = dataclasses.replace(self.step.signature, outputs=(*self.step.signature.outputs, *pending))
@@ -131,6 +147,19 @@ class _Cut:
 
     def _placements(self, node: fx.Node) -> tuple[Placement, ...]:
         return node.meta.get("placements") or (REPLICATE,) * len(self.step.axes)
+
+
+def take(box: list[Any]) -> Any:
+    """The value in a box that a pending input is; afterwards the box holds nothing."""
+    return box.pop()
+
+
+def _take(graph: fx.Graph, box: fx.Node, node: fx.Node, tail: int) -> fx.Node:
+    taken = graph.call_function(take, (box,))
+    taken.meta.update({key: node.meta[key] for key in ("val", "info", "placements") if key in node.meta})
+    taken.meta.setdefault("info", NodeInfo(Section.OPTIMIZER))
+    taken.meta[TAIL] = tail
+    return taken
 
 
 def _copy(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], tail: int) -> None:

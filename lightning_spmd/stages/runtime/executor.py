@@ -47,7 +47,7 @@ class Pending:
 
     Args:
         owner: whose ``cleanup`` does it.
-        values: what it needs from its own iteration.
+        values: what it needs from its own iteration; tensors in a list of one, from which they are taken.
     """
 
     owner: Executable
@@ -117,7 +117,8 @@ class Executable:
         if self._cleanup is None:
             return outputs, None
         count = len(self.captured.signature.outputs)
-        return outputs[:count], Pending(self, tuple(outputs[count:]))
+        leaving = zip(outputs[count:], self._main.step.signature.outputs[count:], strict=True)
+        return outputs[:count], Pending(self, tuple([value] if entry.key[1] else value for value, entry in leaving))
 
     def clean_up(self, values: Sequence[Any]) -> None:
         """Do what an iteration of this graph left undone."""

@@ -79,7 +79,7 @@ class Ranks:
             with torch.no_grad():
                 outputs = RankInterpreter(steps[rank], rank, self.meeting).run(*inputs)
             leaving = list(zip(outputs, steps[rank].signature.outputs, strict=True))
-            self.pending[rank] = [v for v, e in leaving if e.role is OutputRole.PENDING]
+            self.pending[rank] = [[v] if e.key[1] else v for v, e in leaving if e.role is OutputRole.PENDING]
             results[rank] = [v for v, e in leaving if e.role is not OutputRole.PENDING]
 
         threads = [threading.Thread(target=work, args=(r,)) for r in range(len(steps))]
@@ -158,6 +158,18 @@ def test_an_iteration_may_follow_one_of_another_shape() -> None:
     ours.run(joined)
     ours.run([p.cleanup for p in phases_other if p.cleanup is not None])
     assert_same(reference.tensors(), ours.tensors())
+
+
+def test_gradients_are_not_kept_beyond_their_update() -> None:
+    """Or a step would hold two sets of them: those of the iteration before until its end."""
+    captured, live = captured_layers()
+    phases = overlapped(captured)
+    ranks = Ranks(programs(captured)[0], live)
+    ranks.run([p.setup for p in phases if p.setup is not None])
+    boxes = [value for value in ranks.pending[0] if isinstance(value, list)]
+    assert [len(box) for box in boxes] == [1] * len(deferrable(programs(captured)[0]).deferred)
+    ranks.run([p.main for p in phases])
+    assert [len(box) for box in boxes] == [0] * len(boxes)
 
 
 def test_every_bucket_but_the_one_with_the_loss_moves_and_runs_before_its_first_reader() -> None:
