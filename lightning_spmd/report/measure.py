@@ -46,6 +46,9 @@ FLAGS: dict[str, Any] = {
 }
 """Of every Trainer that is measured: nothing but training, and no end but the measurement's."""
 
+LONGEST_REASON = 500
+"""Characters."""
+
 Build = Callable[[Any, dict[str, Any], list[L.Callback]], tuple[L.Trainer, L.LightningModule, Any]]
 """(strategy, Trainer flags, callbacks) → Trainer, module and data for ``fit``; freshly seeded at each call."""
 
@@ -239,7 +242,7 @@ def _take_turn(side: Side, build: Build, plan: Plan, result: SideResult, bytes_s
         try:
             turn = _train(side, build, plan, bytes_sent)
         except Exception as error:  # whatever goes wrong with one side must not end the comparison
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = f"{type(error).__name__}: {_in_short(error)}"
         gc.collect()  # with the exception's traceback gone, so is its model
     reasons = [r for r in _gather(reason) if r is not None]
     turns: list[_Turn] = [t for t in _gather(turn) if t is not None]
@@ -277,8 +280,10 @@ def _gather(value: Any) -> list[Any]:
     return values
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+def _in_short(error: BaseException) -> str:
+    """A row's reason is one line; a compiler's output is not."""
+    message = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    return message if len(message) <= LONGEST_REASON else message[:LONGEST_REASON] + " ..."
 
 
 class _Keep(logging.Handler):
