@@ -15,9 +15,9 @@ Found by the flow of data through memory and by what the numbers were computed f
 does not fit the formula exactly stays as it is: another reader of an intermediate value, tensors in different memory
 orders, a step counter on another device.
 
-Changes numerics: the fused kernels round less often (over 20 steps of a two-layer GPT weights differ by 1e-7 to 1e-6
-from the formula's, see ``docs/passes.md``), so this pass is not a default. On other devices than the host it joins the
-operators first, which ``fuse_optimizer`` leaves alone there. Does nothing to optimizers captured with ``fused=True``.
+Changes numerics: the fused kernels round otherwise (``docs/passes.md`` has the measurements), so this pass is not a
+default. On other devices than the host it joins the operators first, which ``fuse_optimizer`` leaves alone there. Does
+nothing to optimizers captured with ``fused=True``.
 """
 
 from __future__ import annotations
