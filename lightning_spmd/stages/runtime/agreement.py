@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -97,7 +98,9 @@ def _describe_node(node: fx.Node, uneven: bool) -> str:
         arguments = ", ".join(n.name for n in node.all_input_nodes)
     else:
         arguments = f"{node.args}, {node.kwargs}"
-    return f"{node.name} = {node.target}({arguments})  # {info_of(node).module} {info_of(node).source}"
+    # a Python function's repr holds its address, which is another one in every process
+    target = getattr(node.target, "__qualname__", None) if isinstance(node.target, FunctionType) else None
+    return f"{node.name} = {target or node.target}({arguments})  # {info_of(node).module} {info_of(node).source}"
 
 
 def _first_difference(everyone: Sequence[list[str]]) -> str:
