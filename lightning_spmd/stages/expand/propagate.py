@@ -87,6 +87,15 @@ class _Aliasing:
         return [a for a in group if a is not operand and a is not writer and self.position[a] < now < self.last_use[a]]
 
 
+def _result_is_the_operand(call: OpCall, layout: Layout, written: list[fx.Node]) -> bool:
+    """Whether a layout leaves the tensor that an in-place operator returns placed as it took it."""
+    returns = call.op._schema.returns
+    in_place = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    return not in_place or all(
+        layout.inputs[i] == layout.outputs[0] for i, operand in enumerate(call.operands) if operand in written
+    )
+
+
 class _ForceError(Exception):
     """Propagation must start again with another placement at the creation of a storage."""
 
@@ -318,6 +327,7 @@ class Propagation:
         def legal(layout: Layout) -> bool:
             return all(layout.inputs[i] == self.versions[call.operands[i]][0] for i in bound)
 
+        options = [layout for layout in options if _result_is_the_operand(call, layout, written)]
         free = min(options, key=lambda c: self._cost(call, c))
         allowed = [c for c in options if legal(c)]
         best = min(allowed, key=lambda c: self._cost(call, c), default=None)
