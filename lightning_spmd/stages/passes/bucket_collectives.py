@@ -408,5 +408,8 @@ def _gathered(graph: fx.Graph, bucket: _Bucket, whole: fx.Node) -> list[fx.Node]
 
 
 PASS = GraphPass(
-    "bucket_collectives", bucket_collectives, after=frozenset({"gather_embedding_rows"}), changes_numerics=True
+    "bucket_collectives",
+    bucket_collectives,
+    after=frozenset({"early_operands", "gather_embedding_rows"}),
+    changes_numerics=True,
 )
