@@ -234,10 +234,10 @@ def announced(overlap: Any, callbacks: list[L.Callback]) -> tuple[str, int, list
     for each in loggers:
         each.addHandler(said)
         each.setLevel(logging.INFO)
+    saving = any(isinstance(c, ModelCheckpoint) for c in callbacks)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=SPMDStrategy(overlap_iterations=overlap, bucket_size_mb=SMALL),
-        max_epochs=1, callbacks=callbacks, logger=False, enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        enable_model_summary=False,
+        max_epochs=1, callbacks=callbacks, logger=False, enable_checkpointing=saving, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Fails(), DataLoader(torch.randn(96, 32), batch_size=4))  # type: ignore[arg-type]
     for each in loggers:
