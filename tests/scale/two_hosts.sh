@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs a command once on each of two (or more) "hosts" of this machine, joined by a network of limited bandwidth.
 #
-#   tests/scale/two_hosts.sh [-n HOSTS] [-r RATE] [-d DELAY] -- COMMAND [ARGUMENT ...]
+#   tests/scale/two_hosts.sh [-n HOSTS] [-r RATE] -- COMMAND [ARGUMENT ...]
 #
 # A host is a network namespace with one interface, eth0, at 10.77.0.1, 10.77.0.2, ...; a bridge joins them, and each
-# sends at RATE at most (tc's units: 1gbit by default, 300mbit, ...), after DELAY (none by default; 200us, 1ms, ...).
+# sends at RATE at most (tc's units: 1gbit by default, 300mbit, ...).
 # COMMAND finds what Lightning's environment asks for: NODE_RANK, LOCAL_RANK=0, MASTER_ADDR, MASTER_PORT, and NNODES for
 # its own use; GLOO_SOCKET_IFNAME keeps Gloo off the other interfaces. Host 0's output is shown, the others' goes to
 # files that are shown when one of them fails. The exit status is 0 where it is on all hosts.
@@ -15,12 +15,11 @@ set -euo pipefail
 usage() { sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 fail() { echo "two_hosts.sh: $*" >&2; exit 1; }
 
-hosts=2 rate=1gbit delay=
-while getopts n:r:d:h option; do
+hosts=2 rate=1gbit
+while getopts n:r:h option; do
     case $option in
     n) hosts=$OPTARG ;;
     r) rate=$OPTARG ;;
-    d) delay=$OPTARG ;;
     *) usage ;;
     esac
 done
@@ -56,12 +55,8 @@ for ((host = 0; host < hosts; host++)); do
     inside "$host" ip addr add "10.77.0.$((host + 1))/24" dev eth0
     inside "$host" ip link set eth0 up
     # A burst of 256 KiB lets the kernel send its large segments whole; 2 ms of the rate at 1 Gbit/s.
-    inside "$host" tc qdisc add dev eth0 root handle 1: tbf rate "$rate" burst 256kb latency 100ms ||
+    inside "$host" tc qdisc add dev eth0 root tbf rate "$rate" burst 256kb latency 100ms ||
         fail "-r $rate: tc cannot shape to it (bad rate, or a kernel without tbf)"
-    if [ -n "$delay" ]; then
-        inside "$host" tc qdisc add dev eth0 parent 1: netem delay "$delay" limit 10000 ||
-            fail "-d $delay: tc cannot delay by it (bad time, or a kernel without netem)"
-    fi
 done
 
 for ((host = hosts - 1; host >= 0; host--)); do
