@@ -150,7 +150,8 @@ def test_callbacks_of_the_training_stay_and_those_that_watch_it_go(
     )
     recipe = compare.Recipe(args=arguments, run=False, save_config_callback=None)
     trainer, _, _ = recipe.build("auto", {"enable_checkpointing": False, "logger": False}, [])
-    kinds = {type(callback).__name__ for callback in trainer.callbacks}
+    callbacks: list[L.Callback] = vars(trainer)["callbacks"]
+    kinds = {type(callback).__name__ for callback in callbacks}
     assert "EMAWeightAveraging" in kinds
     assert not kinds & {"SampleText", "LearningRateMonitor", "SPMDProgressBar", "ModelCheckpoint"}
 
