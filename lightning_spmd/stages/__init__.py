@@ -24,13 +24,13 @@ class BuildOptions:
         passes: the pass list.
         bucket_size_mb: cap of a communication bucket in MiB, or ``"auto"``.
         reduce_dtype: in which gradients travel, a name in ``passes.REDUCE_DTYPES``; None: as they are.
-        overlap_iterations: whether the end of an iteration may run inside the next one.
+        overlap_iterations: whether the end of an iteration may run inside the next one; ``"auto"``: where it is faster.
     """
 
     passes: Sequence[GraphPass] = PASSES
     bucket_size_mb: float | str = "auto"
     reduce_dtype: str | None = None
-    overlap_iterations: bool = False
+    overlap_iterations: bool | str = False
 
 
 def build(
@@ -72,6 +72,7 @@ def finish(
     captured: CapturedStep,
     arranged: ShardedStep,
     seconds: Mapping[str, float],
+    overlap: bool | str = True,
     on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None,
 ) -> IterationGraphs:
     """Make the final graphs of a step that has been measured: work is deferred, collectives start in the best order.
@@ -80,12 +81,13 @@ def finish(
         captured: what the step was made of.
         arranged: ``build(...).main``, after its first run.
         seconds: time of every node by name, the same on all ranks.
+        overlap: ``BuildOptions.overlap_iterations``.
         on_result: called with the name of each phase and its graph (dumps).
 
     Raises:
         VerificationError: a graph broke an invariant.
     """
-    graphs = make_phases(arranged, overlap=True, seconds=seconds, guarded=_guarded(captured))
+    graphs = make_phases(arranged, overlap=overlap, seconds=seconds, guarded=_guarded(captured))
     for name, phase in (("setup", graphs.setup), ("main", graphs.main), ("cleanup", graphs.cleanup)):
         if phase is not None:
             on_result(name, phase)

@@ -336,7 +336,8 @@ class TrainingIteration:
         )
         names = parameter_names(self.module, self.optimizer)
         state = LiveState(self.module, self.optimizer, names, self._host_values(), self.gradients, self._streams)
-        self._tell_about_overlap(captured, graphs)
+        if not graphs.deferrable:
+            self._tell_about_overlap(captured, graphs)
         finish = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
         return Executable(captured, graphs, state, finish, self._follow)
 
@@ -347,9 +348,14 @@ class TrainingIteration:
         everyone = [dict(seconds)] if self._control is None else self._control.gather(dict(seconds))
         agreed = agree(arranged.graph_module.graph, everyone)
         graphs = finish(
-            captured, arranged, agreed, lambda stage, step: self._dump(stage, step.graph_module, step.signature, number)
+            captured,
+            arranged,
+            agreed,
+            self._options.overlap_iterations,
+            lambda stage, step: self._dump(stage, step.graph_module, step.signature, number),
         )
         self._check_agreement(graphs.main)
+        self._tell_about_overlap(captured, graphs)
         return graphs
 
     def _follow(self, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
@@ -364,9 +370,10 @@ class TrainingIteration:
     def _tell_about_overlap(self, captured: CapturedStep, graphs: IterationGraphs) -> None:
         """Once, and not for the graph of the first step, which creates the optimizer's state."""
         first = any(True for _ in captured.signature.outputs_of(OutputRole.OPTIMIZER_STATE))
-        if not graphs.notes or first or not captured.variant.apply or graphs.notes in self._told:
+        gist = graphs.notes.partition(" (")[0].partition(":")[0]  # without the times, which differ a graph
+        if not graphs.notes or first or not captured.variant.apply or gist in self._told:
             return
-        self._told.add(graphs.notes)
+        self._told.add(gist)
         rank_zero_info(f"strategy='spmd' overlaps iterations: {graphs.notes}")
 
     def _even(self) -> tuple[int, ...]:

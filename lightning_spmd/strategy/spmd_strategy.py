@@ -62,9 +62,9 @@ class SPMDStrategy(RankedStrategy):
         reduce_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: gradients are cast to it for their reduction and back; None
             leaves them as they are. The loss, logged values and statistics of batch norm are not cast.
         overlap_iterations: whether the end of an iteration (late gradients' reduction, their update) may run inside the
-            next one, before the first reader. ``"auto"``: unless hooks that run between batches may look at weights;
-            an info message names them. True: even then. Weights seen by validation, checkpoints and hooks of an
-            epoch's end are up to date in any case.
+            next one, before the first reader. ``"auto"``: where that is faster by measurement, unless hooks that run
+            between batches may look at weights; an info message says which. True: always. Weights seen by validation,
+            checkpoints and hooks of an epoch's end are up to date in any case.
         passes: names of the graph passes to run, in order, and ``GraphPass`` objects of your own; None: the default.
         dump_dir: folder that receives every graph after every stage as readable Python; None writes nothing.
 
@@ -168,8 +168,8 @@ class SPMDStrategy(RankedStrategy):
             options=dataclasses.replace(self.build_options, overlap_iterations=self._overlaps(trainer, module)),
         )
 
-    def _overlaps(self, trainer: Any, module: Any) -> bool:
-        """Whether iterations may overlap, the same on all ranks."""
+    def _overlaps(self, trainer: Any, module: Any) -> bool | str:
+        """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
         if self._control is None or self.overlap_iterations is False:
             return False
         readers = sum(self._control.gather(readers_between_batches(module, trainer.callbacks)), [])
@@ -178,7 +178,7 @@ class SPMDStrategy(RankedStrategy):
         overlap = self.overlap_iterations is True or not readers
         if overlap and not any(isinstance(c, FinishPendingWork) for c in trainer.callbacks):
             trainer.callbacks.insert(0, FinishPendingWork(self.flush))
-        return overlap
+        return self.overlap_iterations if overlap else False
 
     def flush(self) -> None:
         """Finish what the last iteration left for the next one: afterwards weights and optimizer state are up to date.

@@ -29,18 +29,33 @@ class _Job:
     deadline: float
 
 
-def arrange(
-    graph: fx.Graph,
+@dataclass(frozen=True)
+class Plan:
+    """A step's parts and the order of its collectives.
+
+    Args:
+        body: computation, in order; without tails and their collectives.
+        queue: the collectives that start tails, in the order in which they start.
+        kept: tails that run at the end of the iteration, in order of arrival.
+        readers: for each deferred tail the node of ``body`` that it must come before, or None.
+    """
+
+    body: list[fx.Node]
+    queue: list[fx.Node]
+    kept: list[Tail]
+    readers: list[tuple[Tail, fx.Node | None]]
+
+
+def plan(
     dependences: Dependences,
     all_tails: Sequence[Tail],
     deferred: Sequence[Tail],
     touches: Touches,
     seconds: Seconds,
-) -> None:
-    """Put the graph into its order of execution: computation with collectives in it, then the tails as they arrive.
+) -> Plan:
+    """The order of a step's parts.
 
     Args:
-        graph: changed in place.
         dependences: of the graph.
         all_tails: of the graph.
         deferred: those that run in the next iteration.
@@ -50,8 +65,22 @@ def arrange(
     in_tails = {node for tail in all_tails for node in tail.nodes}
     starts = {start for tail in all_tails for start in tail.starts}
     body = [n for n in dependences.order if n not in in_tails and n not in starts and n.op != "output"]
-    queue = issue_order(body, dependences, all_tails, deferred, touches, seconds)
+    readers = [(t, first_conflict(touches.of_all(t.nodes), touches, body)) for t in deferred]
+    queue = _issue_order(body, dependences, all_tails, readers, seconds)
     arrival = {start: index for index, start in enumerate(queue)}
+    by_arrival = sorted(all_tails, key=lambda t: max(arrival[s] for s in t.starts))
+    return Plan(body, queue, [t for t in by_arrival if t not in deferred], readers)
+
+
+def arrange(graph: fx.Graph, dependences: Dependences, chosen: Plan) -> None:
+    """Put the graph into its order of execution: computation with collectives in it, then the tails as they arrive."""
+    rest = [n for tail in chosen.kept for n in tail.nodes] + [n for tail, _ in chosen.readers for n in tail.nodes]
+    reorder(graph, [*with_starts(chosen, dependences), *rest, dependences.order[-1]])
+
+
+def with_starts(chosen: Plan, dependences: Dependences) -> list[fx.Node]:
+    """The body with every collective as early as its operand and its predecessors in the queue allow."""
+    queue = list(chosen.queue)
     order: list[fx.Node] = []
     emitted: set[fx.Node] = set()
 
@@ -61,40 +90,65 @@ def arrange(
         while queue and dependences.before[queue[0]] <= emitted:
             emit(queue.pop(0))
 
-    for node in body:
+    for node in chosen.body:
         emit(node)
-    for tail in sorted(all_tails, key=lambda t: max(arrival[s] for s in t.starts)):
-        order.extend(tail.nodes)
-    reorder(graph, [*order, dependences.order[-1]])
+    return order
 
 
-def issue_order(
+def predicted_seconds(chosen: Plan, dependences: Dependences, seconds: Seconds, iterations: int = 4) -> float:
+    """Time of an iteration in the steady state: one thread computes, the network serves one collective at a time."""
+    program = with_starts(chosen, dependences)
+    late: dict[fx.Node | None, list[Tail]] = {}
+    for tail, reader in chosen.readers:
+        late.setdefault(reader, []).append(tail)
+    arrives: dict[fx.Node, float] = {}
+    now = network = begin = 0.0
+
+    def finish(tail: Tail) -> None:
+        nonlocal now
+        now = max([now, *(arrives.get(start, 0.0) for start in tail.starts)])
+        now += sum(seconds.get(n.name, 0.0) for n in tail.nodes)
+
+    queued = set(chosen.queue)
+    for _ in range(iterations):
+        begin = now
+        for node in program:
+            for tail in late.get(node, ()):
+                finish(tail)
+            if node in queued:
+                network = max(network, now) + seconds.get(node.name, 0.0)
+                arrives[node] = network
+            else:
+                now += seconds.get(node.name, 0.0)
+        for tail in (*chosen.kept, *late.get(None, ())):
+            finish(tail)
+    return now - begin
+
+
+def _issue_order(
     body: Sequence[fx.Node],
     dependences: Dependences,
     all_tails: Sequence[Tail],
-    deferred: Sequence[Tail],
-    touches: Touches,
+    readers: Sequence[tuple[Tail, fx.Node | None]],
     seconds: Seconds,
 ) -> list[fx.Node]:
-    """The collectives that start tails, in the order in which they should start."""
     clock: dict[fx.Node, float] = {}
-    now = 0.0
     begins: dict[fx.Node, float] = {}
+    now = 0.0
     for node in body:
         begins[node] = now
         now += seconds.get(node.name, 0.0)
         clock[node] = now
-    finish = now
-    for tail in all_tails:
-        if tail not in deferred:
-            finish += sum(seconds.get(n.name, 0.0) for n in tail.nodes)
+    needed_by = dict(readers)
+    kept = (tail for tail in all_tails if tail not in needed_by)
+    finish = now + sum(seconds.get(n.name, 0.0) for tail in kept for n in tail.nodes)
     position = {node: i for i, node in enumerate(body)}
     jobs: list[tuple[int, _Job]] = []
     for tail in all_tails:
         deadline = now
-        if tail in deferred:
-            reader = first_conflict(touches.of_all(tail.nodes), touches, body)
-            deadline = finish + (begins[reader] if reader is not None else finish)
+        if tail in needed_by:
+            reader = needed_by[tail]
+            deadline = finish + (finish if reader is None else begins[reader])
         for start in tail.starts:
             needs = [n for n in dependences.before[start] if n in position]
             ready = max((clock[n] for n in needs), default=0.0)

@@ -18,7 +18,7 @@ from lightning_spmd.ir.verify import is_wait, starts_collective
 from lightning_spmd.stages.passes import PASSES, PassState, run_passes
 from lightning_spmd.stages.phases import deferrable, follow, make_phases
 from lightning_spmd.stages.phases.follow import verify_nothing_stale
-from lightning_spmd.stages.phases.order import issue_order
+from lightning_spmd.stages.phases.order import plan
 from lightning_spmd.stages.phases.split import TAIL
 from lightning_spmd.stages.phases.touch import Touches
 from tests.helpers.simulate import RankInterpreter, Rendezvous, expand_all, piece
@@ -248,11 +248,9 @@ def _orders(seconds: Callable[[fx.Node], float]) -> tuple[list[int], list[int]]:
     dependences, touches = Dependences(graph), Touches(step)
     found = tails(dependences)
     deferred = deferrable(step).deferred
-    moving = {n for t in found for n in t.nodes} | {s for t in found for s in t.starts}
-    body = [n for n in dependences.order if n not in moving and n.op != "output"]
     times = {n.name: seconds(n) for n in graph.nodes if n.op == "call_function"}
-    ready = issue_order(body, dependences, found, deferred, touches, {})
-    timed = issue_order(body, dependences, found, deferred, touches, times)
+    ready = plan(dependences, found, deferred, touches, {}).queue
+    timed = plan(dependences, found, deferred, touches, times).queue
     return [ready.index(s) for s in ready], [ready.index(s) for s in timed]
 
 
@@ -265,3 +263,22 @@ def test_a_slow_network_serves_what_is_needed_first() -> None:
     """While the first bucket (with the loss) is under way all others become ready; the last of them is needed first."""
     ready, timed = _orders(lambda n: 1000.0 if starts_collective(n) else 1.0)
     assert timed == [ready[0], *reversed(ready[1:])]
+
+
+def _automatic(collective: float) -> IterationGraphs:
+    step = programs(captured_layers()[0])[0]
+    nodes = [n for n in step.graph_module.graph.nodes if n.op == "call_function"]
+    seconds = {n.name: collective if starts_collective(n) else 0.001 for n in nodes}
+    return make_phases(step, overlap="auto", seconds=seconds)
+
+
+def test_auto_moves_work_where_the_network_is_slow_and_says_what_it_expects() -> None:
+    graphs = _automatic(0.02)
+    assert graphs.cleanup is not None
+    assert "ms instead of" in graphs.notes
+
+
+def test_auto_moves_nothing_where_the_network_is_fast() -> None:
+    graphs = _automatic(0.0001)
+    assert graphs.cleanup is None
+    assert "the network is fast enough" in graphs.notes
