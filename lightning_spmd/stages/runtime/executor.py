@@ -14,6 +14,7 @@ from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
 from lightning_spmd.stages.runtime.profile import RUNS, Profile
+from lightning_spmd.stages.runtime.random_streams import draws_numbers
 
 Finish = Callable[[ShardedStep, Mapping[str, float]], IterationGraphs]
 """Makes the final graphs of a step that has been measured."""
@@ -82,6 +83,7 @@ class Executable:
         self._finish = finish
         self._follow = follow
         self._writers = state.writers(captured)
+        self._draws = draws_numbers(captured.graph_module.graph)
         self._main = self._program(graphs.main)
         self._cleanup: Program | None = None
         self._after: dict[int, tuple[Executable, Program]] = {}
@@ -185,7 +187,7 @@ class Executable:
             if self.state.streams is None:  # one device: the graph draws eager's own numbers
                 outputs = run(*inputs)
             else:
-                with self.state.streams.active():
+                with self.state.streams.active(draws=self._draws):
                     outputs = run(*inputs)
         for position, write in self._writers:
             write(outputs[position])

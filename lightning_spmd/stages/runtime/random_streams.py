@@ -22,6 +22,15 @@ from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.ir.steps import ShardedStep
 
 
+def draws_numbers(graph: fx.Graph) -> bool:
+    """Whether a graph has random operators; those of other libraries may be, whatever their tags say."""
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+        or getattr(n.target, "namespace", "aten") not in ("aten", "prims", "_c10d_functional")
+        for n in graph.nodes
+    )
+
+
 class RandomStreams:
     """The two streams of one rank.
 
@@ -36,9 +45,16 @@ class RandomStreams:
         self.tick = 0
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """One run of a graph; the user's generators are as before afterwards."""
+    def active(self, *, draws: bool = True) -> Iterator[None]:
+        """One run of a graph; the user's generators are as before afterwards.
+
+        Args:
+            draws: whether the graph draws numbers at all; every run counts either way.
+        """
         self.tick += 1
+        if not draws:
+            yield
+            return
         host = torch.get_rng_state()
         device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         try:
@@ -53,7 +69,11 @@ class RandomStreams:
         """From now on draw from the ``"sharded"`` or ``"replicated"`` stream; ``draw`` tells calls of a run apart."""
         parts = (self.seed, self.tick, draw, kind, self.coordinate if kind == "sharded" else -1)
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
-        torch.manual_seed(int.from_bytes(digest, "big"))
+        seed = int.from_bytes(digest, "big")
+        # torch.manual_seed would also queue a call, with a formatted stack, for every kind of device that is not in use
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed(seed)
 
 
 def switch_streams(step: ShardedStep) -> ShardedStep:
