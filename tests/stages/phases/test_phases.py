@@ -160,6 +160,22 @@ def test_an_iteration_may_follow_one_of_another_shape() -> None:
     assert_same(reference.tensors(), ours.tensors())
 
 
+def test_moved_operators_lag_by_one_iteration_and_none_is_lost() -> None:
+    """What the ancestor's ``test_basic_movement`` counted: not in setup, once in main and in cleanup."""
+    graphs = overlapped(captured_layers()[0])[0]
+    assert graphs.setup is not None
+    assert graphs.cleanup is not None
+
+    def updates(step: ShardedStep) -> int:
+        return sum("_foreach_add_" in str(n.target) for n in step.graph_module.graph.nodes)
+
+    whole = updates(programs(captured_layers()[0])[0])
+    moved = whole - updates(graphs.setup)
+    assert moved == len(deferrable(programs(captured_layers()[0])[0]).deferred)
+    assert updates(graphs.cleanup) == moved
+    assert updates(graphs.main) == whole
+
+
 def test_gradients_are_not_kept_beyond_their_update() -> None:
     """Or a step would hold two sets of them: those of the iteration before until its end."""
     captured, live = captured_layers()
