@@ -44,8 +44,9 @@ def choose(all_tails: Sequence[Tail], touches: Touches, guarded: frozenset[State
         guarded: state that decides which graph the next iteration uses.
     """
     decision = Deferral()
+    buckets = sum(len(tail.starts) for tail in all_tails)
     for tail in all_tails:
-        reason = _objection(tail, touches.of_all(tail.nodes), guarded)
+        reason = _objection(tail, touches.of_all(tail.nodes), guarded, buckets)
         if reason is None:
             decision.deferred.append(tail)
         else:
@@ -53,8 +54,8 @@ def choose(all_tails: Sequence[Tail], touches: Touches, guarded: frozenset[State
     return decision
 
 
-def _objection(tail: Tail, touch: Touch, guarded: frozenset[State]) -> str | None:
-    if len(tail.starts) > 1:
+def _objection(tail: Tail, touch: Touch, guarded: frozenset[State], buckets: int) -> str | None:
+    if len(tail.starts) > max(1, buckets // 2):
         clipped = any(info_of(n).section is Section.CLIP for n in tail.nodes)
         what = "clipping by the norm of all gradients" if clipped else "an operator that reads several buckets"
         return f"{what} lets no update start before {len(tail.starts)} buckets are there, so none is worth moving"
