@@ -42,7 +42,7 @@ def deferring(trainer: L.Trainer) -> int:
     ("model", "optimizer", "option"),
     [("mlp", name, "plain") for name in OPTIMIZERS]
     + [("gpt", "adamw_fused", o) for o in ("plain", "accumulate", "clip_norm", "clip_value", "accumulate_clip")]
-    + [("conv", "adamw", "plain")],
+    + [("conv", "adamw", "plain"), ("conv", "sgd", "accumulate")],
 )
 def test_overlap_changes_no_bit(two_ranks: RankPool, model: str, optimizer: str, option: str) -> None:
     scheduler = None if optimizer == "adagrad" else "one_cycle"  # which wants a momentum to change

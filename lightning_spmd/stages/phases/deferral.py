@@ -14,7 +14,8 @@ from torch import fx
 
 from lightning_spmd.ir.dependence import Tail
 from lightning_spmd.ir.node_info import Section, info_of
-from lightning_spmd.stages.phases.touch import State, Touch, Touches
+from lightning_spmd.ir.signature import InputRole
+from lightning_spmd.stages.phases.touch import LIVE, State, Touch, Touches
 
 
 @dataclass
@@ -61,6 +62,10 @@ def _objection(tail: Tail, touch: Touch, guarded: frozenset[State], buckets: int
         return f"{what} lets no update start before {len(tail.starts)} buckets are there, so none is worth moving"
     if tail.returns:
         return "the bucket with the loss and logged values stays: they are read right after the step"
+    if not any(role is InputRole.PARAMETER for role, _ in touch.writes):
+        return "a part of the backward pass stays: only updates move"
+    if any(role not in LIVE for role, _ in touch.writes):
+        return "an update stays that writes into what does not outlive the iteration"
     if touch.writes & guarded:
         return "an update stays that changes what decides about the next iteration's graph"
     if any(_draws(node) for node in tail.nodes):

@@ -31,11 +31,10 @@ from lightning_spmd.ir.placement import REPLICATE, Placement
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, stamp_writes, verify_sharded
-from lightning_spmd.stages.phases.touch import Touches
+from lightning_spmd.stages.phases.touch import LIVE, Touches
 
 TAIL = "tail"
 """``node.meta`` key: index of the deferred tail that a node belongs to."""
-_LIVE = (InputRole.PARAMETER, InputRole.BUFFER, InputRole.OPTIMIZER_STATE)
 
 
 def split(step: ShardedStep, deferred: Sequence[Tail]) -> tuple[ShardedStep, ShardedStep]:
@@ -108,7 +107,7 @@ class _Cut:
     def _need(self, node: fx.Node) -> None:
         root = self.touches.root(node)
         entry = self.entries.get(root)
-        if entry is None or entry.role not in _LIVE or not isinstance(entry.value, TensorSpec):
+        if entry is None or entry.role not in LIVE or not isinstance(entry.value, TensorSpec):
             self.crossing[node] = None
             return
         self.live[root] = None  # and views of it are made again

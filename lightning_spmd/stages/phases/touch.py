@@ -15,6 +15,8 @@ from lightning_spmd.ir.aliasing import storage_regions, written_arguments
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import ShardedStep
 
+LIVE = (InputRole.PARAMETER, InputRole.BUFFER, InputRole.OPTIMIZER_STATE)
+"""Roles of what outlives an iteration, where it is: the next one reads it anew."""
 State = tuple[InputRole, tuple[Any, ...]]
 """Role and key of a graph input."""
 
