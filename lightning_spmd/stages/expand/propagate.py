@@ -19,6 +19,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
@@ -88,7 +89,12 @@ class _Aliasing:
 
 
 def _result_is_the_operand(call: OpCall, layout: Layout, written: list[fx.Node]) -> bool:
-    """Whether a layout leaves the tensor that an in-place operator returns placed as it took it."""
+    """Whether a layout leaves the tensor that an in-place operator returns placed as it took it.
+
+    ``transpose_`` and the like change the tensor's shape and none of its elements.
+    """
+    if torch.Tag.inplace_view in call.op.tags:
+        return True
     returns = call.op._schema.returns
     in_place = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
     return not in_place or all(
