@@ -107,7 +107,8 @@ def test_an_operator_on_lists_computes_the_bits_of_the_operator_on_one_tensor(fa
         assert torch.equal(want.nan_to_num(7.0), have.nan_to_num(7.0))
         assert torch.equal(want.signbit(), have.signbit())
     name = family.split()[0].rstrip("_")
-    assert any(f"_foreach_{name}" in t for t in targets(steps[0])), state.notes
+    known = family != "clone" or hasattr(torch.ops.aten, "_foreach_clone")  # torch 2.11 has none
+    assert any(f"_foreach_{name}" in t for t in targets(steps[0])) == known, state.notes
 
 
 def test_adam_written_by_hand_becomes_one_list_of_operators() -> None:
