@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
 from torch import fx
 
 from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
+from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.verify import is_wait, starts_collective
 
 Region = tuple[fx.Node, fx.Node | None]
@@ -75,8 +75,7 @@ class Dependences:
         """Random operators, and what chooses their stream, stay in order: each draw moves the generator."""
         last: fx.Node | None = None
         for node in self.order:
-            drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if not drawn and node.meta.get("random") is None:
+            if not draws_random(node):
                 continue
             if last is not None:
                 self.before[node].add(last)

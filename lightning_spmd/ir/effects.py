@@ -19,6 +19,12 @@ Region = tuple[fx.Node, fx.Node | None]
 _PLAIN_NAMESPACES = frozenset({"aten", "prims"})
 
 
+def draws_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, or chooses the stream that others draw from."""
+    target: Any = node.target
+    return node.meta.get("random") is not None or (isinstance(target, OpOverload) and is_random(target))
+
+
 def is_pure(node: fx.Node) -> bool:
     """Whether a node does nothing but make its value from its operands: unnoticed, and it writes nowhere."""
     schema = getattr(node.target, "_schema", None)

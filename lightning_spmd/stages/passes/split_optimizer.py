@@ -102,10 +102,9 @@ class _WaitsOf:
                 self._write(written.intersection(_entries(node, index)), waits)
             self._values[node] = _NONE
             return
-        parent = node.args[0] if node.args else None
-        if node.target is operator.getitem and isinstance(parent, fx.Node) and parent in self.entries:
-            index: Any = node.args[1]
-            self._values[node] = self.entries[parent][index]
+        item = _item_of_list(node)
+        if item is not None:
+            self._values[node] = self.entries[item[0]][item[1]]
             return
         waits = self._union(node.all_input_nodes)
         self._values[node] = waits | {node} if is_wait(node) else waits
@@ -124,6 +123,18 @@ class _WaitsOf:
             root, piece = self._regions[node]
             pieces = self._written.setdefault(root, {})
             pieces[piece] = pieces.get(piece, _NONE) | waits
+
+
+def _item_of_list(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """(list operator, position) if the node takes one result out of a list operator's."""
+    if (
+        node.target is not operator.getitem
+        or not isinstance(node.args[0], fx.Node)
+        or list_length(node.args[0]) is None
+    ):
+        return None
+    index: Any = node.args[1]
+    return node.args[0], index
 
 
 def _shared(node: fx.Node) -> list[fx.Node]:
@@ -153,10 +164,9 @@ class _Owners:
             self.by_index[node] = [self._only(_entries(node, i)) for i in range(length)]
             self._of[node] = None
             return
-        parent = node.args[0] if node.args else None
-        if node.target is operator.getitem and isinstance(parent, fx.Node) and parent in self.by_index:
-            index: Any = node.args[1]
-            self._of[node] = self.by_index[parent][index]
+        item = _item_of_list(node)
+        if item is not None:
+            self._of[node] = self.by_index[item[0]][item[1]]
             return
         updating = info_of(node).section in (Section.OPTIMIZER, Section.CLIP)  # activations belong to nobody
         self._of[node] = self._only(node.all_input_nodes) if updating else None

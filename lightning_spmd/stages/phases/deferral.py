@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import fx
-
 from lightning_spmd.ir.dependence import Tail
+from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.stages.phases.touch import LIVE, State, Touch, Touches
@@ -68,11 +66,6 @@ def _objection(tail: Tail, touch: Touch, guarded: frozenset[State], buckets: int
         return "an update stays that writes into what does not outlive the iteration"
     if touch.writes & guarded:
         return "an update stays that changes what decides about the next iteration's graph"
-    if any(_draws(node) for node in tail.nodes):
+    if any(draws_random(node) for node in tail.nodes):
         return "an update that draws random numbers stays"
     return None
-
-
-def _draws(node: fx.Node) -> bool:
-    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return drawn or node.meta.get("random") is not None

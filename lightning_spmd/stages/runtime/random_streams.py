@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.node_info import info_of
 from lightning_spmd.ir.placement import REPLICATE
 from lightning_spmd.ir.signature import GraphInput, InputRole
@@ -25,8 +26,7 @@ from lightning_spmd.ir.steps import ShardedStep
 def draws_numbers(graph: fx.Graph) -> bool:
     """Whether a graph has random operators; those of other libraries may be, whatever their tags say."""
     return any(
-        torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
-        or getattr(n.target, "namespace", "aten") not in ("aten", "prims", "_c10d_functional")
+        draws_random(n) or getattr(n.target, "namespace", "aten") not in ("aten", "prims", "_c10d_functional")
         for n in graph.nodes
     )
 
