@@ -48,4 +48,18 @@ StrategyRegistry.register(
     description="The whole training iteration as one distributed graph, parameters replicated",
     override=True,
 )
+StrategyRegistry.register(
+    "spmd_zero2",
+    SPMDStrategy,
+    description="As spmd, with gradients and optimizer state sharded over the devices",
+    override=True,
+    data_parallel="zero2",
+)
+StrategyRegistry.register(
+    "spmd_zero3",
+    SPMDStrategy,
+    description="As spmd, with parameters, gradients and optimizer state sharded over the devices",
+    override=True,
+    data_parallel="zero3",
+)
 explain_in_pytorch_lightning()

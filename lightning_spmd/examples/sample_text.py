@@ -1,5 +1,6 @@
 """Text written by the trained module, on the terminal when training ends."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import rich
@@ -57,7 +58,9 @@ class SampleText(Callback):
         was_training = pl_module.training
         pl_module.eval()
         try:
-            self.samples = [self._sample(pl_module, prompt, generator) for prompt in self.prompts]
+            whole = getattr(trainer.strategy, "full_parameters", contextlib.nullcontext)
+            with whole():
+                self.samples = [self._sample(pl_module, prompt, generator) for prompt in self.prompts]
         finally:
             pl_module.train(was_training)
         if trainer.is_global_zero:

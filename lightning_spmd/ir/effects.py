@@ -11,7 +11,7 @@ from torch import fx
 
 from lightning_spmd._private_api import OpOverload, is_random
 from lightning_spmd.ir.aliasing import written_arguments
-from lightning_spmd.ir.placement import Shard
+from lightning_spmd.ir.placement import Chunk, Shard
 from lightning_spmd.ir.steps import ShardedStep
 
 _COUNTS = "write_counts"  # what verify.stamp_writes leaves in node.meta
@@ -78,21 +78,22 @@ def is_same_on_all_ranks(step: ShardedStep, node: fx.Node) -> bool:
     """Whether what the graph says about a node (arguments, shape, strides) is the same in every rank's graph.
 
     Ranks must take the same decisions. With uneven rows a local size may happen to be the one that makes a view change
-    nothing here and something elsewhere, so only values that are not sharded count.
+    nothing here and something elsewhere, so only values that are not sharded count; the same holds for chunks.
     """
     if node.meta.get("rank_dependent"):
         return False
-    if all(axis.is_even for axis in step.axes):
-        return True
     placements = node.meta.get("placements")
-    return placements is not None and not _mentions_shard(placements)
+    if all(axis.is_even for axis in step.axes):
+        return not mentions(placements, Chunk)
+    return placements is not None and not mentions(placements, (Shard, Chunk))
 
 
-def _mentions_shard(placements: Any) -> bool:
+def mentions(placements: Any, kind: type | tuple[type, ...]) -> bool:
+    """Whether one of (nested) placements is of that kind."""
     if isinstance(placements, (tuple, list)):
         items: list[Any] = list(placements)  # pyright: ignore[reportUnknownArgumentType]
-        return any(_mentions_shard(p) for p in items)
-    return isinstance(placements, Shard)
+        return any(mentions(p, kind) for p in items)
+    return isinstance(placements, kind)
 
 
 def writes_before(graph: fx.Graph, regions: Mapping[fx.Node, Region]) -> dict[fx.Node, int]:

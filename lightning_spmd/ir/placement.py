@@ -6,19 +6,29 @@ A *placement* describes one (tensor, mesh axis) pair; a tensor on an n-axis mesh
 ``Replicate()``                every rank of the axis holds the whole tensor
 ``Shard(dim)``                 rank r holds the r-th piece of tensor dimension ``dim``
 ``Shard(dim, outer=T)``        ``dim`` is ``T`` consecutive blocks and every block is split over the ranks: what a view
-                               of ``(T, batch)`` as ``(T * batch,)`` gives when ``batch`` is split
+                               of ``(T, batch)`` as ``(T * batch,)`` gives when ``batch`` is split; how the weight of a
+                               fused projection (query, key, value) lies
+``Shard(dim, outer=(4, 1))``   the same with blocks in these proportions: a fused projection with fewer keys than
+                               queries
+``Chunk(dim)``                 rank r holds the r-th of ``torch.chunk``'s pieces of ``dim``, whatever the batch's split:
+                               how sharded state (ZeRO) lies; the last ranks may hold less, or nothing
 ``Partial("sum")``             the tensor is the sum over the ranks of what they hold
 =============================  =======================================================================
 
-GSPMD (arXiv:2105.04663) and DTensor use the same algebra; ``outer`` is DTensor's strided shard restricted to what view
-operators produce.
+GSPMD (arXiv:2105.04663) and DTensor use the same algebra; ``Chunk`` is DTensor's ``Shard``, and ``outer`` is its
+strided shard restricted to what view operators produce.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
+
+Blocks: TypeAlias = int | tuple[int, ...]
+"""Consecutive blocks of a dimension: so many equal ones, or some in these proportions (not all equal, no divisor)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +41,26 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Dimension ``dim`` is split over the ranks, in each of ``outer`` consecutive blocks of that dimension."""
+    """Dimension ``dim`` is split over the ranks, in each of the ``outer`` consecutive blocks of that dimension."""
 
     dim: int
-    outer: int = 1
+    outer: Blocks = 1
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},outer={self.outer})"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Dimension ``dim`` is split in equal pieces of which the last ones may be shorter, as ``torch.chunk`` does.
+
+    State is stored and updated in this form. Nothing computes with a chunk of a parameter: it is gathered first.
+    """
+
+    dim: int = 0
+
+    def __str__(self) -> str:
+        return f"C({self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +73,27 @@ class Partial:
         return "P" if self.op == "sum" else f"P({self.op})"
 
 
-Placement: TypeAlias = Replicate | Shard | Partial
+def blocks_of(sizes: Sequence[int]) -> Blocks:
+    """The normal form of consecutive blocks of these sizes."""
+    if len(set(sizes)) == 1:
+        return len(sizes)
+    divisor = math.gcd(*sizes)
+    return tuple(size // divisor for size in sizes)
+
+
+def block_sizes(size: int, blocks: Blocks) -> tuple[int, ...] | None:
+    """Sizes of the blocks of a dimension of ``size``, or None if it does not consist of such blocks."""
+    if isinstance(blocks, int):
+        return (size // blocks,) * blocks if size % blocks == 0 else None
+    total = sum(blocks)
+    return tuple(size // total * part for part in blocks) if size % total == 0 else None
+
+
+Placement: TypeAlias = Replicate | Shard | Chunk | Partial
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
+CHUNK = Chunk()
 
 
 @dataclass(frozen=True)
@@ -96,6 +136,29 @@ class ShardAxis:
     def local_size(self, size: int, rank: int | None = None) -> int:
         """Size of this rank's piece of a dimension of global ``size``."""
         return size * self.split[self.rank if rank is None else rank] // self.total
+
+    def splits(self, size: int, blocks: Blocks) -> bool:
+        """Whether every block of a dimension of global ``size`` can be split over this axis."""
+        if isinstance(blocks, int):
+            return size % blocks == 0 and self.divides(size // blocks)
+        sizes = block_sizes(size, blocks)
+        return sizes is not None and all(self.divides(block) for block in sizes)
+
+    def shard_size(self, size: int, blocks: Blocks) -> int:
+        """Size of this rank's piece of a dimension of global ``size`` that is split in blocks."""
+        if isinstance(blocks, int):
+            return blocks * self.local_size(size // blocks)
+        return sum(self.local_size(size // sum(blocks) * part) for part in blocks)
+
+    def chunk_size(self, size: int) -> int:
+        """Size of the longest chunk of a dimension of global ``size``."""
+        return -(-size // self.size)
+
+    def chunk(self, size: int, rank: int | None = None) -> tuple[int, int]:
+        """(start, length) of this rank's chunk of a dimension of global ``size``."""
+        longest = self.chunk_size(size)
+        start = min((self.rank if rank is None else rank) * longest, size)
+        return start, min(longest, size - start)
 
     def offset(self, size: int, rank: int | None = None) -> int:
         """Where this rank's piece of a dimension of global ``size`` starts."""

@@ -18,18 +18,29 @@ class Variant:
     """Which part of an iteration a graph holds.
 
     Args:
-        forward: run training_step and the backward pass.
+        forward: run the step method, and the backward pass unless told otherwise.
         accumulated: gradients of earlier micro-batches are inputs and are added up.
         apply: clip and run the optimizer; without it the gradients are outputs (or stay in the accumulators).
         expose_gradients: gradients leave the graph reduced over the ranks, for hooks that read or change ``p.grad``.
+        backward: False: the step method alone, without gradients (validation, test, predict).
+        method: the LightningModule's method that is the forward part.
     """
 
     forward: bool = True
     accumulated: bool = False
     apply: bool = True
     expose_gradients: bool = False
+    backward: bool = True
+    method: str = "training_step"
+
+    @classmethod
+    def evaluation(cls, method: str) -> Variant:
+        """``validation_step``, ``test_step`` or ``predict_step`` alone."""
+        return cls(apply=False, backward=False, method=method)
 
     def __str__(self) -> str:
+        if not self.backward:
+            return self.method
         parts = [("forward", self.forward), ("accumulate", self.accumulated), ("apply", self.apply)]
         return "+".join(name for name, present in parts if present) + (" (split)" if self.expose_gradients else "")
 
@@ -49,6 +60,12 @@ class OutputRef:
         return f"<output {self.position}>"
 
 
+class LeafRef(OutputRef):
+    """Stands for the leaf of the batch at ``position`` that nobody read: a file name that is returned as it came."""
+
+    __slots__ = ()
+
+
 class CallRef(OutputRef):
     """Stands for what the recorded call at ``position`` returns (a metric's value, known only after the graph ran)."""
 
@@ -61,8 +78,10 @@ class RecordedCall:
 
     Args:
         target: module path of the object, ``""`` for the LightningModule.
-        method: ``"log"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"``, ``"reset"`` of a metric.
-        args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`.
+        method: ``"log"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"``, ``"reset"`` of a metric;
+            ``"append"`` of any module: its arguments are the name of a list on it and the item.
+        args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, what
+            came with the batch and is not a tensor by :class:`LeafRef`.
     """
 
     target: str
@@ -85,7 +104,7 @@ class CapturedStep:
         constants: readers of live tensors that the code reaches without being parameters, buffers or batch; each step
             reads anew what is in a module's attribute then.
         calls: recorded ``self.log`` and metric calls, in order.
-        returned: what training_step returned, tensors replaced by :class:`OutputRef`.
+        returned: what the step method returned, with the same replacements as in recorded calls.
         variant: the part of an iteration that the graph holds.
     """
 

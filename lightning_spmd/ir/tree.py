@@ -19,9 +19,12 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
 
     Args:
         function: called with a readable path such as ``['image']`` or ``[0].mask``.
-        tree: nested tuples, named tuples, lists, mappings and dataclass instances; everything else is a leaf.
+        tree: nested tuples, named tuples, lists, mappings and dataclass instances; everything else is a leaf, and so is
+            what has a true ``is_tree_leaf`` on its class.
         path: prefix of the paths.
     """
+    if getattr(type(tree), "is_tree_leaf", False):  # first: isinstance would ask the object for its class
+        return function(path, tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*[map_leaves(function, getattr(tree, f), f"{path}.{f}") for f in tree._fields])
     if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):

@@ -161,21 +161,27 @@ def _verify_collectives(graph: fx.Graph, signature: Signature) -> None:
 def _verify_in_flight(graph: fx.Graph) -> None:
     """Between a collective and its wait nobody touches what it works in, nobody writes into what it reads.
 
-    Only the functional all-reduce works in a copy of its input, made when it starts.
+    Only the functional all-reduce works in a copy of its input, made when it starts. What a collective reads may be one
+    piece of a buffer (of a bucket's results) while another piece of it is written.
     """
-    roots = storage_roots(graph)
+    roots, regions = storage_roots(graph), storage_regions(graph)
     working: dict[fx.Node, fx.Node] = {}
-    reading: dict[fx.Node, set[fx.Node]] = {}
+    reading: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         used = {roots[operand] for operand in node.all_input_nodes}
-        written = {roots[operand] for operand in written_arguments(node)}
+        targets = written_arguments(node)
+        written = {roots[operand] for operand in targets}
         if is_wait(node):
             reading.pop(node.all_input_nodes[0], None)
             for root in used:
                 working.pop(root, None)
         elif node.op != "output":
             touched = [start for root, start in working.items() if root in used]
-            touched += [start for start, sources in reading.items() if sources & written]
+            touched += [
+                start
+                for start, sources in reading.items()
+                if any(_overlap(regions[a], regions[b]) for a in sources for b in targets)
+            ]
             if touched:
                 raise VerificationError(
                     f"{node.name} ({node.target}) touches memory that {touched[0].name}, not waited yet, works on"
@@ -184,7 +190,11 @@ def _verify_in_flight(graph: fx.Graph) -> None:
             for root in written:
                 working[root] = node
             if "all_reduce" not in str(node.target):
-                reading[node] = used
+                reading[node] = node.all_input_nodes
+
+
+def _overlap(one: tuple[fx.Node, fx.Node | None], other: tuple[fx.Node, fx.Node | None]) -> bool:
+    return one[0] is other[0] and overlapping(one[1], other[1])
 
 
 def _roles(output: fx.Node, node: fx.Node, signature: Signature) -> list[OutputRole]:

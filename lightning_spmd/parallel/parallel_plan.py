@@ -1,22 +1,33 @@
 """Which placement each graph input has on each mesh axis, and which placement each output must get.
 
-A plan is asked by role, never by position. :class:`ReplicatedPlan` is plain data parallelism; sharded states and tensor
-parallelism are other implementations of the same two methods.
+A plan is asked by role, never by position. :class:`ReplicatedPlan` is plain data parallelism, :class:`ShardedStatePlan`
+ZeRO's, ``tensor_parallel.TensorParallelPlan`` splits layers; :class:`MeshPlan` asks another plan on every axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lightning_spmd.errors import BatchError
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Partial, Placement, Shard, ShardAxis
+from lightning_spmd.ir.placement import CHUNK, PARTIAL, REPLICATE, Partial, Placement, Shard, ShardAxis
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole
 
 
 class ParallelPlan(Protocol):
     """What expansion asks of a plan."""
+
+    @property
+    def needs_graphs(self) -> bool:
+        """Whether training steps can run in graphs only, because a rank alone has not all of the state."""
+        ...
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank stores less than all of the parameters."""
+        ...
 
     def input_placement(self, axis: ShardAxis, entry: GraphInput) -> Placement:
         """How this input lies on ``axis``."""
@@ -25,6 +36,24 @@ class ParallelPlan(Protocol):
     def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
         """How this output must lie on ``axis``, given how it was computed."""
         ...
+
+    def shards_state(self, axis: ShardAxis) -> bool:
+        """Whether clipping and the optimizer work on chunks of gradients and parameters."""
+        ...
+
+
+@runtime_checkable
+class PlansActivations(Protocol):
+    """What a plan may say in addition, for axes over which layers are split."""
+
+    def between_blocks(self, axis: ShardAxis) -> Placement | None:
+        """How activations lie between split layers: partial sums become that at once. None: as arithmetic has it."""
+        ...
+
+
+def activations_between(plan: ParallelPlan, axis: ShardAxis) -> Placement | None:
+    """How the plan wants activations between split layers, or None if it does not say."""
+    return plan.between_blocks(axis) if isinstance(plan, PlansActivations) else None
 
 
 @dataclass(frozen=True)
@@ -37,6 +66,8 @@ class ReplicatedPlan:
     """
 
     reduce_gradients: bool = False
+    needs_graphs: bool = False
+    shards_parameters: bool = False
 
     def input_placement(self, axis: ShardAxis, entry: GraphInput) -> Placement:
         """Batch leaves are split along their first dimension, accumulated gradients are partial sums."""
@@ -52,6 +83,10 @@ class ReplicatedPlan:
             )
         return Shard(0)
 
+    def shards_state(self, axis: ShardAxis) -> bool:
+        """Every rank makes the whole update."""
+        return False
+
     def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
         """Values that Python reads are global; outputs of single rows stay with their rank."""
         if entry.role is OutputRole.GRADIENT:
@@ -59,3 +94,88 @@ class ReplicatedPlan:
         if entry.role in (OutputRole.STEP_OUTPUT, OutputRole.METRIC_INPUT) and not isinstance(current, Partial):
             return current
         return REPLICATE
+
+
+@dataclass(frozen=True)
+class ShardedStatePlan:
+    """ZeRO (arXiv:1910.02054): the batch is split, and every rank stores and updates its chunk of the state.
+
+    Args:
+        parameters: whether parameters are stored in chunks too (stage 3) or whole (stage 2).
+        reduce_gradients: gradients that cross the graph's border lie as their parameters do (hooks look at them);
+            otherwise they are chunks.
+    """
+
+    parameters: bool
+    reduce_gradients: bool = False
+    needs_graphs: bool = True
+
+    @property
+    def shards_parameters(self) -> bool:
+        """In stage 3."""
+        return self.parameters
+
+    def input_placement(self, axis: ShardAxis, entry: GraphInput) -> Placement:
+        """Optimizer state and accumulated gradients are chunks, parameters in stage 3."""
+        role = entry.role
+        sharded = (
+            role is InputRole.OPTIMIZER_STATE
+            or (role is InputRole.GRADIENT and not self.reduce_gradients)
+            or (role in (InputRole.PARAMETER, InputRole.GRADIENT) and self.parameters)
+        )
+        if sharded:
+            return _chunk(entry.value)
+        return ReplicatedPlan(reduce_gradients=True).input_placement(axis, entry)
+
+    def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
+        """As the inputs of the same role."""
+        if entry.role is OutputRole.OPTIMIZER_STATE:
+            return _chunk(entry.value)
+        if entry.role is OutputRole.GRADIENT and (self.parameters or not self.reduce_gradients):
+            return _chunk(entry.value)
+        return ReplicatedPlan(reduce_gradients=True).output_placement(axis, entry, current)
+
+    def shards_state(self, axis: ShardAxis) -> bool:
+        """That is what it is for."""
+        return True
+
+
+def _chunk(value: object) -> Placement:
+    return CHUNK if isinstance(value, TensorSpec) and value.shape else REPLICATE
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Another plan on every axis of a mesh.
+
+    Args:
+        axes: the plan of each axis by the axis' name.
+    """
+
+    axes: Mapping[str, ParallelPlan]
+
+    @property
+    def needs_graphs(self) -> bool:
+        """Whether one of the plans does."""
+        return any(plan.needs_graphs for plan in self.axes.values())
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether one of the plans does."""
+        return any(plan.shards_parameters for plan in self.axes.values())
+
+    def input_placement(self, axis: ShardAxis, entry: GraphInput) -> Placement:
+        """What the axis' plan says."""
+        return self.axes[axis.name].input_placement(axis, entry)
+
+    def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
+        """What the axis' plan says."""
+        return self.axes[axis.name].output_placement(axis, entry, current)
+
+    def shards_state(self, axis: ShardAxis) -> bool:
+        """What the axis' plan says."""
+        return self.axes[axis.name].shards_state(axis)
+
+    def between_blocks(self, axis: ShardAxis) -> Placement | None:
+        """What the axis' plan says."""
+        return activations_between(self.axes[axis.name], axis)

@@ -10,10 +10,14 @@ from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
+from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages.expand import expand
+from lightning_spmd.stages.expand.auto_plan import find_plan
 from lightning_spmd.stages.passes import PASSES, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
 from lightning_spmd.stages.runtime.random_streams import switch_streams
+
+__all__ = ["BuildOptions", "build", "find_plan", "finish"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ def build(
     captured: CapturedStep,
     axes: tuple[ShardAxis, ...],
     options: BuildOptions = BuildOptions(),
+    plan: ParallelPlan | None = None,
     on_stage: Callable[[str], None] = lambda _stage: None,
     on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None,
 ) -> IterationGraphs:
@@ -46,6 +51,7 @@ def build(
         captured: the global-view graph.
         axes: the mesh as this rank sees it; empty for one device, whose graph is the captured one.
         options: pass list and bucket size.
+        plan: placements of inputs and outputs; by default only the batch is split.
         on_stage: told the name of each stage as it begins.
         on_result: called with the name of each stage and pass and the step after it (dumps).
 
@@ -57,7 +63,7 @@ def build(
     if not axes:
         return IterationGraphs(main=ShardedStep(captured.graph_module, captured.signature, ()))
     on_stage("expand")
-    sharded = switch_streams(expand(captured, axes))
+    sharded = switch_streams(expand(captured, axes, plan))
     verify_sharded(sharded)
     on_result("expanded", sharded)
     on_stage("passes")

@@ -5,8 +5,9 @@ It is what DDP computes (the mean of per-rank means), not one-device semantics, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,3 +47,8 @@ def mean_loss(loss: Tensor | None) -> Tensor | None:
     averaged = loss.detach().clone()
     dist.all_reduce(averaged)
     return averaged / dist.get_world_size()
+
+
+def synced(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """An optimizer's closure for which every rank sees the mean loss."""
+    return lambda: mean_loss(closure())

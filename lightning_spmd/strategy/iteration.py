@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import BatchError, CaptureError, ExpansionError, SPMDError
-from lightning_spmd.ir.placement import ShardAxis
+from lightning_spmd.errors import BatchError, CaptureError, ConfigurationError, ExpansionError, SPMDError
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
+from lightning_spmd.parallel.mesh import Mesh
+from lightning_spmd.parallel.parallel_plan import ParallelPlan
+from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import BuildOptions, build, finish
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.python_state import learning_rate_name
@@ -69,36 +71,40 @@ class TrainingIteration:
 
     Args:
         module: the LightningModule.
-        optimizer: its optimizer.
+        optimizer: its optimizer; None where nothing is trained (``strategy.evaluation``).
         trainer: the Trainer.
-        axis: builds the mesh axis for a split of the batch: ``split -> ShardAxis``; None on one device.
+        mesh: the mesh; None on one device.
         control: host messages among the ranks; None on one device.
         streams: random numbers of several ranks; None on one device.
         tracing_context: entered while tracing.
         listeners: called with each BuildEvent.
         dump_dir: where every stage's graph is written, or None.
         options: pass list and bucket size.
+        plan: the parallel plan of a variant's graph.
     """
 
     def __init__(
         self,
         module: Any,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         trainer: Any,
-        axis: Callable[[tuple[int, ...]], ShardAxis] | None,
+        mesh: Mesh | None,
         control: ControlPlane | None,
         streams: RandomStreams | None,
         tracing_context: Callable[[int], contextlib.AbstractContextManager[Any]],
         listeners: Sequence[Callable[[BuildEvent], None]],
         dump_dir: Path | None,
         options: BuildOptions,
+        plan: Callable[[Variant], ParallelPlan],
     ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.trainer = trainer
         self.gradients: dict[str, Tensor] = {}
         self.captures = 0
-        self._axis = axis
+        self._mesh = mesh
+        self._state_mesh = None if mesh is None else StateMesh(mesh)
+        self._plan = plan
         self._control = control
         self._streams = streams
         self._tracing_context = tracing_context
@@ -137,10 +143,14 @@ class TrainingIteration:
         executable, rows = self._executable(batch, variant, clip)
         outputs = self._run(executable, batch.tensor_values)
         self._after(variant)
+        return self._answer(executable, outputs, batch, rows)
+
+    def _answer(self, executable: Executable, outputs: Sequence[Any], batch: Batch, rows: int) -> Any:
         captured = executable.captured
         world_size = 1 if self._control is None else self._control.world_size
-        replay(self.module, captured.calls, outputs, world_size, rows)
-        return resolve(captured.returned, outputs)
+        with self._step_context(captured.variant):
+            replay(self.module, captured.calls, outputs, batch.values, world_size, rows)
+        return resolve(captured.returned, outputs, batch.values)
 
     def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:
         """Run the optimizer alone on gradients that are there already.
@@ -175,19 +185,30 @@ class TrainingIteration:
         return outputs
 
     def _after(self, variant: Variant) -> None:
-        if variant.apply:
+        if variant.apply and self.optimizer is not None:
             self.gradients.clear()
             private.mark_stepped(self.optimizer)
+
+    def captured(self, batch_tree: Any, arguments: dict[str, Any], variant: Variant) -> CapturedStep:
+        """The global-view graph of one micro-batch, without clipping, not run.
+
+        Raises:
+            CaptureError: the step cannot be one graph.
+        """
+        batch = Batch(batch_tree)
+        self._arguments = arguments
+        rows = (batch.rows(),) * (1 if self._mesh is None else self._mesh.data)
+        return self._capture(batch, dataclasses.replace(variant, accumulated=False), None, rows)
 
     # ------------------------------------------------------------------ choosing
     def _executable(
         self, batch: Batch | None, variant: Variant, clip: Callable[[Any], None] | None
     ) -> tuple[Executable, int]:
-        if self._control is None:
+        if self._control is None or self._mesh is None:
             split = () if batch is None else batch.first_sizes()
             key, index, reason = self._find(batch, variant, split)
         else:
-            split, key, index, reason = self._agreed_choice(self._control, batch, variant)
+            split, key, index, reason = self._agreed_choice(self._control, self._mesh, batch, variant)
         if index is None:
             self._check_limits(key, reason)
             if reason is not None and len(self._graphs[key]) > 1:  # the second graph follows the first step by design
@@ -196,7 +217,7 @@ class TrainingIteration:
         return self._executables[index], sum(split)
 
     def _agreed_choice(
-        self, control: ControlPlane, batch: Batch | None, variant: Variant
+        self, control: ControlPlane, mesh: Mesh, batch: Batch | None, variant: Variant
     ) -> tuple[tuple[int, ...], tuple[Any, ...], int | None, str | None]:
         """Split, key and graph on which all ranks agree; one small exchange, a second one only when rows differ."""
         problem: BatchError | None = None
@@ -205,14 +226,14 @@ class TrainingIteration:
             rows = 0 if batch is None else batch.rows()
         except BatchError as error:
             problem = error
-        split = (rows,) * control.world_size
+        split = (rows,) * mesh.data
         key, index, reason = self._find(batch, variant, split)
         shape = stable_hash(None if batch is None else batch.cache_key()[1:])
         vote = control.vote(None if problem else index, rows, -1 if problem else shape)
         if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
             self._reject_batch(control, batch, problem)
         if vote.rows[0] != vote.rows[1]:
-            split = tuple(control.gather(rows))
+            split = mesh.split(control.gather(rows))
             key, index, reason = self._find(batch, variant, split)
             vote = control.vote(index, 0, 0)
         same = not vote.missing and vote.graph[0] == vote.graph[1]
@@ -288,6 +309,8 @@ class TrainingIteration:
         executable, problem = None, None
         tell("capture")
         try:
+            if batch is not None and self._mesh is not None and self._control is not None and self._mesh.tensor > 1:
+                self._mesh.check_same_batch(self._control.gather(batch.digest()))
             executable = self._capture_and_build(batch, variant, clip, split, tell)
         except SPMDError as error:
             problem = error
@@ -308,8 +331,40 @@ class TrainingIteration:
         split: tuple[int, ...],
         tell: Callable[[str], None],
     ) -> Executable:
-        rows = None if self._axis is None else sum(split)
-        captured = capture(
+        captured = self._capture(batch, variant, clip, split)
+        self._dump("captured", captured.graph_module, captured.signature)
+        graphs = build(
+            captured,
+            () if self._mesh is None else self._mesh.axes(split if batch is not None else ()),
+            self._options,
+            self._plan(captured.variant),
+            tell,
+            lambda stage, step: self._dump(stage, step.graph_module, step.signature),
+        )
+        names = parameter_names(self.module, self.optimizer)
+        state = LiveState(
+            self.module,
+            self.optimizer,
+            names,
+            self._host_values(),
+            self.gradients,
+            self._streams,
+            None if self._state_mesh is None else self._state_mesh.wrap,
+        )
+        if not graphs.deferrable:
+            self._tell_about_overlap(captured, graphs)
+        finish = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
+        return Executable(captured, graphs, state, finish, self._follow)
+
+    def _step_context(self, variant: Variant) -> contextlib.AbstractContextManager[Any]:
+        """What the precision plugin puts around the step method, and so around the calls that it makes."""
+        return self.trainer.precision_plugin.train_step_context()
+
+    def _capture(
+        self, batch: Batch | None, variant: Variant, clip: Callable[[Any], None] | None, split: tuple[int, ...]
+    ) -> CapturedStep:
+        rows = None if self._mesh is None else sum(split)
+        return capture(
             CaptureRequest(
                 module=self.module,
                 optimizer=self.optimizer,
@@ -321,25 +376,10 @@ class TrainingIteration:
                 loss_divisor=self.trainer.accumulate_grad_batches,
                 accumulators=frozenset(self.gradients),
                 clip=clip,
-                step_context=self.trainer.precision_plugin.train_step_context,
+                step_context=lambda: self._step_context(variant),
                 tracing_context=lambda: self._tracing_context(rows or 0),
             )
         )
-        self._dump("captured", captured.graph_module, captured.signature)
-        axes = () if self._axis is None else (self._axis(split if batch is not None else self._even()),)
-        graphs = build(
-            captured,
-            axes,
-            self._options,
-            tell,
-            lambda stage, step: self._dump(stage, step.graph_module, step.signature),
-        )
-        names = parameter_names(self.module, self.optimizer)
-        state = LiveState(self.module, self.optimizer, names, self._host_values(), self.gradients, self._streams)
-        if not graphs.deferrable:
-            self._tell_about_overlap(captured, graphs)
-        finish = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
-        return Executable(captured, graphs, state, finish, self._follow)
 
     def _finish(
         self, captured: CapturedStep, number: int, arranged: ShardedStep, seconds: Mapping[str, float]
@@ -376,9 +416,6 @@ class TrainingIteration:
         self._told.add(gist)
         rank_zero_info(f"strategy='spmd' overlaps iterations: {graphs.notes}")
 
-    def _even(self) -> tuple[int, ...]:
-        return (1,) * (1 if self._control is None else self._control.world_size)
-
     def _host_values(self) -> dict[str, Callable[[], Any]]:
         trainer = self.trainer
         readers: dict[str, Callable[[], Any]] = {name: lambda n=name: self._arguments[n] for name in self._arguments}
@@ -405,6 +442,11 @@ class TrainingIteration:
         raise worst
 
     def _fall_back(self, reason: str) -> NoReturn:
+        if self._mesh is not None and self._plan(Variant()).needs_graphs:
+            raise ConfigurationError(
+                f"with state sharded over the ranks training cannot go on eagerly: {reason}. Change that, or use "
+                "data_parallel='replicate'"
+            )
         rank_zero_warn(
             f"strategy='spmd' trains eagerly from here on (gradients averaged over the ranks, as DDP does): {reason}"
         )

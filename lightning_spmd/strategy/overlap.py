@@ -34,6 +34,12 @@ _READING_CALLBACKS = (WeightAveraging, LambdaCallback)
 _TRUSTED_PACKAGES = ("lightning.pytorch.callbacks", "lightning.pytorch.tuner", "lightning_spmd")
 
 
+def finish_in_time(trainer: Any, flush: Callable[[], None]) -> None:
+    """Make pending work finish before any callback of an epoch's end."""
+    if not any(isinstance(c, FinishPendingWork) for c in trainer.callbacks):
+        trainer.callbacks.insert(0, FinishPendingWork(flush))
+
+
 def readers_between_batches(module: Any, callbacks: list[Any]) -> list[str]:
     """Hooks that run between batches and may read or write weights, as ``Class.hook``."""
     found = [f"{type(module).__name__}.{hook}" for hook in _MODULE_HOOKS if is_overridden(hook, module)]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError
+from lightning_spmd.parallel.mesh import DATA_PARALLEL, Mesh, make_mesh, mesh_sizes
 from lightning_spmd.stages.runtime.agreement import ControlPlane
 
 
@@ -23,16 +25,27 @@ class RankedStrategy(ParallelStrategy):
     Args:
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
+        data_parallel_size: ranks among which the batch is split; ``"auto"``: all that tensor parallelism leaves.
+        tensor_parallel_size: ranks that share each layer.
         kwargs: those of Lightning's ``ParallelStrategy``, set by the Trainer.
     """
 
-    def __init__(self, process_group_backend: str | None, timeout: timedelta | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
+        self.data_parallel_size: int | Literal["auto"] = data_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self._control: ControlPlane | None = None
-        self._group: Any = None
+        self._mesh: Mesh | None = None
         self._tracing_rows: int | None = None
 
     # ------------------------------------------------------------------ what Lightning asks by name
@@ -56,7 +69,34 @@ class RankedStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        data, tensor = self._mesh_sizes()
+        return {"num_replicas": data, "rank": self.global_rank // tensor}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of this run, as ``ModelParallelStrategy`` has it: axes ``data_parallel``, ``tensor_parallel``.
+
+        Raises:
+            ConfigurationError: before the process groups are there, and on one device.
+        """
+        if self._mesh is None:
+            raise ConfigurationError(
+                "there is no device mesh: it is made when the Trainer starts its processes, and one device needs none"
+            )
+        return self._mesh.device_mesh
+
+    def _flat_mesh(self) -> Mesh:
+        """All ranks as one data-parallel axis."""
+        mesh = self._mesh
+        if mesh is None:
+            raise ConfigurationError("one device has no mesh")
+        if mesh.tensor == 1:
+            return mesh
+        backend = self.process_group_backend or private.default_backend(self.root_device)
+        return make_mesh((mesh.data * mesh.tensor, 1), mesh.rank, self.root_device.type, backend, self.timeout)
+
+    def _mesh_sizes(self) -> tuple[int, int]:
+        return mesh_sizes(self.data_parallel_size, self.tensor_parallel_size, self.num_nodes * self.num_processes)
 
     @override
     def _configure_launcher(self) -> None:
@@ -71,6 +111,7 @@ class RankedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._set_world_ranks()
+        sizes = self._mesh_sizes()
         if not self.is_distributed:
             return  # nor reset_seed(): one device draws the numbers that strategy="auto" draws
         reset_seed()
@@ -81,9 +122,7 @@ class RankedStrategy(ParallelStrategy):
         private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
         if self._control is None:
             self._control = ControlPlane(self.timeout)
-            # in-graph collectives on a communicator of their own: the default one also carries Lightning's per-batch
-            # broadcast, which would wait for all of them
-            self._group = dist.new_group(backend=backend, timeout=self.timeout)
+            self._mesh = make_mesh(sizes, self.global_rank, self.root_device.type, backend, self.timeout)
 
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -111,6 +150,8 @@ class RankedStrategy(ParallelStrategy):
         """Reduce over the ranks; inside training_step values are global already and come back as they are."""
         if not isinstance(tensor, Tensor) or self._tracing_rows is not None:
             return tensor
+        if group is None and self._mesh is not None and self._mesh.tensor > 1:
+            group = self._mesh.group(DATA_PARALLEL)  # ranks that share layers hold the same value
         return private.reduce_over_ranks(tensor, group, reduce_op)
 
     @override

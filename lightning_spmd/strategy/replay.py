@@ -1,27 +1,33 @@
 """Makes the recorded ``self.log`` and metric calls again, with the values of the run that just ended.
 
-This happens inside ``Strategy.training_step``, where Lightning believes training_step to be running, so epoch resets,
-forked names (``loss_step``/``loss_epoch``), reductions and batch-size inference are Lightning's own.
+This happens inside ``Strategy.training_step`` (``validation_step``, ...), where Lightning believes the module's to be
+running, so epoch resets, forked names (``loss_step``/``loss_epoch``), suffixes of dataloaders, reductions and the
+inference of batch sizes are Lightning's own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
+from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 
 
-def resolve(tree: Any, outputs: Sequence[Any], results: Sequence[Any] = ()) -> Any:
-    """``tree`` with references replaced by graph outputs and by results of earlier calls."""
+def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: Sequence[Any] = ()) -> Any:
+    """``tree`` with references replaced by graph outputs, leaves of the batch and results of earlier calls."""
 
     def leaf(_: str, value: Any) -> Any:
+        if isinstance(value, LeafRef):
+            return leaves[value.position]
         if isinstance(value, CallRef):
             return results[value.position]
         return outputs[value.position] if isinstance(value, OutputRef) else value
@@ -30,14 +36,20 @@ def resolve(tree: Any, outputs: Sequence[Any], results: Sequence[Any] = ()) -> A
 
 
 def replay(
-    module: nn.Module, calls: Sequence[RecordedCall], outputs: Sequence[Any], world_size: int, rows: int
+    module: nn.Module,
+    calls: Sequence[RecordedCall],
+    outputs: Sequence[Any],
+    leaves: Sequence[Any],
+    world_size: int,
+    rows: int,
 ) -> list[Any]:
     """Make the calls in their order.
 
     Args:
         module: the LightningModule.
-        calls: what training_step called at capture.
+        calls: what the step method called at capture.
         outputs: the graph's outputs of this run; logged ones are global values, the same on all ranks.
+        leaves: of this rank's batch.
         world_size: number of ranks. With more than one, ``log`` takes the values for the global ones that they are, the
             batch size that weighs epoch means is the global one, and a metric's batch value is synced.
         rows: rows of the global batch.
@@ -48,9 +60,11 @@ def replay(
     results: list[Any] = []
     for call in calls:
         target = module.get_submodule(call.target) if call.target else module
-        args = resolve(call.args, outputs, results)
-        kwargs = resolve(call.kwargs, outputs, results)
-        if world_size > 1 and call.method == "log":
+        args = resolve(call.args, outputs, leaves, results)
+        kwargs = resolve(call.kwargs, outputs, leaves, results)
+        if call.method == "append":
+            results.append(getattr(target, args[0]).append(args[1]))
+        elif world_size > 1 and call.method == "log":
             results.append(_log_global(target, args, kwargs, rows))
         elif world_size > 1 and call.method == "forward":
             results.append(_forward_with_sync(target, args, kwargs))
@@ -62,7 +76,7 @@ def replay(
 _LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
 
 
-def _log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
+def _log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None) -> None:
     """Log values that are the same on all ranks: "synced" as Lightning sees it, by a reduction that does nothing.
 
     Without ``sync_dist`` Lightning would recommend it, at every epoch's end.
@@ -70,14 +84,46 @@ def _log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows
     said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
     is_metric = isinstance(said["value"], Metric)
     said["sync_dist"] = not is_metric and isinstance(said.get("reduce_fx", "mean"), str)
-    if said.get("batch_size") is None:
+    if said.get("batch_size") is None and rows is not None:
         said["batch_size"] = rows
     attributes = vars(module.trainer.strategy)
     attributes["reduce"] = _already_global
     try:
-        module.log(**said)
+        type(module).log(module, **said)
     finally:
         del attributes["reduce"]
+
+
+@contextlib.contextmanager
+def log_keys_kept(module: nn.Module, rows: int | None, world_size: int) -> Iterator[None]:
+    """Around an eager step of a run whose earlier steps were graphs on several ranks.
+
+    Lightning refuses a key whose reduction changes, so what the step logs goes on under the one that does nothing: this
+    rank's own value or, with ``sync_dist``, the ranks' reduction of this step.
+
+    Args:
+        module: the LightningModule.
+        rows: of this rank's batch, if it has a number of rows.
+        world_size: number of ranks; the values of graphs weigh as many rows as the global batch has, so must these.
+    """
+
+    def log(owner: LightningModule, *args: Any, **kwargs: Any) -> None:
+        said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+        operation = said.get("reduce_fx", "mean")
+        if said.get("sync_dist") and not isinstance(said["value"], Metric) and isinstance(operation, str):
+            value = torch.as_tensor(said["value"], device=owner.device).detach().clone()
+            said["value"] = owner.trainer.strategy.reduce(value, reduce_op=operation)
+        weight = said.get("batch_size") or rows
+        _log_global(owner, (), {**said, "batch_size": None if weight is None else weight * world_size}, None)
+
+    owners = [m for m in module.modules() if isinstance(m, LightningModule)]
+    for owner in owners:
+        owner.__dict__["log"] = functools.partial(log, owner)
+    try:
+        yield
+    finally:
+        for owner in owners:
+            del owner.__dict__["log"]
 
 
 def _already_global(value: Any, *_: Any, **__: Any) -> Any:

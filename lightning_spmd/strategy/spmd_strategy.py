@@ -19,33 +19,42 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.ir.steps import Variant
-from lightning_spmd.parallel.mesh import data_parallel_axis
+from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.parallel.mesh import DATA_PARALLEL, TENSOR_PARALLEL
+from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, ReplicatedPlan, ShardedStatePlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, select
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
-from lightning_spmd.strategy.eager_path import average_gradients, mean_loss
+from lightning_spmd.strategy.eager_path import average_gradients, synced
+from lightning_spmd.strategy.evaluating import EvaluatingStrategy
+from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.iteration import BuildEvent, FellBack, TrainingIteration
-from lightning_spmd.strategy.overlap import FinishPendingWork, explain, readers_between_batches
-from lightning_spmd.strategy.random_state import pack_random_state, restore_random_state
-from lightning_spmd.strategy.ranks import RankedStrategy
+from lightning_spmd.strategy.layer_sharing import LayerSharing, metrics_among
+from lightning_spmd.strategy.overlap import FinishPendingWork, explain, finish_in_time, readers_between_batches
+from lightning_spmd.strategy.sharding import ShardingStrategy
 from lightning_spmd.strategy.support import Context, Mode, classify
 
-_CHECKPOINT_KEY = "lightning_spmd"
+DATA_PARALLEL_PLANS: dict[str, Callable[[bool], ParallelPlan]] = {
+    "replicate": lambda exposed: ReplicatedPlan(reduce_gradients=exposed),
+    "zero2": lambda exposed: ShardedStatePlan(parameters=False, reduce_gradients=exposed),
+    "zero3": lambda exposed: ShardedStatePlan(parameters=True, reduce_gradients=exposed),
+}
+"""By name, a plan from whether gradients leave the graph."""
 
 
-class SPMDStrategy(RankedStrategy):
+class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
     """Trains an unmodified LightningModule as one distributed graph an iteration, exactly as one device would.
 
     Forward, loss, backward, gradient clipping, optimizer step and logged values become one graph that every device runs
-    on its part of the batch. Parameters are replicated; the batch is split along dimension 0. The result is that of one
+    on its part of the batch, split along dimension 0; ``docs/plans.md`` says what lies where. The result is that of one
     device on the concatenated global batch, also where DDP differs (losses with ``ignore_index``, batch norm, ragged
     batches).
 
@@ -57,6 +66,15 @@ class SPMDStrategy(RankedStrategy):
         precision_plugin: set by the Trainer.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
+        data_parallel: what each rank keeps. ``"replicate"``: parameters, gradients and optimizer state, whole;
+            ``"zero2"``: its part of gradients and optimizer state; ``"zero3"``: its part of the parameters too.
+        data_parallel_size: number of ranks among which the batch is split; ``"auto"``: all that tensor parallelism
+            leaves.
+        tensor_parallel_size: number of ranks that share each layer; they see the same batch.
+        tensor_parallel_plan: how layers are shared: patterns on module paths (``fnmatch``, the last that matches is
+            taken) to a style, or to a mapping with ``style`` and its options; ``"auto"``: found in the first batch's
+            graph.
+        sequence_parallel: between shared layers each rank works on a piece of the sequence (dimension 1).
         bucket_size_mb: largest communication bucket in MiB (2**20 bytes); ``"auto"`` takes it from the graph. No
             gradient is cut, so a larger one makes a larger bucket.
         reduce_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: gradients are cast to it for their reduction and back; None
@@ -65,6 +83,8 @@ class SPMDStrategy(RankedStrategy):
             next one, before the first reader. ``"auto"``: where that is faster by measurement, unless hooks that run
             between batches may look at weights; an info message says which. True: always. Weights seen by validation,
             checkpoints and hooks of an epoch's end are up to date in any case.
+        save_distributed_checkpoint: write a checkpoint as a folder into which every rank writes its part, instead of a
+            single file that rank 0 assembles. Either is read by every plan and number of devices.
         passes: names of the graph passes to run, in order, and ``GraphPass`` objects of your own; None: the default.
         dump_dir: folder that receives every graph after every stage as readable Python; None writes nothing.
 
@@ -86,42 +106,61 @@ class SPMDStrategy(RankedStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = private.default_process_group_timeout,
+        data_parallel: Literal["replicate", "zero2", "zero3"] = "replicate",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        tensor_parallel_plan: dict[str, Any] | Literal["auto"] | None = None,
+        sequence_parallel: bool = False,
         bucket_size_mb: float | Literal["auto"] = "auto",
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         overlap_iterations: bool | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = False,
         passes: list[Any] | None = None,
         dump_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
             process_group_backend,
             timeout,
+            data_parallel_size,
+            tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        if data_parallel not in DATA_PARALLEL_PLANS:
+            raise ConfigurationError(f"data_parallel={data_parallel!r}: known are {', '.join(DATA_PARALLEL_PLANS)}")
+        self.data_parallel = data_parallel
+        if tensor_parallel_size > 1 and tensor_parallel_plan is None:
+            raise ConfigurationError(
+                f"tensor_parallel_size={tensor_parallel_size} needs a tensor_parallel_plan: patterns on module paths "
+                "to styles, or 'auto'"
+            )
+        self.layer_sharing = LayerSharing(tensor_parallel_plan, sequence_parallel)
         if bucket_size_mb != "auto" and (isinstance(bucket_size_mb, str) or not bucket_size_mb > 0):
             raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
-        chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
         if reduce_dtype not in (None, *REDUCE_DTYPES):
             raise ConfigurationError(f"reduce_dtype={reduce_dtype!r}: known are {list(REDUCE_DTYPES)}, or None")
+        chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
         self.build_options = BuildOptions(chosen, bucket_size_mb, reduce_dtype)
         if overlap_iterations not in (True, False, "auto"):
             raise ConfigurationError(f"overlap_iterations={overlap_iterations!r}: give True, False or 'auto'")
         self.overlap_iterations: bool | str = overlap_iterations
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
+        self._prepare_for_training()
+
+    def _prepare_for_training(self) -> None:
         self.mode = Mode.EAGER
         self._listeners: list[Callable[[BuildEvent], None]] = []
         self._iteration: TrainingIteration | None = None
-        self._streams: RandomStreams | None = None
         self._stepping = False
         self._ran_forward = False
         self._sync_blocked = False
         self._eager_apply = False
         self._announced: Mode | None = None
         self._held: dict[str, Tensor] = {}
-        self._resumed: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ setup
     @override
@@ -129,17 +168,42 @@ class SPMDStrategy(RankedStrategy):
         if self.accelerator is None or self.model is None:
             raise ConfigurationError("SPMDStrategy is not attached to a Trainer: pass it to Trainer(strategy=...)")
         self.accelerator.setup(trainer)
+        self._materialize(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self.is_distributed:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
-                dist.broadcast(tensor.detach(), 0)
+                if not isinstance(tensor, DTensor):
+                    dist.broadcast(tensor.detach(), 0)
+        if self._mesh is not None and self._mesh.tensor > 1:
+            self.layer_sharing.resolve(self.model, self._mesh.tensor)
+            metrics_among(self.model, self._mesh.group(DATA_PARALLEL))
+        self._shard_module(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._evaluation = None
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
+            self._shard_optimizers()
             self._setup_iteration(trainer)
+
+    def _plan(self, variant: Variant) -> ParallelPlan:
+        """The parallel plan of a variant's graph."""
+        data = DATA_PARALLEL_PLANS[self.data_parallel](variant.expose_gradients)
+        if self.tensor_parallel_size == 1:
+            return data
+        return MeshPlan({DATA_PARALLEL: data, TENSOR_PARALLEL: self.layer_sharing.plan()})
+
+    @override
+    def _evaluates_in_graphs(self) -> bool:
+        return self._mesh is not None and self._plan(Variant()).shards_parameters
+
+    @override
+    @contextlib.contextmanager
+    def _eager_evaluation(self) -> Iterator[None]:
+        with self.full_parameters():
+            yield
 
     def _setup_iteration(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -156,16 +220,37 @@ class SPMDStrategy(RankedStrategy):
         if self.mode is Mode.EAGER:
             return
         self._iteration = TrainingIteration(
-            module=module,
             optimizer=self.optimizers[0],
-            trainer=trainer,
-            axis=self._axis if self.is_distributed else None,
-            control=self._control,
             streams=self._new_streams(),
-            tracing_context=self._tracing,
-            listeners=self._listeners,
             dump_dir=self.dump_dir,
             options=dataclasses.replace(self.build_options, overlap_iterations=self._overlaps(trainer, module)),
+            **self._surroundings(module),
+        )
+
+    def _surroundings(self, module: Any) -> dict[str, Any]:
+        """What graphs of training and of evaluation are made in."""
+        return {
+            "module": module,
+            "trainer": module.trainer,
+            "mesh": self._mesh,
+            "control": self._control,
+            "tracing_context": self._tracing,
+            "listeners": self._listeners,
+            "plan": self._plan,
+        }
+
+    @override
+    def _new_evaluation(self) -> EvaluationSteps:
+        module = self.lightning_module
+        if module is None:
+            raise ConfigurationError("there is no LightningModule to evaluate")
+        seed = self.broadcast(torch.initial_seed()) if self.is_distributed else 0
+        return EvaluationSteps(
+            optimizer=None,
+            streams=self._streams_from(seed) if self.is_distributed else None,
+            dump_dir=None if self.dump_dir is None else self.dump_dir / "evaluation",
+            options=dataclasses.replace(self.build_options, overlap_iterations=False),
+            **self._surroundings(module),
         )
 
     def _overlaps(self, trainer: Any, module: Any) -> bool | str:
@@ -175,11 +260,12 @@ class SPMDStrategy(RankedStrategy):
         readers = sum(self._control.gather(readers_between_batches(module, trainer.callbacks)), [])
         if readers and self.mode is Mode.COMPILED:
             rank_zero_info(explain(list(dict.fromkeys(readers)), insisted=self.overlap_iterations is True))
-        overlap = self.overlap_iterations is True or not readers
-        if overlap and not any(isinstance(c, FinishPendingWork) for c in trainer.callbacks):
-            trainer.callbacks.insert(0, FinishPendingWork(self.flush))
-        return self.overlap_iterations if overlap else False
+        if readers and self.overlap_iterations is not True:
+            return False
+        finish_in_time(trainer, self.flush)
+        return self.overlap_iterations
 
+    @override
     def flush(self) -> None:
         """Finish what the last iteration left for the next one: afterwards weights and optimizer state are up to date.
 
@@ -198,6 +284,11 @@ class SPMDStrategy(RankedStrategy):
             mode, reasons, step_hooks = max(everyone, key=lambda found: list(Mode).index(found[0]))
         if mode is Mode.REJECTED:
             raise ConfigurationError(f"strategy='spmd' cannot train this: {reasons[0]}")
+        if mode is Mode.EAGER and self.is_distributed and self._plan(Variant()).needs_graphs:
+            raise ConfigurationError(
+                f"data_parallel={self.data_parallel!r} needs training in graphs, and this training runs eagerly: "
+                f"{reasons[0]}. Change that, or use data_parallel='replicate'"
+            )
         if reasons and mode is not self._announced:
             rank_zero_info(f"strategy='spmd' runs this training {mode}: {reasons[0]}")
             self._announced = mode
@@ -213,15 +304,18 @@ class SPMDStrategy(RankedStrategy):
         if self.mode is Mode.EAGER:
             self._iteration = None
 
-    def _axis(self, split: tuple[int, ...]) -> Any:
-        return data_parallel_axis(split, self.global_rank, self._group.group_name)
-
     def _new_streams(self) -> RandomStreams | None:
         if not self.is_distributed:
             return None
         seed = self.broadcast(torch.initial_seed())
-        self._streams = RandomStreams(seed, self.global_rank)
+        self._streams = self._streams_from(seed)
         return self._streams
+
+    def _streams_from(self, seed: int) -> RandomStreams:
+        mesh = self._mesh
+        if mesh is None or mesh.tensor == 1:
+            return RandomStreams(seed, self.global_rank)
+        return RandomStreams(seed, {DATA_PARALLEL: mesh.data_rank, TENSOR_PARALLEL: mesh.tensor_rank})
 
     @override
     def model_to_device(self) -> None:
@@ -237,21 +331,31 @@ class SPMDStrategy(RankedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         iteration = self._compiled_iteration()
         if iteration is None:
-            return super().training_step(*args, **kwargs)
+            return self._eagerly("training_step", super().training_step, args, kwargs)
         variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
         self._drop_zeroed_gradients(iteration)
-        arguments = self._named_arguments(args, kwargs)
+        arguments = dict(inspect.signature(iteration.module.training_step).bind(*args, **kwargs).arguments)
         batch = arguments.pop(next(iter(arguments)))
+        if self.layer_sharing.is_sought and self._mesh is not None and self.tensor_parallel_size > 1:
+            iteration = self._share_layers(iteration, iteration.captured(batch, arguments, variant))
         try:
             output = iteration.run(batch, arguments, variant, self._clip)
         except FellBack:
             self._leave_graphs(iteration)
-            return super().training_step(*args, **kwargs)
+            return self._eagerly("training_step", super().training_step, args, kwargs)
         self._ran_forward = True
+        self._replayed.add("training_step")
         if self.mode is Mode.SPLIT:
             self._held = dict(iteration.gradients)
             iteration.gradients.clear()
         return output
+
+    def _share_layers(self, iteration: TrainingIteration, captured: CapturedStep) -> TrainingIteration:
+        """Find the tensor-parallel plan in the first batch's graph; shard what exists already by it, and start anew."""
+        self.layer_sharing.find(captured, iteration.module, self.tensor_parallel_size, self.broadcast)
+        self._shard_again(iteration.module)
+        self._setup_iteration(iteration.trainer)
+        return self._iteration or iteration
 
     def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
         """Lightning zeroes gradients before the first backward of an accumulation, step or no step."""
@@ -264,11 +368,6 @@ class SPMDStrategy(RankedStrategy):
             return None
         # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
         return None if private.skips_backward(self.lightning_module.trainer) else self._iteration
-
-    def _named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self.lightning_module is None:
-            raise ConfigurationError("there is no LightningModule to train")
-        return dict(inspect.signature(self.lightning_module.training_step).bind(*args, **kwargs).arguments)
 
     def _clip(self, optimizer: Optimizer) -> None:
         """What the graph does between backward and step: Lightning's own hook, as ``Precision`` calls it."""
@@ -328,7 +427,9 @@ class SPMDStrategy(RankedStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._iteration is None:
-            return super().optimizer_step(optimizer, self._synced(closure), model, **kwargs)
+            return super().optimizer_step(
+                optimizer, synced(closure) if self.is_distributed else closure, model, **kwargs
+            )
         self._stepping, self._ran_forward = True, False
         try:
             result = closure()
@@ -358,10 +459,6 @@ class SPMDStrategy(RankedStrategy):
         if self._eager_apply:
             optimizer.step()
 
-    def _synced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Eager path: every rank sees the mean loss, so optimizers that look at it (LBFGS) decide alike."""
-        return (lambda: mean_loss(closure())) if self.is_distributed else closure
-
     @contextlib.contextmanager
     def _tracing(self, rows: int) -> Iterator[None]:
         """While training_step is traced: it sees the global batch, and compiled submodules run as written."""
@@ -376,58 +473,22 @@ class SPMDStrategy(RankedStrategy):
             self._tracing_rows = None
             torch.compiler.set_stance("default")
 
-    # ------------------------------------------------------------------ checkpoints
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.flush()
-        return super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.flush()
-        return super().optimizer_state(optimizer)
-
     @override
     def teardown(self) -> None:
         module = self.lightning_module
         if module is not None:
             callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
             callbacks[:] = [c for c in callbacks if not isinstance(c, FinishPendingWork)]
-        super().teardown()
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        module = self.lightning_module
-        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            within = private.is_within_training_epoch(module.trainer)
-            checkpoint[_CHECKPOINT_KEY] = {"random_state": pack_random_state(self._streams), "within_epoch": within}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        self._resumed = checkpoint.get(_CHECKPOINT_KEY)
-        return checkpoint
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        # The last hook before Lightning makes the training iterator, which draws a shuffle seed as the next epoch of an
-        # uninterrupted run would. In mid-epoch that run draws none, so there the state is restored after it.
-        self._restore_random_state(within_epoch=False)
-        return super().process_dataloader(dataloader)
+        # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept
+        # it there is on its way to the user
+        unfinished = module is not None and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+        with contextlib.suppress(NotImplementedError) if unfinished else contextlib.nullcontext():
+            super().teardown()
 
     @override
     def on_train_start(self) -> None:
         self._look_again()
-        self._restore_random_state(within_epoch=True)
-
-    def _restore_random_state(self, *, within_epoch: bool) -> None:
-        module = self.lightning_module
-        if self._resumed is None or module is None or not module.trainer.training:
-            return
-        if self._resumed["within_epoch"] == within_epoch:
-            restore_random_state(self._resumed["random_state"], self._streams)
-            self._resumed = None
+        super().on_train_start()
 
     def __repr__(self) -> str:
         # pytorch_lightning's Trainer prints this in its "invalid strategy" error

@@ -459,10 +459,16 @@ FEATURES: tuple[Feature, ...] = (
         f"{_MORE}::test_one_device_needs_no_launcher",
     ),
     Feature(
-        "validate, test, predict",
+        "validate, test, predict with replicated parameters",
         Mode.EAGER,
         "plain eager steps on each rank's share of the data",
         f"{_FIT}::test_evaluation_equals_eager",
+    ),
+    Feature(
+        "validate, test, predict with parameters spread over the ranks",
+        Mode.COMPILED,
+        "forward alone as a graph; logged values are global, metrics and predictions stay with their rows",
+        "tests/strategy/test_evaluation.py::test_two_ranks_equal_one_device",
     ),
     Feature(
         "ModelCheckpoint, resume, load_from_checkpoint",

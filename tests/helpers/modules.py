@@ -190,6 +190,56 @@ class GPT(SmallModule):
         return self(batch[0]).argmax(-1)
 
 
+class TiedGPT(GPT):
+    """The output projection is the embedding table."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.head.weight = self.tokens.weight
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary position embedding of ``(rows, heads, length, width)``."""
+    length, half = x.shape[-2], x.shape[-1] // 2
+    angles = torch.outer(torch.arange(length), 100.0 ** (-torch.arange(half) / half))
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
+
+
+class LlamaBlock(nn.Module):
+    """Grouped-query attention (two query heads share a key head), rotary positions, a gated MLP, no biases."""
+
+    def __init__(self, width: int, heads: int, key_heads: int) -> None:
+        super().__init__()
+        self.heads, self.key_heads = heads, key_heads
+        narrow = width // heads * key_heads
+        self.before_attention, self.before_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, n, bias=False) for n in (width, narrow, narrow))
+        self.o = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        h = self.before_attention(x)
+        q = rotated(self.q(h).view(rows, length, self.heads, -1).transpose(1, 2))
+        k = rotated(self.k(h).view(rows, length, self.key_heads, -1).transpose(1, 2))
+        v = self.v(h).view(rows, length, self.key_heads, -1).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(seen.transpose(1, 2).reshape(rows, length, width))
+        h = self.before_mlp(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Llama(GPT):
+    """A GPT of two Llama blocks."""
+
+    def __init__(self, width: int = 16, **settings: Any) -> None:
+        super().__init__(width=width, **settings)
+        self.blocks = nn.Sequential(*[LlamaBlock(width, 4, 2) for _ in range(2)])
+        self.norm = nn.RMSNorm(width)
+
+
 class ConvNet(SmallModule):
     """Convolutions and batch norm on ``(image, label)``; returns a dict from training_step."""
 
@@ -264,6 +314,8 @@ MODELS: dict[str, Callable[..., SmallModule]] = {
     "gpt_smoothing": lambda **settings: GPT(loss="smoothing", **settings),
     "gpt_weights": lambda **settings: GPT(loss="weights", **settings),
     "gpt_everything": lambda **settings: GPT(loss="everything", **settings),
+    "gpt_tied": TiedGPT,
+    "gpt_llama": Llama,
     "conv": ConvNet,
     "mlp": MLP,
 }

@@ -1,19 +1,20 @@
-"""All ranks of a mesh axis in one process: every rank's graph runs in its own thread, collectives meet at a barrier.
+"""All ranks of a mesh in one process: every rank's graph runs in its own thread, collectives meet at a barrier.
 
 Nothing is shared but what a collective exchanges, so a graph that forgets a reduction shows it.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.placement import Partial, Placement, Shard, ShardAxis
+from lightning_spmd.ir.placement import Chunk, Partial, Placement, Shard, ShardAxis, block_sizes
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.stages.expand import expand
@@ -23,7 +24,19 @@ _functional = torch.ops._c10d_functional
 
 def axes_for(split: Sequence[int], name: str = "data_parallel") -> list[ShardAxis]:
     """The axis as each rank sees it."""
-    return [ShardAxis(name, len(split), r, "sim", tuple(split)) for r in range(len(split))]
+    return [axes[0] for axes in meshes_for({name: split})]
+
+
+def meshes_for(mesh: Mapping[str, Sequence[int]]) -> list[tuple[ShardAxis, ...]]:
+    """Every rank's axes of a mesh given as name → split; the last axis varies fastest."""
+    ranks = []
+    for coordinates in itertools.product(*(range(len(split)) for split in mesh.values())):
+        axes = []
+        for i, (name, split) in enumerate(mesh.items()):
+            others = (*coordinates[:i], "*", *coordinates[i + 1 :])
+            axes.append(ShardAxis(name, len(split), coordinates[i], f"sim {others}", tuple(split)))
+        ranks.append(tuple(axes))
+    return ranks
 
 
 class Rendezvous:
@@ -45,9 +58,10 @@ class Rendezvous:
 class RankInterpreter(fx.Interpreter):
     """Runs one rank's graph."""
 
-    def __init__(self, step: ShardedStep, rank: int, meeting: Rendezvous) -> None:
+    def __init__(self, step: ShardedStep, meetings: Mapping[str, Rendezvous]) -> None:
         super().__init__(step.graph_module)
-        self.rank, self.meeting = rank, meeting
+        self.ranks = {axis.group: axis.rank for axis in step.axes}
+        self.meetings = meetings
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is _functional.wait_tensor.default:
@@ -55,7 +69,8 @@ class RankInterpreter(fx.Interpreter):
         if getattr(target, "namespace", "") != "_c10d_functional":
             return super().call_function(target, args, kwargs)
         operand, *rest = args
-        everyone = self.meeting.exchange(self.rank, (str(target), tuple(map(str, rest)), operand))
+        rank, meeting = self.ranks[rest[-1]], self.meetings[rest[-1]]
+        everyone = meeting.exchange(rank, (str(target), tuple(map(str, rest)), operand))
         if len({e[:2] for e in everyone}) != 1:
             raise AssertionError(f"ranks disagree on a collective: {[e[:2] for e in everyone]}")
         tensors = [e[2] for e in everyone]
@@ -66,35 +81,58 @@ class RankInterpreter(fx.Interpreter):
         elif target is _functional.all_gather_into_tensor.default:
             result = torch.cat(tensors)
         elif target is _functional.reduce_scatter_tensor.default:
-            result = torch.stack(tensors).sum(0).chunk(len(tensors))[self.rank].clone()
+            result = torch.stack(tensors).sum(0).chunk(len(tensors))[rank].clone()
         else:
             raise AssertionError(f"unknown collective {target}")
-        self.meeting.exchange(self.rank, None)
+        meeting.exchange(rank, None)
         return operand.copy_(result) if target is _functional.all_reduce_.default else result
 
 
 def piece(tensor: Tensor, placement: Placement, axis: ShardAxis) -> Tensor:
-    """The part of a global tensor that a rank holds."""
+    """The part of a tensor that a rank of an axis holds."""
+    if isinstance(placement, Chunk):
+        return tensor.narrow(placement.dim, *axis.chunk(tensor.shape[placement.dim])).clone()
     if isinstance(placement, Partial):
         return tensor.clone() if axis.rank == 0 else torch.zeros_like(tensor)
     if not isinstance(placement, Shard):
         return tensor.clone()
-    blocks = tensor.unflatten(placement.dim, (placement.outer, -1))
-    size = blocks.shape[placement.dim + 1]
-    part = blocks.narrow(placement.dim + 1, axis.offset(size), axis.local_size(size))
-    return part.flatten(placement.dim, placement.dim + 1).clone()
+    sizes = block_sizes(tensor.shape[placement.dim], placement.outer)
+    assert sizes is not None
+    blocks = tensor.split(list(sizes), placement.dim)
+    mine = [b.narrow(placement.dim, axis.offset(n), axis.local_size(n)) for b, n in zip(blocks, sizes, strict=True)]
+    return torch.cat(mine, placement.dim)
 
 
 def whole(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """The global tensor of what the ranks hold."""
+    """The tensor of which the ranks of an axis hold parts."""
+    if isinstance(placement, Chunk):
+        return torch.cat(list(parts), placement.dim)
     if isinstance(placement, Partial):
         return torch.stack(list(parts)).sum(0)
     if not isinstance(placement, Shard):
         for other in parts[1:]:
             torch.testing.assert_close(other, parts[0], rtol=0, atol=0, equal_nan=True)
         return parts[0]
-    blocks = [p.unflatten(placement.dim, (placement.outer, -1)) for p in parts]
-    return torch.cat(blocks, placement.dim + 1).flatten(placement.dim, placement.dim + 1)
+    dim, blocks = placement.dim, []
+    for part in parts:
+        sizes = block_sizes(part.shape[dim], placement.outer)
+        assert sizes is not None
+        blocks.append(part.split(list(sizes), dim))
+    return torch.cat([piece for pieces in zip(*blocks, strict=True) for piece in pieces], dim)
+
+
+def pieces(tensor: Tensor, placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> Tensor:
+    """The part of a global tensor that a rank of a mesh holds."""
+    for placement, axis in zip(placements, axes, strict=True):
+        tensor = piece(tensor, placement, axis)
+    return tensor
+
+
+def assembled(parts: Sequence[Tensor], placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> Tensor:
+    """The global tensor of what all ranks of a mesh hold, in the order of :func:`meshes_for`."""
+    for placement, axis in reversed(list(zip(placements, axes, strict=True))):
+        parts = [whole(parts[i : i + axis.size], placement) for i in range(0, len(parts), axis.size)]
+    return parts[0]
 
 
 def run_global(captured: CapturedStep, live: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -107,21 +145,22 @@ def run_global(captured: CapturedStep, live: Sequence[Any]) -> tuple[list[Any], 
 
 def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """(outputs, inputs afterwards) as global tensors, of the ranks' programs on their pieces of ``live``."""
-    meeting = Rendezvous(len(steps))
+    meetings = {axis.group: Rendezvous(axis.size) for step in steps for axis in step.axes}
     results: list[Any] = [None] * len(steps)
     locals_: list[list[Any]] = []
     for step in steps:
         entries = zip(live, step.signature.inputs, strict=True)
-        locals_.append([piece(v, e.placements[0], step.axes[0]) if isinstance(v, Tensor) else v for v, e in entries])
+        locals_.append([pieces(v, e.placements, step.axes) if isinstance(v, Tensor) else v for v, e in entries])
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
             with torch.no_grad():
-                results[rank] = RankInterpreter(steps[rank], rank, meeting).run(*locals_[rank])
+                results[rank] = RankInterpreter(steps[rank], meetings).run(*locals_[rank])
         except BaseException as error:
             errors.append(error)
-            meeting.barrier.abort()
+            for meeting in meetings.values():
+                meeting.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(r,)) for r in range(len(steps))]
     for thread in threads:
@@ -130,22 +169,25 @@ def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[A
         thread.join()
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    signature = steps[0].signature
+    signature, axes = steps[0].signature, steps[0].axes
     outputs = [
-        whole([r[i] for r in results], e.placements[0]) if isinstance(e.value, TensorSpec) else results[0][i]
+        assembled([r[i] for r in results], e.placements, axes) if isinstance(e.value, TensorSpec) else results[0][i]
         for i, e in enumerate(signature.outputs)
     ]
     inputs = [
-        whole([r[i] for r in locals_], e.placements[0]) if isinstance(e.value, TensorSpec) else locals_[0][i]
+        assembled([r[i] for r in locals_], e.placements, axes) if isinstance(e.value, TensorSpec) else locals_[0][i]
         for i, e in enumerate(signature.inputs)
     ]
     return outputs, inputs
 
 
-def expand_all(captured: CapturedStep, split: Sequence[int], plan: Any = None) -> list[ShardedStep]:
-    """Every rank's verified program."""
+def expand_all(
+    captured: CapturedStep, split: Sequence[int] | Mapping[str, Sequence[int]], plan: Any = None
+) -> list[ShardedStep]:
+    """Every rank's verified program; ``split`` of the batch over one axis, or name → split of every axis of a mesh."""
     verify_captured(captured)
-    steps = [expand(captured, (axis,), plan) for axis in axes_for(split)]
+    mesh = split if isinstance(split, Mapping) else {"data_parallel": split}
+    steps = [expand(captured, axes, plan) for axes in meshes_for(mesh)]
     for step in steps:
         verify_sharded(step)
     return steps
@@ -154,7 +196,7 @@ def expand_all(captured: CapturedStep, split: Sequence[int], plan: Any = None) -
 def assert_equals_one_device(
     captured: CapturedStep,
     live: Sequence[Any],
-    split: Sequence[int],
+    split: Sequence[int] | Mapping[str, Sequence[int]],
     *,
     rtol: float = 1e-5,
     floor: float = 1e-2,

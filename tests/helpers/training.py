@@ -19,6 +19,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_spmd
@@ -161,11 +162,11 @@ class InOrder(L.LightningDataModule):
 
     def _loader(self, data: Sequence[Any], shuffle: bool) -> DataLoader[Any]:
         assert self.trainer is not None
-        ranks = self.trainer.world_size
-        if ranks == 1:
+        if self.trainer.world_size == 1:
             return DataLoader(data, batch_size=self.rows, shuffle=shuffle)  # type: ignore[arg-type]
-        sampler = DistributedSampler(data, ranks, self.trainer.global_rank, shuffle=shuffle)  # type: ignore[arg-type]
-        return DataLoader(data, batch_size=self.rows // ranks, sampler=sampler)  # type: ignore[arg-type]
+        ranks: dict[str, int] = self.trainer.strategy.distributed_sampler_kwargs  # type: ignore[union-attr]
+        sampler = DistributedSampler(data, **ranks, shuffle=shuffle)  # type: ignore[arg-type]
+        return DataLoader(data, batch_size=self.rows // ranks["num_replicas"], sampler=sampler)  # type: ignore[arg-type]
 
     def train_dataloader(self) -> Any:
         return self._loader(self.data, self.shuffle)
@@ -201,7 +202,7 @@ def fit(
     result.warnings = [str(w.message) for w in caught]
     result.to_logger = logger.rows
     result.final = {k: float(v) for k, v in trainer.callback_metrics.items()}
-    result.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+    result.weights = {k: whole(v.detach()) for k, v in module.state_dict().items()}
     for number, optimizer in enumerate(trainer.optimizers):
         result.optimizer_state.update(_flat(optimizer.state_dict(), str(number)))
     result.captures = getattr(trainer.strategy, "captures", 0)
@@ -214,7 +215,12 @@ def _flat(value: Any, path: str) -> dict[str, Any]:
         return {k: v for key, item in value.items() for k, v in _flat(item, f"{path}/{key}").items()}
     if isinstance(value, (list, tuple)):
         return {k: v for i, item in enumerate(value) for k, v in _flat(item, f"{path}/{i}").items()}
-    return {path: value.detach().clone() if isinstance(value, Tensor) else value}
+    return {path: whole(value.detach()) if isinstance(value, Tensor) else value}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor, as torch itself puts a sharded one together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def train(case: TrainingCase, strategy: Any = "auto", devices: int = 1, **flags: Any) -> Result:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_spmd.errors import BatchError, CaptureError
@@ -22,10 +23,13 @@ class LeafWasRead(Exception):
 
 
 class UnreadLeaf:
-    """Stands for a non-tensor leaf; any use raises :class:`LeafWasRead` and is remembered."""
+    """Stands for a non-tensor leaf; any use raises :class:`LeafWasRead` and is remembered. It may be handed on."""
 
-    def __init__(self, path: str, read: set[str]) -> None:
+    is_tree_leaf = True
+
+    def __init__(self, path: str, position: int, read: set[str]) -> None:
         object.__setattr__(self, "_path", path)
+        object.__setattr__(self, "_position", position)
         object.__setattr__(self, "_read", read)
 
     def _touch(self, *_: Any, **__: Any) -> Any:
@@ -40,6 +44,11 @@ class UnreadLeaf:
         _touch
     )
     __int__ = __float__ = __index__ = __neg__ = __abs__ = __floordiv__ = __rfloordiv__ = __rmod__ = _touch
+
+
+def position_of(leaf: UnreadLeaf) -> int:
+    """Where among the leaves of the batch it is."""
+    return int(object.__getattribute__(leaf, "_position"))
 
 
 class Batch:
@@ -90,6 +99,15 @@ class Batch:
         )
         return (structure(self.tree), tuple(self.tensors), described)
 
+    def digest(self) -> str:
+        """What is the same for batches of the same numbers, and hardly ever for others."""
+        sums: list[tuple[float, float]] = []
+        for tensor in self.tensor_values:
+            numbers = tensor.detach().reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
+            places = torch.arange(1, numbers.numel() + 1, dtype=numbers.dtype, device=numbers.device)
+            sums.append((float(numbers.sum().abs()), float((numbers * places.sqrt()).sum().abs())))
+        return repr(sums)
+
     def describe(self) -> str:
         """Readable names, shapes and dtypes of the tensors."""
         parts = (
@@ -105,7 +123,7 @@ class Batch:
             index = next(positions)
             if index in tensors:
                 return tensors[index]
-            return value if value is None or path in read else UnreadLeaf(path, read)
+            return value if value is None or path in read else UnreadLeaf(path, index, read)
 
         return map_leaves(leaf, self.tree)
 

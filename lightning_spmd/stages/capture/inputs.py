@@ -6,7 +6,8 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
@@ -49,10 +50,16 @@ class InputTable:
         known = self._fakes.get(id(live))
         if known is not None:
             return known[1]
-        fake = self.fake_mode.from_tensor(live, static_shapes=True)
+        fake = self._whole(live) if isinstance(live, DTensor) else self.fake_mode.from_tensor(live, static_shapes=True)
         self._fakes[id(live)] = (live, fake)
         self.recorder.bind(fake, self._placeholder(role, key, name, TensorSpec.of(fake)))
         return fake
+
+    def _whole(self, live: DTensor) -> Tensor:
+        """The fake twin of a tensor of which this rank holds a part: the graph sees all of it."""
+        with private.disable_dispatch_modes(), self.fake_mode:
+            fake = torch.empty_strided(live.shape, live.stride(), dtype=live.dtype, device=live.device)
+            return nn.Parameter(fake, live.requires_grad) if isinstance(live, nn.Parameter) else fake
 
     def fresh_tensor(self, spec: TensorSpec, role: InputRole, key: tuple[Any, ...], name: str) -> Tensor:
         """A fake tensor of the given spec that stands for a live one of another (this rank's) shape."""

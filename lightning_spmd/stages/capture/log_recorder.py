@@ -15,10 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.signature import OutputRole
-from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
+from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.stages.capture.appended_lists import AppendOnly
+from lightning_spmd.stages.capture.batch import UnreadLeaf, position_of
 from lightning_spmd.stages.capture.host_scalar import scalar_of
 from lightning_spmd.stages.capture.recorder import user_location
 
@@ -71,15 +74,28 @@ class LogRecorder:
         self._add_output = add_output
 
     def lift(self, value: Any, role: OutputRole, name: str) -> Any:
-        """``value`` with tensors and recorded numbers replaced by references to graph outputs."""
+        """``value`` with tensors and recorded numbers replaced by references to graph outputs.
+
+        Raises:
+            CaptureError: a tensor of the graph is inside an object that is not a container of ``ir.tree``.
+        """
 
         def leaf(path: str, item: Any) -> Any:
+            if type(item) is UnreadLeaf:
+                return LeafRef(position_of(item))
             if isinstance(item, LaterValue):
                 return CallRef(object.__getattribute__(item, "_call"))
             if isinstance(item, Tensor):
                 return OutputRef(self._add_output(item.detach(), role, (), name + path))
             if scalar_of(item) is not None:
                 return OutputRef(self._add_output(item, role, (), name + path))
+            if isinstance(item, AppendOnly):
+                item.looked_at()
+            if _hides_tensor(item):
+                raise CaptureError(
+                    f"{name}{path} is a {type(item).__name__} that holds tensors: only tuples, lists, dicts and "
+                    "dataclasses of tensors can leave the graph"
+                )
             return item
 
         return map_leaves(leaf, value)
@@ -126,6 +142,14 @@ class LogRecorder:
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 
         return shadow
+
+
+def _hides_tensor(item: Any) -> bool:
+    """Whether an object that is no container has a tensor of the graph in an attribute or, for sets, inside."""
+    if isinstance(item, (nn.Module, type)):
+        return False
+    inside = item if isinstance(item, (set, frozenset)) else getattr(item, "__dict__", {}).values()
+    return any(isinstance(value, private.FakeTensor) for value in inside)
 
 
 @contextlib.contextmanager

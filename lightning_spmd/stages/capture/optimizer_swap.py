@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
@@ -84,7 +85,7 @@ class OptimizerSwap:
             name = f"{owner}/{key}"
             if isinstance(value, Tensor):
                 fake = self.inputs.tensor(value, InputRole.OPTIMIZER_STATE, (owner, key), name)
-                if value.numel() == 1 and value.device.type == "cpu":
+                if value.numel() == 1 and value.device.type == "cpu" and not isinstance(value, DTensor):
                     self.inputs.recorder.shadow(fake, value.detach().clone())
                 swapped[key] = fake
             elif type(value) in (int, float):

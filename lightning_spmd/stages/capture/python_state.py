@@ -12,7 +12,7 @@ import functools
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -85,6 +85,11 @@ class AttributeSpy:
 
         body = {"__getattribute__": __getattribute__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         return type(kind.__name__, (kind,), body)
+
+    def forget(self, places: Iterable[tuple[str, str]]) -> None:
+        """Guard none of these attributes, given as path of the module and name."""
+        for path, module in self.modules:
+            self.reads[id(module)] -= {name for owner, name in places if owner == path}
 
     def guards(self) -> list[ValueGuard]:
         """A guard for every attribute that was read and whose value can be compared."""
@@ -263,7 +268,12 @@ def python_state_unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _containers(part: nn.Module) -> dict[str, Any]:
-    return {k: v.copy() for k, v in part.__dict__.items() if type(v) in (list, dict, set) and not k.startswith("_")}
+    own = not type(part).__module__.startswith("torch.")  # users name lists _outputs, torch keeps its own that way
+    return {
+        k: v.copy()
+        for k, v in part.__dict__.items()
+        if type(v) in (list, dict, set) and (not k.startswith("_") or (own and type(v) is list))
+    }
 
 
 def _complain_about_changes(before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]) -> None:

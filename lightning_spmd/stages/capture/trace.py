@@ -1,8 +1,9 @@
-"""Capture: runs one training iteration on fake tensors under the recorder and packs the result as a CapturedStep.
+"""Capture: runs one iteration on fake tensors under the recorder and packs the result as a CapturedStep.
 
 The order is Lightning's: training_step under the precision plugin's context, loss divided by the number of accumulated
 batches, backward, gradient accumulation, clipping through ``configure_gradient_clipping``, ``optimizer.step()``.
-Everything the user wrote runs as it is; nothing is imitated.
+Everything the user wrote runs as it is; nothing is imitated. Of validation, test and predict steps there is the first
+part alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_spmd.ir.guards import BatchGuard, Guards, ValueGuard
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.stages.capture.appended_lists import Place, lists_followed
 from lightning_spmd.stages.capture.batch import Batch, LeafWasRead
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.host_scalar import TensorsFollowScalars, math_follows_scalars, scalar_of
@@ -51,21 +53,21 @@ class CaptureRequest:
 
     Args:
         module: the LightningModule.
-        optimizer: its only optimizer.
-        trainer: the Trainer, which training_step sees through a recording view.
+        optimizer: its only optimizer; None for a variant that is the step method alone.
+        trainer: the Trainer, which the step method sees through a recording view.
         variant: part of the iteration.
         batch: this rank's batch; None for a variant without forward.
-        arguments: the other arguments of training_step by name, in order (``batch_idx``, ``dataloader_idx``).
+        arguments: the other arguments of the step method by name, in order (``batch_idx``, ``dataloader_idx``).
         rows: rows of the global batch; None on one device, where the batch is taken as it is.
         loss_divisor: ``accumulate_grad_batches``.
         accumulators: names of the parameters that already hold a gradient (of earlier micro-batches, or ``p.grad``).
         clip: called with the optimizer between backward and step; None for no clipping.
-        step_context: the precision plugin's ``train_step_context``.
+        step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
         tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
     """
 
     module: Any
-    optimizer: Optimizer
+    optimizer: Optimizer | None
     trainer: Any
     variant: Variant
     batch: Batch | None
@@ -85,12 +87,15 @@ def capture(request: CaptureRequest) -> CapturedStep:
         CaptureError: training_step or the optimizer does something that one graph cannot express.
     """
     read: set[str] = set()
+    grown: set[Place] = set()
     while True:
-        known = len(read)
+        known = len(read), len(grown)
         try:
-            return _Capture(request, read).run()
+            return _Capture(request, read, grown).run()
         except Exception:
-            if len(read) == known:  # otherwise training_step read a non-tensor leaf of the batch: again, with its value
+            # otherwise the step read a non-tensor leaf of the batch: again, with its value; or a list on the module
+            # grew: again, with its items as recorded calls
+            if (len(read), len(grown)) == known:
                 raise
 
 
@@ -113,16 +118,18 @@ class _Outputs:
 class _Capture:
     """The state of one capture."""
 
-    def __init__(self, request: CaptureRequest, read: set[str]) -> None:
+    def __init__(self, request: CaptureRequest, read: set[str], grown: set[Place]) -> None:
         self.request = request
         self.read = read
+        self.grown = grown
         self.fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Recorder(self.fake_mode)
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = _Outputs(self.recorder)
         self.logs = LogRecorder(self.outputs.add)
         self.names = parameter_names(request.module, request.optimizer)
-        self.swap = OptimizerSwap(request.optimizer, self.names, self.inputs)
+        optimizer = request.optimizer
+        self.swap = None if optimizer is None else OptimizerSwap(optimizer, self.names, self.inputs)
         self.spy = AttributeSpy(request.module)
         self.view = TrainerView(request.trainer, self._host_value)
         self.returned: Any = None
@@ -133,10 +140,14 @@ class _Capture:
     def run(self) -> CapturedStep:
         request = self.request
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_grad_mode(request.variant))
             stack.enter_context(random_state_kept())
             stack.enter_context(python_state_unchanged(request.module))
+            if not request.variant.backward:  # in training, what is appended would carry autograd's history
+                stack.enter_context(lists_followed(request.module, self.grown, self._appended))
             slots = stack.enter_context(private.module_tensors_replaced(request.module, self._twin))
-            stack.enter_context(self.swap.active())
+            if self.swap is not None:
+                stack.enter_context(self.swap.active())
             stack.enter_context(trainer_seen_as(request.module, self.view))
             stack.enter_context(learning_rates_followed(request.trainer, self._host_value))
             stack.enter_context(self.logs.active(request.module))
@@ -146,14 +157,20 @@ class _Capture:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.tracing_context())
             batch = self._fake_batch()
-            trained = self._trained_parameters()
+            trained = [] if request.optimizer is None else self._trained_parameters(request.optimizer)
             stack.enter_context(self.spy.active())
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
             with _explained():
-                self._iteration(batch, trained)
+                if request.optimizer is None:
+                    self._step_alone(batch)
+                else:
+                    self._iteration(batch, trained, request.optimizer)
                 self._collect(slots)
         return self._finish()
+
+    def _appended(self, place: Place, item: Any) -> None:
+        self.logs.record(place[0], "append", OutputRole.STEP_OUTPUT, (place[1], item), {})
 
     def _twin(self, kind: str, fqn: str, tensor: Tensor) -> Tensor:
         role = InputRole.PARAMETER if kind == "parameter" else InputRole.BUFFER
@@ -172,9 +189,9 @@ class _Capture:
             fakes[index] = fake.requires_grad_(live.requires_grad)
         return batch.rebuild(fakes, self.read)
 
-    def _trained_parameters(self) -> list[tuple[str, Tensor]]:
+    def _trained_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """(name, fake) of what gets a gradient: the optimizer's parameters, or all of the module's in split mode."""
-        wanted = {id(p) for g in self.request.optimizer.param_groups for p in g["params"]}
+        wanted = {id(p) for g in optimizer.param_groups for p in g["params"]}
         found = []
         for live, name in self.inputs.live_parameters(self.names):
             fake = self.inputs.fake_of(live)
@@ -187,7 +204,18 @@ class _Capture:
         return found
 
     # ------------------------------------------------------------------ the iteration
-    def _iteration(self, batch: Any, trained: list[tuple[str, Tensor]]) -> None:
+    def _step_alone(self, batch: Any) -> None:
+        """Validation, test, predict: what the method returns leaves the graph as it is, whatever it is."""
+        method = self.request.variant.method
+        self.returned = self.logs.lift(self._call(batch), OutputRole.STEP_OUTPUT, method)
+
+    def _call(self, batch: Any) -> Any:
+        request = self.request
+        arguments = {k: self._host_value(k, v) if type(v) is int else v for k, v in request.arguments.items()}
+        with request.step_context():
+            return getattr(request.module, request.variant.method)(batch, *arguments.values())
+
+    def _iteration(self, batch: Any, trained: list[tuple[str, Tensor]], optimizer: Optimizer) -> None:
         request, variant = self.request, self.request.variant
         gradients: dict[str, Tensor] = {}
         if variant.forward:
@@ -206,15 +234,13 @@ class _Capture:
             parameter.grad = gradients.get(name)
         if request.clip is not None:
             with in_section(self.recorder, Section.CLIP):
-                request.clip(request.optimizer)
+                request.clip(optimizer)
         with in_section(self.recorder, Section.OPTIMIZER):
-            type(request.optimizer).step(request.optimizer)
+            type(optimizer).step(optimizer)
 
     def _forward(self, batch: Any) -> Tensor:
         request = self.request
-        arguments = {k: self._host_value(k, v) if type(v) is int else v for k, v in request.arguments.items()}
-        with request.step_context():
-            returned = request.module.training_step(batch, *arguments.values())
+        returned = self._call(batch)
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         if not isinstance(loss, Tensor):
             raise CaptureError(
@@ -267,7 +293,7 @@ class _Capture:
             now = tensors.get(key)
             if now is not replacement and isinstance(now, Tensor):
                 self.outputs.add(now.detach(), OutputRole.BUFFER, (fqn,), fqn)
-        if self.request.variant.apply:
+        if self.request.variant.apply and self.swap is not None:
             for role, key, name, value in self.swap.changes():
                 self.outputs.add(value, role, key, name)
 
@@ -281,12 +307,13 @@ class _Capture:
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()
         inputs = self.inputs.in_order()
+        self.spy.forget(self.grown)
         guards = [
             submodules_guard(request.module),
             frozen_guard(request.module),
             *self.spy.guards(),
             *self.view.guards.values(),
-            *self.swap.guards(stepped=request.variant.apply),
+            *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
         ]
         leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
         predicate = program.guard([node for node, _ in inputs]) if program else None
@@ -312,10 +339,10 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def parameter_names(module: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> dict[int, str]:
     """Fully qualified name of every parameter, by ``id``; the first name of a shared one."""
     names = {id(p): name for name, p in module.named_parameters()}
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             names.setdefault(id(parameter), f"optimizer.param_groups.{index}.{position}")
     return names
@@ -354,6 +381,16 @@ def _with_mutations(graph: fx.Graph, inputs: list[tuple[fx.Node, GraphInput]]) -
     roots = storage_roots(graph)
     written = {roots[target] for node in graph.nodes for target in written_arguments(node)}
     return tuple(dataclasses.replace(entry, mutated=node in written) for node, entry in inputs)
+
+
+@contextlib.contextmanager
+def _grad_mode(variant: Variant) -> Iterator[None]:
+    """Outside inference mode, whose tensors know no versions; without gradients where none are asked for."""
+    if variant.backward:
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 @contextlib.contextmanager

@@ -3,12 +3,16 @@
 ::
 
     captured graph ──propagate (one axis at a time)──► placements ──emit──► local graph
+      └ shared_casts,   │
+        associate       │
                         │ rules/         one operator family a file
                         │ registered     DTensor's strategies, where we have no rule
                         │ routing        rows sorted, worked on and put back (mixture of experts)
+                        │ activations    partial sums and sequence shards between tensor-parallel layers
                         └ replicate      the last resort, reported
 
-Import order: ``call < program < redistribute < rules < registered, routing < propagate < emit < expand``.
+Import order: ``call < program < redistribute < rules < activations, registered, routing < propagate < associate,
+shared_casts, emit < expand``.
 """
 
 from lightning_spmd.stages.expand.expand import expand

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import fx
 
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Shard, ShardAxis
+from lightning_spmd.ir.placement import REPLICATE, Blocks, Chunk, Partial, Placement, Shard, ShardAxis
 
 if TYPE_CHECKING:
     from lightning_spmd.stages.expand.emit import LocalCall
@@ -33,11 +33,13 @@ class Layout:
         inputs: the placement that each operand must have.
         outputs: the placement that each output then has.
         emit: builds the local program where the operator itself on local tensors is not it; gives one node an output.
+        local: whether that program has no collective on this axis.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     emit: Emit | None = None
+    local: bool = False
 
 
 @cache
@@ -119,7 +121,7 @@ class OpCall:
 Where: TypeAlias = "int | Placement | None"
 
 
-def _placement(where: Where, outer: int) -> Placement:
+def _placement(where: Where, outer: Blocks) -> Placement:
     if where is None:
         return REPLICATE
     return Shard(where, outer) if isinstance(where, int) else where
@@ -138,18 +140,31 @@ def along(call: OpCall, inputs: Sequence[Where], outputs: Sequence[Where], emit:
     if isinstance(call.forced, Shard) and outputs and outputs[0] == call.forced.dim and isinstance(outputs[0], int):
         outers.add(call.forced.outer)
     found: list[Layout] = []
+    if any(isinstance(p, Chunk) and p.dim == d for p, d in zip(call.current, inputs, strict=True)):
+        found += _chunked(call, inputs, outputs, emit)
     for outer in outers:
         sizes = {s.shape[d] for s, d in zip(call.specs, inputs, strict=True) if isinstance(d, int)}
         sizes |= {
             s.shape[d] for s, d in zip(call.outputs, outputs, strict=True) if isinstance(d, int) and s is not None
         }
-        if all(size % outer == 0 and call.axis.divides(size // outer) for size in sizes) and (
-            outer == 1 or len(sizes) == 1
-        ):
+        if all(call.axis.splits(size, outer) for size in sizes) and (outer == 1 or len(sizes) == 1):
             found.append(
                 Layout(tuple(_placement(d, outer) for d in inputs), tuple(_placement(d, outer) for d in outputs), emit)
             )
     return found
+
+
+def _chunked(call: OpCall, inputs: Sequence[Where], outputs: Sequence[Where], emit: Emit | None) -> list[Layout]:
+    """As :func:`along` for chunks, which keep their pieces only where all dimensions have the same size."""
+    pairs = [*zip(call.specs, inputs, strict=True), *zip(call.outputs, outputs, strict=True)]
+    sizes = {s.shape[d] for s, d in pairs if isinstance(d, int) and s is not None}
+    if len(sizes) != 1 or any(isinstance(d, int) and d != 0 for d in (*inputs, *outputs)):
+        return []
+
+    def placed(where: Where) -> Placement:
+        return Chunk(where) if isinstance(where, int) else _placement(where, 1)
+
+    return [Layout(tuple(map(placed, inputs)), tuple(map(placed, outputs)), emit)]
 
 
 def linear(call: OpCall, positions: Sequence[int], outputs: Sequence[Where] | None = None) -> list[Layout]:

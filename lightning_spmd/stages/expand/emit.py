@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from lightning_spmd._private_api import is_random
@@ -90,6 +91,10 @@ class LocalCall:
         """As ``[]``, or ``default`` if the overload has no such argument."""
         return self._locals.get(name, default)
 
+    def replace(self, name: str, value: fx.Node) -> None:
+        """Work on another local operand."""
+        self._locals[name] = value
+
     def spec(self, name: str) -> TensorSpec:
         """Global spec of the tensor argument ``name``."""
         return self.globals[name].meta["val"]
@@ -150,11 +155,13 @@ class Emitter:
         self.versions: dict[fx.Node, dict[Placements, fx.Node]] = {}
         self.items: dict[fx.Node, Sequence[fx.Node | None]] = {}
         self.numbers: dict[fx.Node, fx.Node] = {}
+        self.inputs: dict[fx.Node, fx.Node] = {}
         roots = storage_roots(graph)
         self.aliases: dict[fx.Node, list[fx.Node]] = {}
         for node, root in roots.items():
             self.aliases.setdefault(root, []).append(node)
         self.roots = roots
+        self.mutated = {roots[operand] for node in graph.nodes for operand in written_arguments(node)}
 
     def run(self, signature: Signature) -> fx.GraphModule:
         """Write the whole graph."""
@@ -177,6 +184,7 @@ class Emitter:
             placements = self._placements(node)
             new = self.program.add_input(node, local_spec(value, placements, self.axes), placements)
             self.versions[node] = {placements: new}
+            self.inputs[node] = new
         else:
             self.numbers[node] = self.program.add_input(node, value, (REPLICATE,) * len(self.axes))
 
@@ -240,11 +248,29 @@ class Emitter:
         if emits:
             self._bind_items(node, emits.pop()(call))
             return
-        new = call.default(**self._local_sizes(call))
+        new = self._own_operator(call)
         if is_random(node.target):
-            sharded = any(isinstance(p, Shard) for layout in layouts for p in layout.outputs)
-            new.meta["random"] = "sharded" if sharded else "replicated"
+            new.meta["random"] = tuple(
+                axis.name
+                for axis, layout in zip(self.axes, layouts, strict=True)
+                if any(isinstance(p, Shard) for p in layout.outputs)
+            )
         self._bind_outputs(node, new)
+
+    def _own_operator(self, call: LocalCall) -> fx.Node:
+        """The operator on local operands. A view of what lies in another order here than at capture takes a copy.
+
+        Kernels lay results out as they find their operands, and a gathered operand is dense. A copy is no view: nobody
+        may write into the storage.
+        """
+        try:
+            return call.default(**self._local_sizes(call))
+        except (RuntimeError, ValueError):
+            if call.op is not torch.ops.aten.view.default or self.roots[call.node] in self.mutated:
+                raise
+        dense = self.program.call(torch.ops.aten.clone.default, call["self"], memory_format=torch.contiguous_format)
+        call.replace("self", dense)
+        return call.default(**self._local_sizes(call))
 
     def _local_sizes(self, call: LocalCall) -> dict[str, Any]:
         localizer = lookup(LOCALIZERS, call.node.target)
@@ -299,7 +325,19 @@ class Emitter:
                 first = next(iter(versions))
                 self.versions[alias] = {first: versions[first]}
 
+    def _restore_inputs(self) -> None:
+        """An input that was written in another placement comes back to the one it had, up to date."""
+        for node in self.graph.nodes:
+            if node.op != "placeholder" or node not in self.versions:
+                continue
+            placements = self._placements(node)
+            versions = self.versions[node]
+            if placements not in versions:
+                self.program.info = info_of(versions[next(iter(versions))])
+                self.program.call(torch.ops.aten.copy_.default, self.inputs[node], self._version(node, placements))
+
     def _output(self, node: fx.Node) -> fx.GraphModule:
+        self._restore_inputs()
         outputs: list[Any] = []
         for i, value in enumerate(node.args[0]):  # type: ignore[arg-type]
             if is_tensor(value):

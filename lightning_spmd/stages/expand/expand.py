@@ -14,9 +14,11 @@ from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import stamp_writes
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan
+from lightning_spmd.stages.expand.associate import partial_sums_first
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
 from lightning_spmd.stages.expand.program import local_spec
 from lightning_spmd.stages.expand.propagate import AxisPlan, propagate
+from lightning_spmd.stages.expand.shared_casts import share_casts
 
 _ATTEMPTS = 32
 
@@ -39,7 +41,9 @@ def expand(captured: CapturedStep, axes: tuple[ShardAxis, ...], plan: ParallelPl
         BatchError: if a leaf of the batch cannot be split like the batch.
     """
     plan = plan or ReplicatedPlan(reduce_gradients=captured.variant.expose_gradients)
-    graph, signature = captured.graph_module.graph, captured.signature
+    signature = captured.signature
+    graph = share_casts(captured.graph_module.graph, axes, plan)
+    graph = partial_sums_first(graph, signature, axes, plan)
     banned: dict[fx.Node, str] = {}
     for _ in range(_ATTEMPTS):
         plans = [propagate(graph, signature, axis, plan, banned) for axis in axes]
@@ -85,6 +89,14 @@ def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str]) -> list[str]:
                 f"{size} bytes a step{reason}; register one with "
                 "torch.distributed.tensor.experimental.register_sharding"
             )
+        for node, size in plan.gathered.items():
+            if node not in plan.replicated:
+                info = info_of(node)
+                where = " ".join(filter(None, [f"in module {info.module!r}" if info.module else "", info.source]))
+                lines.append(
+                    f"{node.target} {where} cannot work on pieces as its operands lie: they are gathered over "
+                    f"{plan.axis.name}, {size} bytes a step; another style for the layers around it may avoid that"
+                )
     for op, line in {line.split(" ", 1)[0]: line for line in reversed(lines)}.items():
         warnings.warn(f"{line}" if lines else op, ReplicationWarning, stacklevel=3)
     return lines

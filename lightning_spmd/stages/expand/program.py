@@ -10,7 +10,7 @@ from torch import fx
 
 from lightning_spmd._private_api import FakeTensorMode
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
-from lightning_spmd.ir.placement import Placement, Shard, ShardAxis
+from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
 
 _functional = torch.ops._c10d_functional
 
@@ -20,7 +20,9 @@ def local_shape(shape: Sequence[int], placements: Sequence[Placement], axes: Seq
     local = list(shape)
     for placement, axis in zip(placements, axes, strict=True):
         if isinstance(placement, Shard):
-            local[placement.dim] = placement.outer * axis.local_size(local[placement.dim] // placement.outer)
+            local[placement.dim] = axis.shard_size(local[placement.dim], placement.outer)
+        elif isinstance(placement, Chunk):
+            local[placement.dim] = axis.chunk(local[placement.dim])[1]
     return tuple(local)
 
 
@@ -49,6 +51,8 @@ class LocalProgram:
         self.attributes: dict[str, torch.Tensor] = {}
         self.mode = FakeTensorMode()
         self.fakes: dict[fx.Node, Any] = {}
+        self.class_sums: dict[fx.Node, fx.Node] = {}
+        """gradient of scores whose classes are split → its sum over all classes, if known without a collective"""
         self.info: NodeInfo | None = None
 
     def add_input(self, node: fx.Node, value: Any, placements: tuple[Placement, ...]) -> fx.Node:

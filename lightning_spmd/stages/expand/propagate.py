@@ -9,6 +9,12 @@ created. If that would cost communication (``out = zeros(B, T); out[:, 0] = x`` 
 wanted at the creation of the storage: it is forced there and propagation starts again (each creation at most once).
 Writes into graph inputs (buffers) never change the input's placement: the other operands are gathered or reduced.
 
+**Sharded state.** A parameter that is stored in chunks is gathered before anything is computed with it. Clipping and
+the optimizer work on chunks: partial sums of gradients are reduced into them, and of a parameter that is stored whole
+each rank updates its own chunk in place; the emitter gathers those at the end.
+
+**Activations** between parallel layers: see ``activations``.
+
 Order of the rules for one operator: ours, then those registered with DTensor (also by users), then replication of
 everything, which is reported.
 """
@@ -24,15 +30,20 @@ from torch import fx
 
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
-from lightning_spmd.ir.node_info import TensorSpec, info_of
-from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, ShardAxis
-from lightning_spmd.ir.signature import Signature
-from lightning_spmd.parallel.parallel_plan import ParallelPlan
+from lightning_spmd.ir.node_info import Section, TensorSpec, info_of
+from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.signature import InputRole, Signature
+from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
 from lightning_spmd.stages.expand import routing
+from lightning_spmd.stages.expand.activations import ActivationRules, split_table_gradients
 from lightning_spmd.stages.expand.call import Layout, OpCall, is_tensor
 from lightning_spmd.stages.expand.redistribute import LATENCY, cost
 from lightning_spmd.stages.expand.registered import registered_layouts
 from lightning_spmd.stages.expand.rules import rule_of
+
+_UPDATE = (Section.CLIP, Section.OPTIMIZER)
+_NEVER = 1e6
+"""Factor on the cost of moving a weight that the plan has split: work on activations instead, whatever it costs."""
 
 
 @dataclass
@@ -46,6 +57,7 @@ class AxisPlan:
         outputs: placement of each output of a node.
         results: placement of each graph output.
         replicated: operators for which no rule was found, and the bytes gathered for that.
+        gathered: on an axis whose plan places activations, operators that cannot work on theirs, and their bytes.
     """
 
     axis: ShardAxis
@@ -54,6 +66,7 @@ class AxisPlan:
     outputs: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
     results: list[Placement] = field(default_factory=list)
     replicated: dict[fx.Node, int] = field(default_factory=dict)
+    gathered: dict[fx.Node, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,19 +139,33 @@ class Propagation:
         self.plan = plan
         self.banned = banned
         self.aliasing = _Aliasing.of(graph)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        entries = zip(placeholders, signature.inputs, strict=True)
+        self.parameters = {n: e for n, e in entries if e.role is InputRole.PARAMETER}
+        self.shards_state = plan.shards_state(axis)
         self.forced: dict[fx.Node, Placement] = {}
+        self.activations = self._activation_rules()
         self.result = AxisPlan(axis)
         self.versions: dict[fx.Node, list[Placement]] = {}
         self.detached: set[fx.Node] = set()
         self.narrowed = False
         self.routed: dict[fx.Node, tuple[routing.Routed | None, ...]] = {}
         self.unroutable: set[fx.Node] = set()
+        self.updating = False
+
+    def _activation_rules(self) -> ActivationRules | None:
+        between = activations_between(self.plan, self.axis)
+        if between is None:
+            return None
+        weights = {n: self.plan.input_placement(self.axis, e) for n, e in self.parameters.items()}
+        self.forced.update(split_table_gradients(self.graph, weights))
+        return ActivationRules(self.axis, between, weights)
 
     def run(self) -> AxisPlan:
         """Choose all placements."""
         while True:
             self.result = AxisPlan(self.axis)
-            self.versions, self.detached, self.routed = {}, set(), {}
+            self.versions, self.detached, self.routed, self.updating = {}, set(), {}, False
             try:
                 self._pass()
                 smaller = {} if self.narrowed else self._narrow()
@@ -187,12 +214,31 @@ class Propagation:
     def _current(self, node: fx.Node) -> Placement:
         """The placement to reason from: a reduced version, where there is one, stands for a partial sum."""
         versions = self.versions[node]
-        if isinstance(versions[0], Partial) and Replicate() in versions:
+        if isinstance(versions[0], Partial):
+            if self.activations is not None:
+                return versions[min(1, len(versions) - 1)]
+            return next((p for p in (CHUNK, REPLICATE) if p in versions), versions[0])
+        if isinstance(versions[0], Chunk) and not self.updating and self.aliasing.roots[node] in self.parameters:
             return REPLICATE
         return versions[0]
 
+    def _reduced(self, node: fx.Node) -> Placement:
+        """As :meth:`_current`, partial sums reduced into chunks."""
+        current = self._current(node)
+        return CHUNK if current == Partial() and node.meta["val"].shape else current
+
+    def _begin_update(self) -> None:
+        """From here on each rank sees its own chunk of the parameters that are stored whole."""
+        self.updating = True
+        for node, entry in self.parameters.items():
+            if self.shards_state and entry.mutated and self.versions[node][0] == REPLICATE and entry.value.shape:
+                self.versions[node] = [CHUNK, REPLICATE]
+
     def _operator(self, node: fx.Node) -> None:
-        call = OpCall(node, self.axis, self._current)
+        if not self.updating and info_of(node).section in _UPDATE:
+            self._begin_update()
+        seen = self._prepare(node)
+        call = OpCall(node, self.axis, lambda n: seen.get(n) or self._current(n))
         call.forced = self.forced.get(node)
         self.result.operands[node] = call.operands
         everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))
@@ -202,6 +248,8 @@ class Propagation:
         if self._route(call):
             return
         candidates = self._candidates(call)
+        if self.updating and self.shards_state and Partial() in call.current:
+            candidates = [*candidates, *self._candidates(OpCall(node, self.axis, self._reduced))]
         if call.forced is not None:
             wanted = [c for c in candidates if c.outputs[0] == call.forced]
             if wanted:
@@ -213,6 +261,16 @@ class Propagation:
             self._choose_writing(call, options, written)
         else:
             self._choose(call, min(options, key=lambda c: self._cost(call, c)))
+
+    def _prepare(self, node: fx.Node) -> dict[fx.Node, Placement]:
+        """Reduce and gather operands as the rules for activations say; operands that ``node`` sees differently."""
+        if self.activations is None:
+            return {}
+        reduced, gathered = self.activations.operand_changes(node, self._current)
+        for operand, placement in [*reduced.items(), *gathered.items()]:
+            if placement not in self.versions[operand]:
+                self.versions[operand].append(placement)
+        return gathered
 
     def _route(self, call: OpCall) -> bool:
         """Run a sort of split rows, and what depends on its order, on the rank's own rows; see ``routing``."""
@@ -258,7 +316,9 @@ class Propagation:
     def _operand_cost(self, call: OpCall, index: int, want: Placement) -> float:
         node = call.operands[index]
         section = info_of(call.node).section
-        return min(cost(call.specs[index], have, want, section) for have in self.versions[node])
+        found = min(cost(call.specs[index], have, want, section) for have in self.versions[node])
+        moves = found >= LATENCY and self.activations is not None and self.activations.origin(node) is not None
+        return found * _NEVER if moves else found
 
     def _cost(self, call: OpCall, layout: Layout) -> float:
         total = sum(self._operand_cost(call, i, want) for i, want in enumerate(layout.inputs))
@@ -280,10 +340,19 @@ class Propagation:
                 self.detached.add(node)
             if want not in versions:
                 through_whole = isinstance(versions[0], Shard) and isinstance(want, Shard)
+                self._note_gather(call, operand, want)
                 if through_whole and REPLICATE not in versions:
                     versions.append(REPLICATE)
                 versions.append(want)
         self._set(node, layout.outputs)
+
+    def _note_gather(self, call: OpCall, operand: fx.Node, want: Placement) -> None:
+        """Report it, except where it is the mirror of a reduce-scatter that the plan asked for."""
+        versions = self.versions[operand]
+        unasked = info_of(call.node).section not in _UPDATE and call.node not in self.forced
+        if self.activations is not None and unasked and isinstance(versions[0], Shard) and REPLICATE not in versions:
+            gathered = self.result.gathered
+            gathered[call.node] = gathered.get(call.node, 0) + operand.meta["val"].bytes
 
     # ------------------------------------------------------------------ work that only a piece of is read
     def _narrow(self) -> dict[fx.Node, Placement]:
@@ -322,7 +391,7 @@ class Propagation:
             return None
         call = OpCall(node, self.axis, self._current)
         call.forced = placement
-        options = [c for c in rule(call) if c.outputs == (placement,) and c.emit is None]
+        options = [c for c in rule(call) if c.outputs == (placement,) and (c.emit is None or c.local)]
         best = min(options, key=lambda c: self._cost(call, c), default=None)
         return best if best is not None and self._cost(call, best) < LATENCY else None
 

@@ -7,9 +7,11 @@ R → S               slice (rank-dependent offset)                         none
 R → P               keep on the first rank, zero elsewhere                none
 P → R               all_reduce                                            2 × size
 P → S               reduce_scatter, or all_reduce and slice               size (or as P → R)
+P → C               reduce_scatter of what is padded to equal chunks      size
+R → C, C → R        slice; all_gather of padded chunks                    none; size
 S → R               all_gather; 4 × size counts as a penalty, since what  4 × size
                     is split usually is an activation
-S → S', S → P       through R
+S → S', C → S, ...  through R
 ==================  ====================================================  ==================================
 
 Every change is a constant number of nodes at any number of ranks.
@@ -24,8 +26,18 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.node_info import Section, TensorSpec
-from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, ShardAxis
-from lightning_spmd.stages.expand.program import LocalProgram
+from lightning_spmd.ir.placement import (
+    REPLICATE,
+    Blocks,
+    Chunk,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    ShardAxis,
+    block_sizes,
+)
+from lightning_spmd.stages.expand.program import LocalProgram, local_shape
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -40,7 +52,7 @@ def cost(spec: TensorSpec, have: Placement, want: Placement, section: Section) -
         return 0.0
     size = spec.bytes
     if isinstance(have, Replicate):
-        if isinstance(want, Shard):
+        if isinstance(want, (Shard, Chunk)):
             return 1e-3 * size
         # The optimizer's own arithmetic on a replicated state is never worth splitting into a partial sum.
         return 10.0 * size + 2 * LATENCY if section in (Section.OPTIMIZER, Section.CLIP) else 2e-3 * size
@@ -48,13 +60,17 @@ def cost(spec: TensorSpec, have: Placement, want: Placement, section: Section) -
         if isinstance(want, Partial):
             return math.inf
         return 2.0 * size + LATENCY if isinstance(want, Replicate) else size + LATENCY
-    return 4.0 * size + LATENCY + (0.0 if isinstance(want, Replicate) else cost(spec, REPLICATE, want, section))
+    moved = size if isinstance(have, Chunk) else 4.0 * size
+    return moved + LATENCY + (0.0 if isinstance(want, Replicate) else cost(spec, REPLICATE, want, section))
 
 
 def redistribute(
     program: LocalProgram, node: fx.Node, shape: Sequence[int], have: Sequence[Placement], want: Sequence[Placement]
 ) -> dict[tuple[Placement, ...], fx.Node]:
     """Write the change of a tensor of global ``shape`` from ``have`` to ``want``, axis by axis.
+
+    What is split is put together from the innermost axis outwards, sums are reduced and pieces taken from the outermost
+    inwards: so a dimension that two axes split is always split by the outer one first, as :func:`local_shape` says.
 
     Returns:
         The versions of the value that came to exist on the way which later readers may use, the wanted one last.
@@ -69,48 +85,143 @@ def redistribute(
         return new
 
     for i in reversed(range(len(now))):
-        source, target, axis = now[i], want[i], program.axes[i]
-        if source == target or isinstance(source, Replicate):
+        source, axis = now[i], program.axes[i]
+        if not isinstance(source, (Shard, Chunk)) or (source == want[i] and not _in_the_way(now, want, i, program)):
             continue
-        if isinstance(source, Shard):
-            node = step(i, REPLICATE, _gather(program, node, shape, tuple(now), i))
-        elif _can_reduce_scatter(target, axis):
-            node = step(i, target, _reduce_scatter(program, node, axis))
+        if isinstance(source, Chunk):
+            whole = _unsharded_size(shape, now, i, program.axes)
+            node = step(i, REPLICATE, _gather_chunks(program, node, source, whole, axis))
         else:
-            node = step(i, REPLICATE, program.all_reduce(node, axis, source.op))
+            node = step(i, REPLICATE, _gather(program, node, shape, tuple(now), i))
     for i, axis in enumerate(program.axes):
-        if now[i] == want[i]:
+        source, target = now[i], want[i]
+        if source == target:
             continue
-        target = want[i]
+        if isinstance(source, Partial):
+            if isinstance(target, Chunk):
+                node = step(i, target, _reduce_scatter_chunks(program, node, target, axis))
+                continue
+            if isinstance(target, Shard) and _can_reduce_scatter(source, target, axis):
+                node = step(i, target, _reduce_scatter(program, node, axis, target.dim))
+                continue
+            node = step(i, REPLICATE, program.all_reduce(node, axis, source.op))
         if isinstance(target, Shard):
-            node = step(i, target, _slice(program, node, target, axis))
+            local = Shard(target.dim, _local_blocks(target, now, i, program.axes))
+            node = step(i, target, _slice(program, node, local, axis))
+        elif isinstance(target, Chunk):
+            start, length = axis.chunk(program.shape(node)[target.dim])
+            node = step(i, target, _rank_dependent_slice(program, node, target.dim, start, length))
         elif isinstance(target, Partial):
             node = step(i, target, _keep_on_first(program, node, target, axis))
     return versions
 
 
-def _can_reduce_scatter(target: Placement, axis: ShardAxis) -> bool:
-    return isinstance(target, Shard) and target.dim == 0 and target.outer == 1 and axis.is_even
+def _in_the_way(now: Sequence[Placement], want: Sequence[Placement], inner: int, program: LocalProgram) -> bool:
+    """Whether an outer axis is about to split or join the dimension that axis ``inner`` splits already."""
+    split = now[inner]
+    for outer in range(inner):
+        if now[outer] == want[outer] or not isinstance(split, (Shard, Chunk)):
+            continue
+        for placement in (now[outer], want[outer]):
+            if isinstance(placement, (Shard, Chunk)) and placement.dim == split.dim:
+                axis = program.axes[inner]
+                if not (isinstance(placement, Shard) and isinstance(split, Shard) and _nested(placement, split, axis)):
+                    return True
+    return False
 
 
-def _reduce_scatter(program: LocalProgram, node: fx.Node, axis: ShardAxis) -> fx.Node:
-    rows, *rest = program.shape(node)
+def _nested(outer: Shard, inner: Shard, inner_axis: ShardAxis) -> bool:
+    """Whether the pieces of the inner axis are whole blocks of the outer one's: then the order does not matter."""
+    if not isinstance(outer.outer, int) or not isinstance(inner.outer, int):
+        return False
+    return outer.outer % (inner.outer * inner_axis.total) == 0
+
+
+def _local_blocks(placement: Shard, now: Sequence[Placement], position: int, axes: Sequence[ShardAxis]) -> Blocks:
+    """How many of a placement's blocks this rank has, where axes inside ``position`` split the dimension as well."""
+    blocks = placement.outer
+    for axis, inner in zip(axes[position + 1 :], now[position + 1 :], strict=True):
+        if isinstance(inner, (Shard, Chunk)) and inner.dim == placement.dim:
+            if not isinstance(inner, Shard) or not isinstance(blocks, int) or not _nested(placement, inner, axis):
+                raise NotImplementedError(f"{placement} around {inner}")
+            blocks = axis.local_size(blocks)
+    return blocks
+
+
+def _can_reduce_scatter(source: Partial, target: Shard, axis: ShardAxis) -> bool:
+    return source.op == "sum" and target.outer == 1 and axis.is_even
+
+
+def _reduce_scatter(program: LocalProgram, node: fx.Node, axis: ShardAxis, dim: int = 0) -> fx.Node:
+    """This rank's piece of a sum; the collective knows the first dimension alone, so another one goes there."""
     op = _functional.reduce_scatter_tensor.default
-    return program.collective(op, node, (rows // axis.size, *rest), "sum", axis.size, axis.group)
+    front = program.call(aten.transpose.int, node, 0, dim) if dim else node
+    rows, *rest = program.shape(front)
+    piece = program.collective(op, front, (rows // axis.size, *rest), "sum", axis.size, axis.group)
+    if not dim:
+        return piece
+    back = program.call(aten.transpose.int, piece, 0, dim)
+    return program.call(aten.clone.default, back, memory_format=torch.contiguous_format)
+
+
+def _rank_dependent_slice(program: LocalProgram, node: fx.Node, dim: int, start: int, length: int) -> fx.Node:
+    piece = program.call(aten.slice.Tensor, node, dim, start, start + length)
+    piece.meta["rank_dependent"] = True
+    return piece
+
+
+def _padded(program: LocalProgram, node: fx.Node, dim: int, size: int) -> fx.Node:
+    """``node`` with zeros behind it along ``dim``, up to ``size``."""
+    shape = program.shape(node)
+    padding = [0, 0] * (len(shape) - 1 - dim) + [0, size - shape[dim]]
+    padded = program.call(aten.constant_pad_nd.default, node, padding)
+    padded.meta["rank_dependent"] = True
+    return padded
+
+
+def _reduce_scatter_chunks(program: LocalProgram, node: fx.Node, target: Chunk, axis: ShardAxis) -> fx.Node:
+    """This rank's chunk of a sum. Where chunks are not equal they are padded: a collective moves equal parts."""
+    if target.dim != 0:
+        raise NotImplementedError(f"chunks of dimension {target.dim}")
+    size = program.shape(node)[0]
+    longest = axis.chunk_size(size)
+    if longest * axis.size != size:
+        node = _padded(program, node, 0, longest * axis.size)
+    piece = _reduce_scatter(program, node, axis)
+    if longest * axis.size != size:
+        piece = _rank_dependent_slice(program, piece, 0, 0, axis.chunk(size)[1])
+    return piece
+
+
+def _gather_chunks(program: LocalProgram, node: fx.Node, source: Chunk, size: int, axis: ShardAxis) -> fx.Node:
+    """The whole of a dimension of global ``size`` of which every rank holds a chunk."""
+    if source.dim != 0:
+        raise NotImplementedError(f"chunks of dimension {source.dim}")
+    longest = axis.chunk_size(size)
+    equal = longest * axis.size == size
+    piece = node if equal else _padded(program, node, 0, longest)
+    shape = (longest * axis.size, *program.shape(piece)[1:])
+    op = _functional.all_gather_into_tensor.default
+    gathered = program.collective(op, piece, shape, axis.size, axis.group)
+    return gathered if equal else program.call(aten.slice.Tensor, gathered, 0, 0, size)
 
 
 def _slice(program: LocalProgram, node: fx.Node, target: Shard, axis: ShardAxis) -> fx.Node:
-    shape = program.shape(node)
-    block = shape[target.dim] // target.outer
+    shape, dim = program.shape(node), target.dim
+    if isinstance(target.outer, tuple):
+        pieces, before = [], 0
+        for block in block_sizes(shape[dim], target.outer) or ():
+            start, length = axis.offset(block), axis.local_size(block)
+            pieces.append(_rank_dependent_slice(program, node, dim, before + start, length))
+            before += block
+        return program.call(aten.cat.default, pieces, dim)
+    block = shape[dim] // target.outer
     start, length = axis.offset(block), axis.local_size(block)
     if target.outer == 1:
-        piece = program.call(aten.slice.Tensor, node, target.dim, start, start + length)
-        piece.meta["rank_dependent"] = True
-        return piece
-    blocks = _reshape(program, node, (*shape[: target.dim], target.outer, block, *shape[target.dim + 1 :]))
-    piece = program.call(aten.slice.Tensor, blocks, target.dim + 1, start, start + length)
-    piece.meta["rank_dependent"] = True
-    return _reshape(program, piece, (*shape[: target.dim], target.outer * length, *shape[target.dim + 1 :]))
+        return _rank_dependent_slice(program, node, dim, start, length)
+    blocks = _reshape(program, node, (*shape[:dim], target.outer, block, *shape[dim + 1 :]))
+    piece = _rank_dependent_slice(program, blocks, dim + 1, start, length)
+    return _reshape(program, piece, (*shape[:dim], target.outer * length, *shape[dim + 1 :]))
 
 
 def _keep_on_first(program: LocalProgram, node: fx.Node, target: Partial, axis: ShardAxis) -> fx.Node:
@@ -134,7 +245,9 @@ def _gather(
     if not isinstance(placement, Shard):
         raise TypeError(f"cannot gather {placement}")
     local = program.shape(node)
-    dim, outer = placement.dim, placement.outer
+    dim, outer = placement.dim, _local_blocks(placement, now, position, program.axes)
+    if isinstance(outer, tuple):
+        return _gather_uneven_blocks(program, node, dim, outer, axis)
     before, rows, after = math.prod(local[:dim]) * outer, local[dim] // outer, math.prod(local[dim + 1 :])
     whole = _unsharded_size(shape, now, position, program.axes)
     full = (*local[:dim], whole, *local[dim + 1 :])
@@ -158,7 +271,29 @@ def _gather(
         merged = program.call(
             aten.index_select.default, merged, 1, program.constant(_valid_rows(axis, block, longest, merged))
         )
-    return _reshape(program, merged, full)
+    return _dense(program, _reshape(program, merged, full))
+
+
+def _gather_uneven_blocks(
+    program: LocalProgram, node: fx.Node, dim: int, blocks: tuple[int, ...], axis: ShardAxis
+) -> fx.Node:
+    """As :func:`_gather`: one collective of everything, then every block is put together from the ranks' pieces."""
+    if not axis.is_even:
+        raise NotImplementedError("blocks of different sizes over ranks that hold different shares")
+    local = program.shape(node)
+    before, rows, after = math.prod(local[:dim]), local[dim], math.prod(local[dim + 1 :])
+    piece = _reshape(program, node, (before, rows, after))
+    gather = _functional.all_gather_into_tensor.default
+    gathered = program.collective(gather, piece, (axis.size * before, rows, after), axis.size, axis.group)
+    ranks = program.call(aten.view.default, gathered, [axis.size, before, rows, after])
+    joined, start = [], 0
+    for size in block_sizes(rows, blocks) or ():
+        block = program.call(aten.slice.Tensor, ranks, 2, start, start + size)
+        block = program.call(aten.transpose.int, block, 0, 1)
+        joined.append(_reshape(program, block, (before, axis.size * size, after)))
+        start += size
+    merged = program.call(aten.cat.default, joined, 1)
+    return _reshape(program, merged, (*local[:dim], axis.size * rows, *local[dim + 1 :]))
 
 
 def _valid_rows(axis: ShardAxis, block: int, longest: int, like: fx.Node) -> torch.Tensor:
@@ -166,14 +301,20 @@ def _valid_rows(axis: ShardAxis, block: int, longest: int, like: fx.Node) -> tor
     return torch.tensor(rows, device=like.meta["val"].device)
 
 
-def _unsharded_size(shape: Sequence[int], now: tuple[Placement, ...], position: int, axes: Sequence[ShardAxis]) -> int:
+def _unsharded_size(shape: Sequence[int], now: Sequence[Placement], position: int, axes: Sequence[ShardAxis]) -> int:
     """Size of the gathered dimension once ``position`` is replicated, other axes' splits of it remaining."""
     placement = now[position]
-    size = shape[placement.dim] if isinstance(placement, Shard) else 0
-    for i, (other, axis) in enumerate(zip(now, axes, strict=True)):
-        if i != position and isinstance(other, Shard) and isinstance(placement, Shard) and other.dim == placement.dim:
-            size = other.outer * axis.local_size(size // other.outer)
-    return size
+    if not isinstance(placement, (Shard, Chunk)):
+        return 0
+    others = [REPLICATE if i == position else p for i, p in enumerate(now)]
+    return local_shape(shape, others, axes)[placement.dim]
+
+
+def _dense(program: LocalProgram, node: fx.Node) -> fx.Node:
+    """Row-major: where a rank's piece has size 1, merging its dimension is a view and leaves the ranks' order."""
+    if program.fakes[node].is_contiguous():
+        return node
+    return program.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _reshape(program: LocalProgram, node: fx.Node, shape: Sequence[int]) -> fx.Node:

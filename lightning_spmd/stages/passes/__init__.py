@@ -14,6 +14,7 @@ from lightning_spmd.stages.passes import (
     gather_embedding_rows,
     identity_views,
     redundant_copies,
+    regather_parameters,
     split_optimizer,
 )
 from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState, check_order, select
@@ -24,6 +25,7 @@ PASSES: tuple[GraphPass, ...] = (
     common_subexpressions.PASS,
     redundant_copies.PASS,
     dead_code.PASS,
+    regather_parameters.PASS,
     early_operands.PASS,
     gather_embedding_rows.PASS,
     bucket_collectives.PASS,

@@ -14,13 +14,12 @@ Members share operator, process group, reduction, dtype and device. Buckets foll
 ready, and no value is cut. The first bucket is small (1 MiB: communication starts early) and holds the loss and the
 logged scalars, which Python reads right after the step. A value that is read before another member exists cannot wait
 for it and starts a bucket of its own; that is how the token count of a mean with ``ignore_index`` stays where it is.
-Nor
-does a value wait that is written to later.
+Nor does a value wait that is written to later.
 
 All-reduces work in place: large gradients are made inside the buffer (``flat_buffers``), the rest is copied into it
 once; a value alone in its bucket is reduced where it is if nobody else reads it. Buckets of gathers and scatters are
 copied in and out, so they stay small; gathers of inputs start when the gather before them is waited, so that not all of
-them are in memory at once.
+them are in memory at once. Gathers of the backward pass are buckets of their own for the same reason.
 
 ``bucket_size_mb="auto"`` takes the size from ``cost.collectives``: the same on every rank and in every run, for it
 decides the order of sums. ``reduce_dtype`` casts what only clipping and the optimizer read for the way.
@@ -84,6 +83,8 @@ class _Member:
         needed: when its result is read first.
         expires: when its value is overwritten.
         dtype: in which it travels.
+        of_input: whether an input of the graph is gathered, as it is or padded.
+        section: of the first reader.
     """
 
     start: fx.Node
@@ -92,6 +93,8 @@ class _Member:
     needed: int
     expires: int
     dtype: torch.dtype
+    of_input: bool
+    section: Section
 
     @property
     def value(self) -> fx.Node:
@@ -107,7 +110,8 @@ class _Member:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        return (self.start.target, *self.start.args[1:], self.spec.dtype, self.dtype, self.spec.device)
+        backward = self.of_input and self.section is not Section.FORWARD
+        return (self.start.target, *self.start.args[1:], self.spec.dtype, self.dtype, self.spec.device, backward)
 
     @property
     def traffic(self) -> tuple[Any, str]:
@@ -143,6 +147,7 @@ class _Bucket:
 def bucket_collectives(step: ShardedStep, state: PassState) -> None:
     """Fuse the collectives of a step; see the module docstring for what it does and when it does nothing."""
     graph = step.graph_module.graph
+    _loosen(graph)
     memory = Memory(graph)
     members = _find(step, memory, None if state.reduce_dtype is None else REDUCE_DTYPES[state.reduce_dtype])
     if not members:
@@ -165,6 +170,28 @@ def _note(members: Sequence[_Member], buckets: Sequence[_Bucket], caps: dict[tup
 
 
 # ---------------------------------------------------------------- which
+def _loosen(graph: fx.Graph) -> None:
+    """Pad operands as soon as they exist and cut padding off where results are read first.
+
+    Expansion writes pad, collective, wait and cut side by side; in that place the cut of one gradient would be read
+    before the next one is padded, so that none could share a bucket. Padded inputs move with their bucket.
+    """
+    memory = Memory(graph)
+    for index, node in enumerate(memory.order):
+        wait = next(iter(node.users), None)
+        if node.target not in _KINDS or wait is None or wait.target is not _WAIT:
+            continue
+        pad = node.all_input_nodes[0]
+        source = next(iter(pad.all_input_nodes), pad)
+        if pad.target is aten.constant_pad_nd.default and len(pad.users) == 1 and source.target is not _WAIT:
+            made = max(memory.position[source], memory.last_write(source, index))
+            if memory.order[made].op != "placeholder":
+                _after_getitems(memory.order[made]).append(pad)
+        cut = next(iter(wait.users), None)
+        if cut is not None and cut.target is aten.slice.Tensor and len(wait.users) == 1 and cut.users:
+            min(cut.users, key=memory.position.__getitem__).prepend(cut)
+
+
 def _find(step: ShardedStep, memory: Memory, reduce_dtype: torch.dtype | None) -> list[_Member]:
     found: list[_Member] = []
     end = len(memory.order) - 1
@@ -177,12 +204,21 @@ def _find(step: ShardedStep, memory: Memory, reduce_dtype: torch.dtype | None) -
         # the wait that makes a value is going to move, up to here at most
         ready = index if value.target is _WAIT else max(memory.position[value], memory.last_write(value, index))
         needed = min((memory.position[user] for user in wait.users), default=end)
+        of_input = node.target is _ALL_GATHER and _is_input(memory, value, index)
+        ready = last_input if of_input else ready
         dtype = spec_of(value).dtype
         if reduce_dtype is not None and _KINDS[node.target] != "all_gather" and _is_gradient(step, memory, wait):
             dtype = reduce_dtype
         expires = memory.next_write(value, index)
-        found.append(_Member(node, wait, max(ready, last_input), needed, expires, dtype))
+        section = info_of(memory.order[needed]).section
+        found.append(_Member(node, wait, max(ready, last_input), needed, expires, dtype, of_input, section))
     return found
+
+
+def _is_input(memory: Memory, value: fx.Node, index: int) -> bool:
+    """Whether a value, read at ``index``, is an input that was not written before, or a padded one: it can move."""
+    source = value.all_input_nodes[0] if value.target is aten.constant_pad_nd.default else value
+    return source.op == "placeholder" and memory.last_write(source, index) <= memory.position[source]
 
 
 def _is_gradient(step: ShardedStep, memory: Memory, wait: fx.Node) -> bool:
@@ -210,15 +246,17 @@ def _is_gradient(step: ShardedStep, memory: Memory, wait: fx.Node) -> bool:
 
 
 def _caps(members: Sequence[_Member], ranks: dict[str, int], wanted: float | str) -> dict[tuple[Any, str], int]:
-    """The largest bucket in bytes, by operator and group."""
+    """The largest bucket in bytes of operands, by operator and group."""
     totals: Counter[tuple[Any, str]] = Counter()
     device = {}
     for member in members:
         totals[member.traffic] += member.bytes
         device[member.traffic] = member.spec.device
-    if isinstance(wanted, (int, float)):
-        return dict.fromkeys(totals, max(1, int(wanted * MIB)))
     largest = max(ranks.values(), default=1)
+    if isinstance(wanted, (int, float)):
+        # a rank's piece of a gather is counted, and the whole of it is in memory
+        shares = {key: ranks.get(key[1], largest) if _KINDS[key[0]] == "all_gather" else 1 for key in totals}
+        return {key: max(1, int(wanted * MIB) // share) for key, share in shares.items()}
     return {
         key: bucket_bytes(_KINDS[key[0]], total, ranks.get(key[1], largest), link_of(device[key]))
         for key, total in totals.items()
@@ -259,17 +297,21 @@ def _fits(bucket: _Bucket, new: _Member, cap: int) -> bool:
 
 def _place(buckets: Sequence[_Bucket], memory: Memory) -> None:
     """Where each bucket starts and is waited. Gathers of inputs, ready from the beginning, follow one another."""
-    before: dict[tuple[Any, ...], _Bucket] = {}
+    before: dict[tuple[Any, str], _Bucket] = {}
     for bucket in buckets:
         bucket.start_at = max(m.ready for m in bucket.members)
-        bucket.wait_at = min(m.needed for m in bucket.members)
+        # clipping may write into what a collective still reads
+        bucket.wait_at = min(min(m.needed, m.expires) for m in bucket.members)
         first = bucket.members[0]
-        if first.start.target is not _ALL_GATHER or memory.order[bucket.start_at].op != "placeholder":
+        if not first.of_input:
             continue
-        previous = before.get(first.kind)
-        if previous is not None and previous.wait_at < min(bucket.wait_at, *(m.expires for m in bucket.members)):
+        previous = before.get(first.traffic)
+        last = min(bucket.wait_at, *(m.expires for m in bucket.members))
+        if previous is not None and previous.wait_at < last:
             bucket.start_at = previous.wait_at - 1
-        before[first.kind] = bucket
+        elif previous is not None and previous.wait_at == last:  # a weight and its bias, read by one operator
+            bucket.start_at = previous.start_at
+        before[first.traffic] = bucket
 
 
 # ---------------------------------------------------------------- how
@@ -285,7 +327,7 @@ def _write(graph: fx.Graph, memory: Memory, buckets: Sequence[_Bucket]) -> None:
             with graph.inserting_before(node):
                 _finish(graph, bucket)
         if index in starts:
-            following = _after_getitems(node).next
+            following = _with_padding(_after_getitems(node), starts[index]).next
             for bucket in starts[index]:
                 with graph.inserting_before(following):
                     _start(graph, memory, bucket)
@@ -301,6 +343,15 @@ def _after_getitems(node: fx.Node) -> fx.Node:
     while node.next.target is operator.getitem:
         node = node.next
     return node
+
+
+def _with_padding(anchor: fx.Node, buckets: Sequence[_Bucket]) -> fx.Node:
+    """Move the padding of gathered inputs behind ``anchor``; gives the last node that was moved."""
+    for member in (m for bucket in buckets for m in bucket.members):
+        if member.of_input and member.value.op != "placeholder":
+            anchor.append(member.value)
+            anchor = member.value
+    return anchor
 
 
 def _erase_views(graph: fx.Graph, memory: Memory, node: fx.Node) -> None:
@@ -410,6 +461,6 @@ def _gathered(graph: fx.Graph, bucket: _Bucket, whole: fx.Node) -> list[fx.Node]
 PASS = GraphPass(
     "bucket_collectives",
     bucket_collectives,
-    after=frozenset({"early_operands", "gather_embedding_rows"}),
+    after=frozenset({"early_operands", "gather_embedding_rows", "regather_parameters"}),
     changes_numerics=True,
 )

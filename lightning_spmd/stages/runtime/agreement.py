@@ -7,7 +7,7 @@ broadcast on the default group was seen to return after 149 ms with 20 MB in fli
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import fx
 
 from lightning_spmd.errors import RankDisagreementError
+from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.node_info import info_of
+from lightning_spmd.ir.placement import Chunk
 from lightning_spmd.ir.steps import ShardedStep
 
 
@@ -53,7 +55,7 @@ class ControlPlane:
     def __init__(self, timeout: Any) -> None:
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._message = torch.zeros(7, dtype=torch.int64)
 
     def vote(self, graph: int | None, rows: int, shape: int) -> StepVote:
@@ -61,14 +63,14 @@ class ControlPlane:
         index = -1 if graph is None else graph
         message = self._message
         message.copy_(torch.tensor([graph is None, index, -index, rows, -rows, shape, -shape], dtype=torch.int64))
-        dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group)
         missing, high, low, most, fewest, up, down = message.tolist()
         return StepVote(bool(missing), (-low, high), (-fewest, most), (-down, up))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable value, by rank."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def agree_on(self, step: ShardedStep) -> None:
@@ -88,16 +90,19 @@ class ControlPlane:
 def describe(step: ShardedStep) -> list[str]:
     """One line a node, without rank-dependent constants and without sizes that the rank's rows decide."""
     uneven = any(not axis.is_even for axis in step.axes)
-    return [_describe_node(node, uneven) for node in step.graph_module.graph.nodes]
+    groups = {axis.group: axis.name for axis in step.axes}
+    return [_describe_node(node, uneven, groups) for node in step.graph_module.graph.nodes]
 
 
-def _describe_node(node: fx.Node, uneven: bool) -> str:
+def _describe_node(node: fx.Node, uneven: bool, groups: Mapping[str, str]) -> str:
     if node.op == "placeholder":
         return f"input {node.name}"
-    if node.meta.get("rank_dependent") or uneven:
+    if node.meta.get("rank_dependent") or uneven or mentions(node.meta.get("placements"), Chunk):
         arguments = ", ".join(n.name for n in node.all_input_nodes)
     else:
-        arguments = f"{node.args}, {node.kwargs}"
+        # the groups of one axis of a mesh have a name each
+        named = tuple(groups.get(a, a) if isinstance(a, str) else a for a in node.args)
+        arguments = f"{named}, {node.kwargs}"
     # a Python function's repr holds its address, which is another one in every process
     target = getattr(node.target, "__qualname__", None) if isinstance(node.target, FunctionType) else None
     return f"{node.name} = {target or node.target}({arguments})  # {info_of(node).module} {info_of(node).source}"

@@ -82,7 +82,7 @@ class Executable:
         self.state = state
         self._finish = finish
         self._follow = follow
-        self._writers = state.writers(captured)
+        self._writers = state.writers(captured, graphs.main)
         self._draws = draws_numbers(captured.graph_module.graph)
         self._main = self._program(graphs.main)
         self._cleanup: Program | None = None

@@ -1,7 +1,8 @@
 """Reads the live values of graph inputs and writes graph outputs back: modules, optimizer, counters.
 
 Values are looked up by name each step, never kept: callbacks replace buffers (SWA), swap weights (EMA) and load
-checkpoints in the middle of a run. The look-ups are prepared once a graph.
+checkpoints in the middle of a run. The look-ups are prepared once a graph. Of a tensor that lies in parts on the ranks
+(a DTensor) the graph gets this rank's part.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.placement import Chunk, Placement, Shard
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole
-from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 Reader = Callable[[], Any]
+Wrap = Callable[[Tensor, tuple[int, ...], tuple[Placement, ...]], Tensor]
+
+
+def in_parts(placements: tuple[Placement, ...]) -> bool:
+    """Whether a rank holds a piece of the tensor (and not all of it, or a term of a sum)."""
+    return any(isinstance(p, (Chunk, Shard)) for p in placements)
 
 
 class LiveState:
@@ -25,33 +33,50 @@ class LiveState:
 
     Args:
         module: the LightningModule.
-        optimizer: its optimizer.
+        optimizer: its optimizer; None for graphs without one.
         names: fully qualified name of every parameter, by ``id``, as capture saw it.
         host_values: readers of host values by name (``batch_idx``, ``trainer.global_step``).
         gradients: where gradients are held between micro-batches, by parameter name.
         streams: random numbers of several ranks, or None.
+        wrap: makes the tensor of global shape of this rank's part: ``(part, shape, placements)``.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         names: dict[int, str],
         host_values: dict[str, Reader],
         gradients: dict[str, Tensor],
         streams: RandomStreams | None,
+        wrap: Wrap | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self.host_values = host_values
         self.gradients = gradients
         self.streams = streams
+        self._wrap = wrap
         self._slots = private.tensor_slots(module)
-        self._parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"] if id(p) in names}
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._parameters = {names[id(p)]: p for g in groups for p in g["params"] if id(p) in names}
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of a graph that has roles for it."""
+        if self._optimizer is None:
+            raise ValueError("a graph with an optimizer's inputs or outputs was built without one")
+        return self._optimizer
 
     # ------------------------------------------------------------------ inputs
     def readers(self, inputs: Sequence[GraphInput], constants: Sequence[Reader]) -> list[Reader | int | None]:
         """For each graph input a function that gives its live value; a batch leaf's position; None if it is pending."""
-        return [self._reader(entry, constants) for entry in inputs]
+        return [self._part(self._reader(entry, constants), entry) for entry in inputs]
+
+    def _part(self, read: Reader | int | None, entry: GraphInput) -> Reader | int | None:
+        """What lies in parts is read as this rank's part."""
+        if isinstance(read, int) or read is None or not in_parts(entry.placements):
+            return read
+        return lambda: private.local_tensor(read())
 
     def _reader(self, entry: GraphInput, constants: Sequence[Reader]) -> Reader | int | None:
         key = entry.key
@@ -91,14 +116,28 @@ class LiveState:
         return lambda: optimizer.param_groups[group][name]
 
     # ------------------------------------------------------------------ outputs
-    def writers(self, step: CapturedStep) -> list[tuple[int, Callable[[Any], None]]]:
-        """(output position, function that stores the value) for every output that is state."""
+    def writers(self, step: CapturedStep, local: ShardedStep) -> list[tuple[int, Callable[[Any], None]]]:
+        """(output position, function that stores the value) for every output that is state.
+
+        Args:
+            step: the captured step.
+            local: this rank's graph of it, whose signature says which part of each value this rank has.
+        """
         found = []
-        for position, entry in enumerate(step.signature.outputs):
+        for position, (entry, mine) in enumerate(zip(step.signature.outputs, local.signature.outputs, strict=False)):
             writer = self._writer(entry)
             if writer is not None:
-                found.append((position, writer))
+                found.append((position, self._whole(writer, entry, mine.placements)))
         return found
+
+    def _whole(
+        self, write: Callable[[Any], None], entry: GraphOutput, placements: tuple[Placement, ...]
+    ) -> Callable[[Any], None]:
+        """Store this rank's part as what it is a part of; accumulated partial sums stay as they are."""
+        wrap = self._wrap
+        if wrap is None or not in_parts(placements):
+            return write
+        return lambda value: write(wrap(value, entry.value.shape, placements))
 
     def _writer(self, entry: GraphOutput) -> Callable[[Any], None] | None:
         key = entry.key

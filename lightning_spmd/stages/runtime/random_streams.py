@@ -1,9 +1,10 @@
 """Random numbers on several ranks: replicated values draw the same numbers everywhere, sharded ones different ones.
 
-Each run of a graph is one *tick*. Before operators that draw for sharded values the default generators are seeded from
-(seed, tick, coordinates of the shard), before those for replicated values from (seed, tick); so a run is reproducible
-from ``seed_everything``, two integers resume it exactly, and nothing the user draws between steps changes a mask. On
-one device none of this happens: the graph draws eager's own numbers.
+Each run of a graph is one *tick*. Before operators that draw numbers the default generators are seeded from (seed,
+tick, this rank's coordinates on the mesh axes that split the value): a value that is split over the data axis alone is
+drawn alike by all ranks of the tensor axis, a replicated one by all ranks. So a run is reproducible from
+``seed_everything``, two integers resume it exactly, and nothing the user draws between steps changes a mask. On one
+device none of this happens: the graph draws eager's own numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -32,16 +33,16 @@ def draws_numbers(graph: fx.Graph) -> bool:
 
 
 class RandomStreams:
-    """The two streams of one rank.
+    """One rank's streams, one for every set of axes that split a value.
 
     Args:
         seed: the same on all ranks.
-        coordinate: this rank's position among the shards.
+        coordinates: this rank's coordinate on every mesh axis by the axis' name; a number on a mesh of one axis.
     """
 
-    def __init__(self, seed: int, coordinate: int) -> None:
+    def __init__(self, seed: int, coordinates: Mapping[str, int] | int) -> None:
         self.seed = seed
-        self.coordinate = coordinate
+        self.coordinates = coordinates
         self.tick = 0
 
     @contextlib.contextmanager
@@ -58,16 +59,21 @@ class RandomStreams:
         host = torch.get_rng_state()
         device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         try:
-            self.select("sharded", 0)
+            self.select(None, 0)
             yield
         finally:
             torch.set_rng_state(host)
             if device is not None:
                 torch.cuda.set_rng_state(device)
 
-    def select(self, kind: str, draw: int) -> None:
-        """From now on draw from the ``"sharded"`` or ``"replicated"`` stream; ``draw`` tells calls of a run apart."""
-        parts = (self.seed, self.tick, draw, kind, self.coordinate if kind == "sharded" else -1)
+    def select(self, axes: tuple[str, ...] | None, draw: int) -> None:
+        """From now on draw for values split over these axes; None: all axes. ``draw`` tells calls of a run apart."""
+        coordinates = self.coordinates
+        if isinstance(coordinates, int):
+            position: object = coordinates if axes is None or axes else -1
+        else:
+            position = [(name, coordinates[name]) for name in sorted(coordinates if axes is None else axes)]
+        parts = (self.seed, self.tick, draw, position)
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
         seed = int.from_bytes(digest, "big")
         # torch.manual_seed would also queue a call, with a formatted stack, for every kind of device that is not in use
@@ -79,18 +85,19 @@ class RandomStreams:
 def switch_streams(step: ShardedStep) -> ShardedStep:
     """Make the graph choose the stream before each random operator.
 
-    ``meta["random"]`` of a node says ``"sharded"`` or ``"replicated"``. A graph that draws for sharded values alone is
-    returned as it is: a run begins in that stream.
+    ``meta["random"]`` of a node names the axes that split its value. A graph that draws for values split over all axes
+    alone is returned as it is: a run begins in that stream.
     """
     graph = step.graph_module.graph
+    everywhere = tuple(axis.name for axis in step.axes)
     draws = [n for n in graph.nodes if n.meta.get("random") is not None]
-    if all(n.meta["random"] == "sharded" for n in draws):
+    if all(n.meta["random"] == everywhere for n in draws):
         return step
     last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last_input):
         streams = graph.placeholder("random_streams")
     streams.meta["val"] = None
-    current = "sharded"
+    current = everywhere
     for index, node in enumerate(draws):
         if node.meta["random"] != current:
             current = node.meta["random"]
@@ -101,7 +108,7 @@ def switch_streams(step: ShardedStep) -> ShardedStep:
     return dataclasses.replace(step, signature=signature)
 
 
-def _insert_switch(graph: fx.Graph, node: fx.Node, streams: fx.Node, kind: str, index: int) -> None:
+def _insert_switch(graph: fx.Graph, node: fx.Node, streams: fx.Node, axes: tuple[str, ...], index: int) -> None:
     with graph.inserting_before(node):
-        switch = graph.call_function(RandomStreams.select, (streams, kind, index))
-    switch.meta.update(val=None, info=info_of(node), random=kind)
+        switch = graph.call_function(RandomStreams.select, (streams, axes, index))
+    switch.meta.update(val=None, info=info_of(node), random=axes)

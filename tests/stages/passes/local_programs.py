@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,10 @@ class Writer(LocalProgram):
         rows, *rest = self.shape(value)
         op, ranks = functional.reduce_scatter_tensor.default, self.axis.size
         return self.collective(op, value, (rows // ranks, *rest), "sum", ranks, self.axis.group)
+
+    def items_of(self, value: fx.Node) -> list[fx.Node]:
+        """The outputs of a multi-output call."""
+        return [self.call(operator.getitem, value, i) for i in range(len(value.meta["val"]))]
 
     def update(self, parameter: fx.Node, gradient: fx.Node) -> None:
         """What the optimizer does."""

@@ -295,6 +295,25 @@ def test_the_verifier_catches_a_buffer_that_is_touched_under_way() -> None:
         run_passes(step, [GraphPass("broken", break_it)], PassState())
 
 
+@pytest.mark.parametrize("same", [False, True])
+def test_one_piece_may_be_written_while_another_is_gathered(same: bool) -> None:
+    """The results of one bucket share a buffer: clipping writes into some while others are on their way."""
+
+    def body(w: Any, x: fx.Node) -> Any:
+        pieces = w.call(aten.split_with_sizes.default, w.call(aten.mul.Tensor, x, 2.0), [2, 2])
+        first, second = w.items_of(pieces)
+        gathered = w.gather(first)
+        gathered.args[0].append(w.call(aten.mul_.Tensor, first if same else second, 3.0))
+        return [(gathered, R), (second, R)]
+
+    inputs = [(torch.arange(4.0), R, BATCH)]
+    if same:
+        with pytest.raises(VerificationError, match="not waited yet"):
+            write(body, inputs)
+    else:
+        write(body, inputs)
+
+
 # ---------------------------------------------------------------- reduce_dtype
 # what batch norm's backward pass reads as statistics is also the gradient of its 40 weights and biases
 @pytest.mark.parametrize(("name", "statistics"), [("convnet", 4 * 40), ("gpt", 0)])

@@ -102,7 +102,7 @@ def test_draws_streams_collectives_assertions_and_foreign_operators_stay() -> No
         w.call(aten.rand_like.default, x)
         w.reduce(x)
         w.call(aten._assert_async.msg, w.call(aten.all.default, x), "x")
-        switch = w.graph.call_function(RandomStreams.select, (None, "sharded", 0))
+        switch = w.graph.call_function(RandomStreams.select, (None, ("data_parallel",), 0))
         switch.meta.update(val=None, info=NodeInfo(Section.FORWARD), random="sharded")
         return [(w.call(aten.neg.default, x), R)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,10 +55,10 @@ class Ranks:
     """State of every rank, by role and key, and the runs of programs on it."""
 
     def __init__(self, step: ShardedStep, live: Sequence[Any], size: int = 2) -> None:
-        self.meeting = Rendezvous(size)
+        self.meetings = {axis.group: Rendezvous(axis.size) for axis in step.axes}
         self.state: list[dict[Any, Any]] = []
         for rank in range(size):
-            axis = step.axes[0].__class__("data_parallel", size, rank, "sim", step.axes[0].split)
+            axis = dataclasses.replace(step.axes[0], rank=rank)
             self.state.append(
                 {
                     (e.role, e.key): piece(v, e.placements[0], axis) if isinstance(v, Tensor) else v
@@ -77,7 +78,7 @@ class Ranks:
                 for e in steps[rank].signature.inputs
             ]
             with torch.no_grad():
-                outputs = RankInterpreter(steps[rank], rank, self.meeting).run(*inputs)
+                outputs = RankInterpreter(steps[rank], self.meetings).run(*inputs)
             leaving = list(zip(outputs, steps[rank].signature.outputs, strict=True))
             self.pending[rank] = [[v] if e.key[1] else v for v, e in leaving if e.role is OutputRole.PENDING]
             results[rank] = [v for v, e in leaving if e.role is not OutputRole.PENDING]

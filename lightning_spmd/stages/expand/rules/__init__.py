@@ -17,6 +17,7 @@ from lightning_spmd.stages.expand.rules import (
     attention,
     batch_norm,
     convolution,
+    cross_entropy,
     embedding,
     factories,
     foreach,
@@ -34,7 +35,7 @@ from lightning_spmd.stages.expand.rules import (
 
 _FAMILIES = (
     pointwise, views, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm, attention,
-    losses, spatial, indexing, foreach, transforms,
+    losses, cross_entropy, spatial, indexing, foreach, transforms,
 )  # fmt: skip
 
 RULES: dict[Any, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}

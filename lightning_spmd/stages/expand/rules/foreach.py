@@ -6,12 +6,16 @@ where each parameter's one all-reduce lands.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
-from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard
+from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Chunk, Placement, Shard
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, flatten_values, is_tensor
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
 
@@ -36,13 +40,16 @@ def foreach(call: OpCall) -> list[Layout]:
     """One layout: each index split as its tensors are, a partial sum where that is linear, else replicated."""
     name = call.op.overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
     inputs: list[Placement] = [REPLICATE] * len(call.operands)
-    columns = _columns(call)
+    columns, in_place = _columns(call), call.op._schema.is_mutable
     outputs: list[Placement] = [REPLICATE] * max(len(columns), len(call.outputs))
     for i, column in enumerate(columns):
         current = [call.current[c] for c in column]
         chosen: Placement = REPLICATE
-        if isinstance(current[0], Shard) and name != "norm" and name != "max":
-            chosen = current[0]
+        split = next((p for p in current if isinstance(p, (Shard, Chunk))), None)
+        if in_place and current[0] == REPLICATE and call.operands[column[0]].op == "placeholder":
+            split = None  # a parameter that is whole stays so, whatever its gradient is
+        if split is not None and name != "max" and (name != "norm" or _norm_is_known(call)):
+            chosen = split
             wanted = [chosen if call.specs[c].shape == call.specs[column[0]].shape else REPLICATE for c in column]
         elif current[0] == PARTIAL and name in _LINEAR_IN_FIRST | _LINEAR_IN_BOTH:
             both = name in _LINEAR_IN_BOTH
@@ -54,7 +61,31 @@ def foreach(call: OpCall) -> list[Layout]:
         for c, placement in zip(column, wanted, strict=True):
             inputs[c] = placement
         outputs[i] = chosen
-    return [Layout(tuple(inputs), tuple(outputs[: max(len(call.outputs), 1)]))]
+    outputs = outputs[: max(len(call.outputs), 1)]
+    if name == "norm" and any(isinstance(p, (Shard, Chunk)) for p in outputs):
+        return [Layout(tuple(inputs), (REPLICATE,) * len(outputs), _emit_norms)]
+    return [Layout(tuple(inputs), tuple(outputs))]
+
+
+def _norm_is_known(call: OpCall) -> bool:
+    power = call["ord"]
+    return isinstance(power, (int, float)) and power > 0 and power != float("inf")
+
+
+def _emit_norms(call: LocalCall) -> list[fx.Node | None]:
+    """Norms of split tensors from powers of the local ones, all in one reduction an axis."""
+    power = float(call["ord"])
+    items = [node for node in call.items(call.default()) if node is not None]
+    for axis, layout in zip(call.program.axes, call.layouts, strict=True):
+        split = [i for i, p in enumerate(layout.inputs) if isinstance(p, (Shard, Chunk))]
+        if not split:
+            continue
+        local = call.call(aten.stack.default, [items[i] for i in split])
+        powers = call.program.all_reduce(call.call(aten.pow.Tensor_Scalar, local, power), axis)
+        norms = call.call(aten.pow.Tensor_Scalar, powers, 1.0 / power)
+        for position, i in enumerate(split):
+            items[i] = call.call(aten.select.int, norms, 0, position)
+    return list(items)
 
 
 def _operators() -> list[Any]:

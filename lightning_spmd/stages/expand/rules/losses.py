@@ -1,9 +1,4 @@
-"""Losses over the global batch.
-
-A mean is the local sum over the *global* count. For cross-entropy the count is the total weight of the targets that are
-not ignored, which the ranks hold in unequal parts: it is all-reduced as one scalar before it divides, so the loss is
-that of one device and not the mean of the ranks' means.
-"""
+"""Losses over the global batch: a mean is the local sum over the *global* count. Not here: ``cross_entropy``."""
 
 from __future__ import annotations
 
@@ -23,55 +18,6 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
 _ROW_LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
-
-
-# ---------------------------------------------------------------- cross-entropy
-def _emit_nll_mean(call: LocalCall) -> list[fx.Node | None]:
-    total, weight = call.items(call.default(reduction=SUM))
-    if total is None or weight is None:
-        return [total, weight]
-    weight = call.all_reduce(weight, call.emitting_axes(_emit_nll_mean))
-    return [call.call(aten.div.Tensor, total, weight), weight]
-
-
-def _class_dimensions(call: OpCall) -> list[int]:
-    """Dimensions of the scores that the targets have too."""
-    return [d for d in range(len(call["self"].meta["val"].shape)) if d != 1] if call["target"].meta["val"].shape else []
-
-
-def _target_dim(dim: int) -> int:
-    return dim if dim == 0 else dim - 1
-
-
-def nll_forward(call: OpCall) -> list[Layout]:
-    """``nll_loss_forward`` and its 2-d form: scores ``(N, C, ...)``, targets ``(N, ...)``."""
-    found: list[Layout] = []
-    if len(call["self"].meta["val"].shape) < 2:
-        return found
-    for dim in _class_dimensions(call):
-        inputs = call.named({"self": dim, "target": _target_dim(dim)})
-        if call["reduction"] == NONE:
-            found += along(call, inputs, [_target_dim(dim), PARTIAL])
-        elif call["reduction"] == SUM:
-            found += along(call, inputs, [PARTIAL, PARTIAL])
-        else:
-            found += along(call, inputs, [PARTIAL, None], _emit_nll_mean)
-    return found
-
-
-def nll_backward(call: OpCall) -> list[Layout]:
-    """The kernel divides by the total weight that it is given, which is global already."""
-    found: list[Layout] = []
-    if len(call["self"].meta["val"].shape) < 2:
-        return found
-    weight = call.index("total_weight")
-    for dim in _class_dimensions(call):
-        upstream = _target_dim(dim) if call["reduction"] == NONE else None
-        inputs: list[Where] = list(call.named({"self": dim, "target": _target_dim(dim), "grad_output": upstream}))
-        if call["reduction"] != MEAN and weight is not None:
-            inputs[weight] = call.current[weight]
-        found += along(call, inputs, [dim])
-    return found
 
 
 # ---------------------------------------------------------------- element-wise losses
@@ -142,8 +88,6 @@ _ELEMENTWISE = [
 ]  # fmt: skip
 
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys([aten.nll_loss_forward, aten.nll_loss2d_forward], nll_forward),
-    **dict.fromkeys([aten.nll_loss_backward, aten.nll_loss2d_backward], nll_backward),
     **{
         getattr(aten, n): elementwise_loss
         for n in [*_ELEMENTWISE, "multilabel_margin_loss_forward"]

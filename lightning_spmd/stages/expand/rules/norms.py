@@ -37,16 +37,25 @@ def _layer_backward(call: OpCall) -> list[Layout]:
 
 
 def _group(call: OpCall) -> list[Layout]:
-    return _rows(call, 1, ("weight", "bias"), [0, 0, 0])
+    return _rows(call, 1, ("weight", "bias"), [0, 0, 0]) + _groups(call, [1, 1, 1])
 
 
 def _group_backward(call: OpCall) -> list[Layout]:
-    return _rows(call, 1, ("weight", "bias"), [0, PARTIAL, PARTIAL])
+    return _rows(call, 1, ("weight", "bias"), [0, PARTIAL, PARTIAL]) + _groups(call, [1, 0, 0])
 
 
-def _rows_argument(call: LocalCall) -> dict[str, Any]:
+def _groups(call: OpCall, outputs: list[Where]) -> list[Layout]:
+    """Split whole groups of channels."""
+    if not call.axis.divides(call["group"]):
+        return []
+    inputs: list[Where] = [1 if len(spec.shape) > 1 else 0 for spec in call.specs]
+    return along(call, inputs, [None if s is None else o for o, s in zip(outputs, call.outputs, strict=True)])
+
+
+def _local_sizes(call: LocalCall) -> dict[str, Any]:
     first = next(iter(call.globals))
-    return {"N": call.program.shape(call[first])[0]}
+    rows, channels = call.program.shape(call[first])[:2]
+    return {"N": rows, "C": channels, "group": call.globals["group"] * channels // call.globals["C"]}
 
 
 RULES: dict[Any, Rule] = {
@@ -58,6 +67,6 @@ RULES: dict[Any, Rule] = {
     aten.native_group_norm_backward: _group_backward,
 }
 LOCALIZERS: dict[Any, Localizer] = {
-    aten.native_group_norm: _rows_argument,
-    aten.native_group_norm_backward: _rows_argument,
+    aten.native_group_norm: _local_sizes,
+    aten.native_group_norm_backward: _local_sizes,
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_spmd._private_api import OpOverload
-from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Partial, Shard
+from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Chunk, Partial, Shard
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along, linear
 
 aten = torch.ops.aten
@@ -35,8 +35,8 @@ def elementwise(call: OpCall) -> list[Layout]:
     return found
 
 
-def _split_operands(call: OpCall) -> list[tuple[Shard, Any]]:
-    return [(p, s) for p, s in zip(call.current, call.specs, strict=True) if isinstance(p, Shard)]
+def _split_operands(call: OpCall) -> list[tuple[Shard | Chunk, Any]]:
+    return [(p, s) for p, s in zip(call.current, call.specs, strict=True) if isinstance(p, (Shard, Chunk))]
 
 
 def _forced(call: OpCall) -> set[int]:

@@ -1,6 +1,7 @@
-"""Random numbers: a split tensor draws per rank, a replicated one the same everywhere (the runtime keeps two streams).
+"""Random numbers: over the axes that split a tensor each rank draws its own, over the others all draw the same.
 
-The emitter marks every such node with ``meta["random"]``: ``"sharded"`` or ``"replicated"``.
+The emitter marks every such node with ``meta["random"]``: the names of the axes that split it. The runtime keeps a
+stream for each set of axes.
 """
 
 from __future__ import annotations

@@ -161,14 +161,14 @@ def _norm(call: OpCall) -> list[Layout]:
     return _kept(call) + (_over(call, None, _emit_norm) if known else [])
 
 
-def _worked(call: OpCall) -> list[Layout]:
+def worked_along(call: OpCall) -> list[Layout]:
     """Operators along ``dim`` (all dimensions where it is a list): the other ones may be split."""
     dims = call["dim"]
     return rowwise(call, [dims] if isinstance(dims, int) else list(dims))
 
 
 def _cumulative_sum(call: OpCall) -> list[Layout]:
-    return _worked(call) + linear(call, (0,))
+    return worked_along(call) + linear(call, (0,))
 
 
 def _softmax_backward(call: OpCall) -> list[Layout]:
@@ -215,7 +215,6 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         _packet(
             "_softmax",
-            "_log_softmax",
             "topk",
             "sort",
             "argsort",
@@ -225,10 +224,10 @@ RULES: dict[Any, Rule] = {
             "logcumsumexp",
             "renorm",
         ),
-        _worked,
+        worked_along,
     ),
-    **dict.fromkeys(_packet("_softmax_backward_data", "_log_softmax_backward_data"), _softmax_backward),
+    **dict.fromkeys(_packet("_softmax_backward_data"), _softmax_backward),
     aten.value_selecting_reduction_backward: _selecting_backward,
-    aten._safe_softmax: _worked,
+    aten._safe_softmax: worked_along,
 }
 LOCALIZERS: dict[Any, Any] = {aten.value_selecting_reduction_backward: _sizes}

@@ -63,9 +63,9 @@ RULES: dict[Any, Rule] = {
     **{op: _last(n) for n, names in _RESIZE.items() for op in _both(names)},
     **dict.fromkeys(_both(["grid_sampler_2d", "grid_sampler_3d"]), _batch_only),
     **dict.fromkeys(_named("im2col", "col2im", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle"), _batch_only),
-    **dict.fromkeys(
-        _named("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "mkldnn_max_pool2d"), _batch_only
-    ),
+    **dict.fromkeys(_named("max_pool2d_with_indices_backward"), _last(2)),
+    **dict.fromkeys(_named("max_pool3d_with_indices_backward"), _last(3)),
+    **dict.fromkeys(_named("mkldnn_max_pool2d"), _batch_only),
     aten.constant_pad_nd: _constant_pad,
 }
 LOCALIZERS: dict[Any, Localizer] = {

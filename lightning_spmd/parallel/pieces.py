@@ -1,0 +1,57 @@
+"""State in pieces: from the whole tensor to what one rank of a mesh holds, and back. Placements in the mesh's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_spmd.ir.placement import Chunk, Partial, Placement, Shard, ShardAxis, block_sizes
+
+
+def local_piece(tensor: Tensor, placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> Tensor:
+    """What this rank holds of a whole tensor: a view where it is one range, else a copy.
+
+    Args:
+        tensor: the whole tensor.
+        placements: how it lies, one entry an axis.
+        axes: the mesh as the rank sees it.
+
+    Raises:
+        ValueError: for a partial sum, of which a whole tensor does not say what a rank holds.
+    """
+    for placement, axis in zip(placements, axes, strict=True):
+        if isinstance(placement, Partial):
+            raise ValueError("a partial sum has no pieces")
+        if isinstance(placement, Chunk):
+            tensor = tensor.narrow(placement.dim, *axis.chunk(tensor.shape[placement.dim]))
+        elif isinstance(placement, Shard):
+            blocks = tensor.split(list(_blocks(tensor, placement)), placement.dim)
+            mine = [b.narrow(placement.dim, *_own(b.shape[placement.dim], axis)) for b in blocks]
+            tensor = mine[0] if len(mine) == 1 else torch.cat(mine, placement.dim)
+    return tensor
+
+
+def joined(pieces: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The tensor of which the ranks of one axis hold ``pieces``. Join the innermost axis first."""
+    if isinstance(placement, Chunk):
+        return torch.cat(list(pieces), placement.dim)
+    if isinstance(placement, Shard):
+        blocks = [piece.split(list(_blocks(piece, placement)), placement.dim) for piece in pieces]
+        return torch.cat([part for parts in zip(*blocks, strict=True) for part in parts], placement.dim)
+    if isinstance(placement, Partial):
+        raise ValueError("a partial sum is reduced, not joined")
+    return pieces[0]
+
+
+def _blocks(tensor: Tensor, placement: Shard) -> tuple[int, ...]:
+    size = tensor.shape[placement.dim]
+    sizes = block_sizes(size, placement.outer)
+    if sizes is None:
+        raise ValueError(f"a dimension of {size} does not consist of blocks as in {placement}")
+    return sizes
+
+
+def _own(size: int, axis: ShardAxis) -> tuple[int, int]:
+    return axis.offset(size), axis.local_size(size)

@@ -1,0 +1,251 @@
+"""Tensors that live between iterations and lie in parts on the mesh: parameters, optimizer state, exposed gradients.
+
+Each is a ``DTensor``, so ``state_dict``, distributed checkpoints and a user's ``full_tensor()`` work on it; graphs take
+its local part. Graphs speak of placements in this package's algebra, DTensor in its own; :class:`StateMesh` translates:
+
+=======================  ==========================================================
+graph                    DTensor
+=======================  ==========================================================
+``R``                    ``Replicate()``
+``C(d)``, ``S(d)``       ``Shard(d)``
+``S(d, outer=...)``      :class:`BlockShard`
+=======================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.placement import REPLICATE, Blocks, Chunk, Placement, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.signature import GraphInput, InputRole
+from lightning_spmd.parallel.mesh import DATA_PARALLEL, Mesh
+from lightning_spmd.parallel.parallel_plan import ParallelPlan
+from lightning_spmd.parallel.pieces import joined, local_piece
+
+Placements = tuple[Placement, ...]
+
+
+def is_sharded(placements: Placements) -> bool:
+    """Whether a rank holds less than the whole."""
+    return any(not isinstance(p, Replicate) for p in placements)
+
+
+class BlockShard(TorchShard):
+    """The DTensor placement of ``S(d, outer=...)``: consecutive blocks of a dimension, each split over the ranks.
+
+    torch's own strided shard speaks of equal blocks alone, and puts them together in one piece only on some meshes.
+
+    Args:
+        dim: the split dimension.
+        blocks: number of equal blocks, or proportions of different ones.
+        axis: the mesh axis.
+    """
+
+    def __init__(self, dim: int, blocks: Blocks, axis: ShardAxis) -> None:
+        super().__init__(dim)
+        self.blocks = blocks
+        self.axis = axis
+
+    def __eq__(self, other: object) -> bool:
+        # DTensorSpec checks that placements equal a plain shard of their dimension; its caches go by the hash, too
+        if isinstance(other, BlockShard):
+            return (self.dim, self.blocks) == (other.dim, other.blocks)
+        return isinstance(other, TorchShard) and self.dim == other.dim
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.blocks))
+
+    def __repr__(self) -> str:
+        return f"BlockShard(dim={self.dim}, blocks={self.blocks})"
+
+    def _to_replicate_tensor(self, local_tensor: Tensor, mesh: Any, mesh_dim: int, *_: Any, **__: Any) -> Tensor:
+        """What torch asks of a placement for ``full_tensor()``."""
+        return _joined(local_tensor, Shard(self.dim, self.blocks), self.axis, 0, mesh.get_group(mesh_dim))
+
+
+class StateMesh:
+    """The mesh, as state that lies on it needs it.
+
+    Args:
+        mesh: the mesh of the run.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.axes = mesh.axes()
+
+    # ------------------------------------------------------------------ to parts
+    def part(self, tensor: Tensor, placements: Placements) -> Tensor:
+        """This rank's part of a whole tensor, in storage of its own."""
+        return local_piece(tensor, placements, self.axes).clone(memory_format=torch.contiguous_format)
+
+    def wrap(self, local: Tensor, shape: torch.Size | tuple[int, ...], placements: Placements) -> Tensor:
+        """The DTensor of global ``shape`` of which ``local`` is this rank's part."""
+        strides, step = [0] * len(shape), 1
+        for dim in reversed(range(len(shape))):
+            strides[dim], step = step, step * max(shape[dim], 1)
+        return DTensor.from_local(
+            local,
+            self.mesh.state_mesh,
+            self._torch_placements(placements),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(strides),
+        )
+
+    def shard(self, tensor: Tensor, placements: Placements) -> Tensor:
+        """The DTensor of a whole tensor; the tensor itself where every rank keeps all of it."""
+        if not is_sharded(placements):
+            return tensor
+        return self.wrap(self.part(tensor, placements), tensor.shape, placements)
+
+    def _torch_placements(self, placements: Placements) -> list[Any]:
+        by_name = dict(zip([axis.name for axis in self.axes], zip(placements, self.axes, strict=True), strict=True))
+        found: list[Any] = []
+        for name in self.mesh.state_mesh.mesh_dim_names or ():
+            placement, axis = by_name.get(name, (REPLICATE, self.axes[0]))
+            if isinstance(placement, Shard) and placement.outer != 1:
+                found.append(BlockShard(placement.dim, placement.outer, axis))
+            elif isinstance(placement, (Chunk, Shard)):
+                found.append(TorchShard(placement.dim))
+            else:
+                found.append(TorchReplicate())
+        return found
+
+    def placements_of(self, tensor: DTensor) -> Placements:
+        """The placements of a DTensor that :meth:`wrap` made."""
+        names = self.mesh.state_mesh.mesh_dim_names or ()
+        by_name: dict[str, Placement] = {}
+        for name, placement in zip(names, cast(tuple[Any, ...], tensor.placements), strict=True):
+            if not isinstance(placement, TorchShard):
+                by_name[name] = REPLICATE
+            elif name == DATA_PARALLEL:
+                by_name[name] = Chunk(placement.dim)
+            else:
+                by_name[name] = Shard(placement.dim, getattr(placement, "blocks", 1))
+        return tuple(by_name[axis.name] for axis in self.axes)
+
+    # ------------------------------------------------------------------ back to wholes
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The whole of a sharded tensor on every rank, a collective; other tensors as they are."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        value = private.local_tensor(tensor).detach()
+        placements = self.placements_of(tensor)
+        for i in reversed(range(len(self.axes))):
+            placement, axis = placements[i], self.axes[i]
+            if isinstance(placement, (Chunk, Shard)):
+                size = tensor.shape[placement.dim]
+                for p, a in zip(placements[:i], self.axes[:i], strict=True):
+                    if isinstance(p, Shard) and p.dim == placement.dim:
+                        size = a.shard_size(size, p.outer)
+                value = _joined(value, placement, axis, size, self.mesh.group(axis.name))
+        return value
+
+
+def _joined(value: Tensor, placement: Chunk | Shard, axis: ShardAxis, size: int, group: Any) -> Tensor:
+    """What the ranks of one axis hold, put together along a dimension of ``size``."""
+    dim = placement.dim
+    if isinstance(placement, Chunk):
+        longest = axis.chunk_size(size)
+        padded = value.new_zeros((*value.shape[:dim], longest, *value.shape[dim + 1 :]))
+        padded.narrow(dim, 0, value.shape[dim]).copy_(value)
+        parts = [torch.empty_like(padded) for _ in range(axis.size)]
+        dist.all_gather(parts, padded, group=group)
+        return joined([p.narrow(dim, 0, axis.chunk(size, r)[1]) for r, p in enumerate(parts)], placement)
+    parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(axis.size)]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return joined(parts, placement)
+
+
+# ---------------------------------------------------------------------- modules
+def shard_module(module: nn.Module, plan: ParallelPlan, state: StateMesh, staging: StateMesh | None = None) -> None:
+    """Replace the parameters and buffers that the plan shards by DTensors; tied ones stay tied.
+
+    Args:
+        module: the whole model.
+        plan: how parameters lie.
+        state: the mesh.
+        staging: the mesh on which parameters that are in chunks already lie; each is put together for a moment.
+    """
+    replaced: dict[int, Tensor] = {}
+    # alive, so that no new tensor gets the id of one that was replaced
+    kept = [*module.parameters(), *module.buffers()]
+    for path, part in module.named_modules():
+        own = (part.named_parameters, part.named_buffers)
+        for key, parameter in [item for of in own for item in of(recurse=False, remove_duplicate=False)]:
+            if id(parameter) not in replaced:
+                name = f"{path}.{key}" if path else key
+                placements = _placements_of(plan, state.axes, name, parameter)
+                if not isinstance(parameter, DTensor) and not is_sharded(placements):
+                    continue
+                if _lies_as(parameter, placements, state):
+                    continue
+                value = _whole_of(parameter, staging).detach()
+                new = state.shard(value, placements)
+                if isinstance(parameter, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=parameter.requires_grad)
+                replaced[id(parameter)] = replaced[id(new)] = new
+            # through the module's own __setattr__: a recurrent layer keeps a list of its weights
+            setattr(part, key, replaced[id(parameter)])
+    del kept
+
+
+def _lies_as(parameter: Tensor, placements: Placements, state: StateMesh) -> bool:
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != state.mesh.state_mesh:
+        return False
+    return state.placements_of(parameter) == placements
+
+
+def _whole_of(parameter: Tensor, staging: StateMesh | None) -> Tensor:
+    """All of a parameter: plain, in chunks from when it was built, or on the mesh of an earlier Trainer."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if staging is not None and parameter.device_mesh == staging.mesh.state_mesh:
+        return staging.whole(parameter)
+    return parameter.full_tensor()
+
+
+def _placements_of(plan: ParallelPlan, axes: tuple[ShardAxis, ...], name: str, tensor: Tensor) -> Placements:
+    """How a plan stores the parameter or buffer of that name."""
+    role = InputRole.PARAMETER if isinstance(tensor, nn.Parameter) else InputRole.BUFFER
+    spec = TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+    return tuple(plan.input_placement(axis, GraphInput(role, (name,), name, spec)) for axis in axes)
+
+
+def sharded_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """(dictionary, key) of every sharded parameter and buffer."""
+    for tensors, key in private.tensor_slots(module).values():
+        if isinstance(tensors[key], DTensor):
+            yield tensors, key
+
+
+@contextlib.contextmanager
+def sharded_tensors_as(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, ``change(tensor)`` stands for every sharded parameter and buffer of a module; tied ones stay tied."""
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    changed: dict[int, Tensor] = {}
+    try:
+        for tensors, key in sharded_slots(module):
+            live = tensors[key]
+            if id(live) not in changed:
+                value = change(live)
+                parameter = isinstance(live, nn.Parameter)
+                changed[id(live)] = nn.Parameter(value, requires_grad=False) if parameter else value
+            before.append((tensors, key, live))
+            tensors[key] = changed[id(live)]
+        yield
+    finally:
+        for tensors, key, live in before:
+            tensors[key] = live

@@ -1,0 +1,220 @@
+"""Distributed checkpoints: folders into which every rank writes its part; ``checkpoints`` says what they are.
+
+Imported where one is written or read: ``torch.distributed.checkpoint`` would be a quarter of this package's import time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.ir.placement import CHUNK, REPLICATE
+from lightning_spmd.parallel.parallel_plan import ParallelPlan
+from lightning_spmd.parallel.state import Placements, StateMesh, is_sharded
+from lightning_spmd.strategy.checkpoints import METADATA_FILE, placements_of_state, tensors_changed
+
+_MODEL, _OPTIMIZER = "model", "optimizer_"
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Where the parts of a distributed checkpoint lie while it is written or read.
+
+    A distributed checkpoint knows ranges of dimensions. What a rank holds of a fused layer, or of one that two axes
+    split, is several ranges: such tensors are cut anew, into one range a rank, one tensor after the other.
+
+    Args:
+        state: the mesh of the run; None on one device.
+        flat: all ranks in one row, where the run's mesh is another; None where state is chunks already.
+        group: a process group for messages among hosts; None on one device.
+    """
+
+    state: StateMesh | None
+    flat: StateMesh | None
+    group: Any
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A tensor of the run as it is written."""
+        if self.state is None or self.flat is None or not isinstance(tensor, DTensor):
+            return tensor
+        return self.flat.shard(self.state.whole(tensor), (CHUNK,) if tensor.ndim else (REPLICATE,))
+
+    def empty(self, tensor: Tensor) -> Tensor:
+        """What a tensor of the run is read into."""
+        if self.flat is None or not isinstance(tensor, DTensor):
+            return torch.empty_like(tensor)
+        return self.flat.shard(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), (CHUNK,))
+
+    def take(self, tensor: Tensor, placements: Placements | None) -> Tensor:
+        """What was read, as the run has it."""
+        if self.state is None or self.flat is None or placements is None or not isinstance(tensor, DTensor):
+            return tensor
+        return self.state.shard(self.flat.whole(tensor), placements)
+
+
+def save_distributed(checkpoint: dict[str, Any], path: Path, names: list[list[str]], shelf: Shelf) -> None:
+    """Write a checkpoint of which every rank holds a part; all ranks call it.
+
+    Args:
+        checkpoint: Lightning's, with sharded tensors.
+        path: the folder, the same on all ranks.
+        names: for each optimizer its parameters' names by number.
+        shelf: where the parts lie.
+    """
+    group = shelf.group
+    first = dist.get_rank() == 0
+    rest = dict(checkpoint)
+    tensors: dict[str, Any] = {_MODEL: rest.pop("state_dict")}
+    for index, optimizer in enumerate(rest.pop("optimizer_states", [])):
+        tensors[f"{_OPTIMIZER}{index}"] = _by_name(optimizer, names[index])
+    tensors = tensors_changed(tensors, shelf.put)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    if first:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier(group=group)
+    writer = FileSystemWriter(unfinished, single_file_per_rank=True)
+    state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
+    if first:
+        torch.save(rest, unfinished / METADATA_FILE)
+        _replace(path, unfinished)
+    dist.barrier(group=group)
+
+
+def _replace(path: Path, new: Path) -> None:
+    """Give a complete checkpoint its name; at no moment is there none."""
+    if path.is_dir():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        new.rename(path)
+        shutil.rmtree(old)
+        return
+    path.unlink(missing_ok=True)
+    new.rename(path)
+
+
+def _by_name(optimizer: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    groups = [{**g, "params": [names[n] for n in g["params"]]} for g in optimizer["param_groups"]]
+    return {"state": {names[n]: values for n, values in optimizer["state"].items()}, "param_groups": groups}
+
+
+def load_distributed(path: Path, module: nn.Module, plan: ParallelPlan, shelf: Shelf) -> Any:
+    """Read a distributed checkpoint into the layout of this run; all ranks call it.
+
+    Args:
+        path: the folder.
+        module: whose ``state_dict`` says what is wanted, and how it lies.
+        plan: how optimizer state lies.
+        shelf: where the parts lie.
+
+    Returns:
+        The checkpoint as Lightning knows it; optimizer states with numbers for parameters.
+
+    Raises:
+        ConfigurationError: naming entries that are missing, or of another shape.
+    """
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata()
+    wanted: dict[str, Any] = {}
+    for flat, where in metadata.planner_data.items():
+        entry = metadata.state_dict_metadata[flat]
+        if where[0] != _MODEL:
+            _put(wanted, where, _target(entry, where, plan, shelf))
+    current = module.state_dict(keep_vars=True)
+    _check(path, current, metadata)
+    wanted[_MODEL] = {k: shelf.empty(v) if isinstance(v, Tensor) else v for k, v in current.items()}
+    state_dict_loader.load(wanted, storage_reader=reader, process_group=shelf.group, no_dist=shelf.group is None)
+    _take(wanted, current, plan, shelf)
+    checkpoint = torch.load(path / METADATA_FILE, map_location="cpu", weights_only=False)
+    checkpoint["state_dict"] = wanted.pop(_MODEL)
+    optimizers = [wanted[key] for key in sorted(wanted, key=lambda k: int(k.removeprefix(_OPTIMIZER)))]
+    if optimizers:
+        checkpoint["optimizer_states"] = [_by_number(o) for o in optimizers]
+    return checkpoint
+
+
+def _target(entry: Any, where: tuple[Any, ...], plan: ParallelPlan, shelf: Shelf) -> Any:
+    """What an entry of an optimizer's state is read into."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    value = torch.empty(entry.size, dtype=entry.properties.dtype)
+    if shelf.state is None or where[1] != "state":
+        return value
+    placements = placements_of_state(plan, shelf.state, where[2], where[3], value)
+    if shelf.flat is not None and is_sharded(placements):
+        return shelf.flat.shard(value, (CHUNK,))
+    return shelf.state.shard(value, placements)
+
+
+def _take(loaded: dict[str, Any], current: Mapping[str, Any], plan: ParallelPlan, shelf: Shelf) -> None:
+    """Lay out what was read as the run has it."""
+    if shelf.flat is None or shelf.state is None:
+        return
+    for name, live in current.items():
+        placements = shelf.state.placements_of(live) if isinstance(live, DTensor) else None
+        loaded[_MODEL][name] = shelf.take(loaded[_MODEL][name], placements)
+    for optimizer in (value for key, value in loaded.items() if key != _MODEL):
+        for owner, values in optimizer.get("state", {}).items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    values[key] = shelf.take(value, placements_of_state(plan, shelf.state, owner, key, value))
+
+
+def _put(tree: dict[str, Any], where: tuple[Any, ...], value: Any) -> None:
+    """Set an entry of a nested structure of dictionaries and lists."""
+    node: Any = tree
+    for key, following in zip(where, (*where[1:], None), strict=True):
+        empty: Any = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(node, list):
+            items: list[Any] = node  # pyright: ignore[reportUnknownVariableType]
+            items.extend([None] * (key + 1 - len(items)))
+            if items[key] is None:
+                items[key] = empty
+        else:
+            node.setdefault(key, empty)
+        node = node[key]
+
+
+def _by_number(optimizer: dict[str, Any]) -> dict[str, Any]:
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in optimizer["param_groups"]:
+        for name in group["params"]:
+            numbers[name] = len(numbers)
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    states = {numbers[name]: values for name, values in optimizer.get("state", {}).items()}
+    return {"state": states, "param_groups": groups}
+
+
+def _check(path: Path, current: Mapping[str, Any], metadata: Metadata) -> None:
+    known = {
+        where[1]: metadata.state_dict_metadata[flat]
+        for flat, where in metadata.planner_data.items()
+        if where[0] == _MODEL
+    }
+    missing = [name for name in current if name not in known]
+    unexpected = [name for name in known if name not in current]
+    if missing or unexpected:
+        raise ConfigurationError(
+            f"the checkpoint {path} is one of another model: missing in it are {missing[:5]}, unexpected in it are "
+            f"{unexpected[:5]}"
+        )
+    for name, value in current.items():
+        entry = known[name]
+        if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
+            raise ConfigurationError(
+                f"{name} has shape {list(entry.size)} in the checkpoint {path} and {list(value.shape)} in the module"
+            )

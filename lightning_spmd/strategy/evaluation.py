@@ -1,0 +1,152 @@
+"""Validation, test and predict steps as graphs: forward alone, captured, expanded and run as a training iteration is.
+
+Where parameters are replicated, evaluation runs eagerly on each rank's rows, as Lightning does it everywhere. Where no
+rank has whole parameters it cannot; there a step is a graph on the global batch (``strategy.evaluating`` decides):
+logged values are global, metrics and predictions stay with the rank that has the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, fx
+from typing_extensions import override
+
+from lightning_spmd.errors import BatchError
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.placement import REPLICATE, Shard
+from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.runtime.agreement import stable_hash
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.iteration import FellBack, TrainingIteration
+
+_ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
+# As Lightning names the hooks around each step, for messages that send the user there.
+_STAGES = {"validation_step": "validation", "test_step": "test", "predict_step": "predict"}
+
+
+class EvaluationSteps(TrainingIteration):
+    """The graphs of one run's validation, test and predict steps.
+
+    They are found, agreed on, built and run as those of training; what differs is what is captured, where random
+    numbers come from, and that one method may run eagerly while the others stay graphs.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._eager: set[str] = set()
+        self._method = ""
+        self._discard = False
+        self._row_outputs: dict[int, list[int]] = {}
+
+    def evaluate(self, method: str, args: tuple[Any, ...], *, discard: bool = False) -> Any:
+        """Run one step.
+
+        Args:
+            method: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+            args: its arguments as Lightning passes them: batch, batch index, index of the dataloader.
+            discard: nothing is logged, no metric is updated and nothing returned: the step is for the other ranks.
+
+        Returns:
+            what the method returns, with real tensors.
+
+        Raises:
+            FellBack: the step must run eagerly; nothing has been changed.
+        """
+        if method in self._eager:
+            raise FellBack
+        self._method, self._discard = method, discard
+        if "dataloader_iter" in inspect.signature(getattr(self.module, method)).parameters:
+            self._fall_back("it takes dataloader_iter, so it fetches its own data")
+        arguments: dict[str, Any] = dict(zip(_ARGUMENTS, args, strict=False))
+        batch = arguments.pop("batch")
+        if self._streams is not None:
+            # a function of the place in the run: evaluation leaves no trace in training's random numbers, and a
+            # resumed run evaluates with the numbers of the uninterrupted one
+            place = (self.trainer.global_step, self.trainer.current_epoch, method, *sorted(arguments.items()))
+            self._streams.tick = stable_hash(place)
+        try:
+            return self.run(batch, arguments, Variant.evaluation(method), None)
+        except BatchError as error:  # training asks for other batches; here each rank can go on with its own
+            self._fall_back(str(error))
+
+    @override
+    def _step_context(self, variant: Variant) -> contextlib.AbstractContextManager[Any]:
+        precision = self.trainer.precision_plugin
+        context = {
+            "validation_step": precision.val_step_context,
+            "test_step": precision.test_step_context,
+            "predict_step": precision.predict_step_context,
+        }[variant.method]
+        return context()
+
+    @override
+    def _answer(self, executable: Executable, outputs: Sequence[Any], batch: Batch, rows: int) -> Any:
+        if self._discard:
+            return None
+        return super()._answer(executable, self._own_rows(executable, outputs), batch, rows)
+
+    def _own_rows(self, executable: Executable, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Outputs of which every rank has the rows of all, as an operator without a sharding rule leaves them, cut."""
+        own = list(outputs)
+        for number, axis in enumerate(executable.graphs.main.axes):
+            key = (id(executable) << 2) + number
+            if key not in self._row_outputs:
+                self._row_outputs[key] = _gathered_rows(executable, number)
+            for position in self._row_outputs[key]:
+                value = own[position]
+                if isinstance(value, Tensor):
+                    own[position] = value.narrow(0, axis.offset(axis.total), axis.split[axis.rank])
+        return own
+
+    @override
+    def _fall_back(self, reason: str) -> NoReturn:
+        self._eager.add(self._method)
+        # capture speaks of training, and names hooks of training for what belongs there
+        reason = reason.replace("training_step", self._method)
+        reason = reason.replace("on_train_batch", f"on_{_STAGES[self._method]}_batch")
+        rank_zero_warn(f"strategy='spmd' runs {self._method} eagerly from here on, each rank on its own rows: {reason}")
+        raise FellBack
+
+
+def _gathered_rows(executable: Executable, axis_number: int) -> list[int]:
+    """Positions of the step's and metrics' outputs that hold the rows of all ranks of an axis that splits the batch."""
+    step, captured = executable.graphs.main, executable.captured
+    if not any(isinstance(e.placements[axis_number], Shard) for _, e in step.signature.inputs_of(InputRole.BATCH)):
+        return []
+    total, found = step.axes[axis_number].total, []
+    for position, entry in step.signature.outputs_of(OutputRole.STEP_OUTPUT, OutputRole.METRIC_INPUT):
+        spec = captured.signature.outputs[position].value
+        whole = isinstance(spec, TensorSpec) and spec.shape[:1] == (total,)
+        if whole and entry.placements[axis_number] == REPLICATE and not _is_state(captured, position):
+            found.append(position)
+    return found
+
+
+def _is_state(captured: CapturedStep, position: int) -> bool:
+    """Whether an output is computed from parameters and the like alone: its first dimension is not the batch's."""
+    graph = captured.graph_module.graph
+    roles = {
+        node: entry.role
+        for node, entry in zip(
+            [n for n in graph.nodes if n.op == "placeholder"], captured.signature.inputs, strict=True
+        )
+    }
+    outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    seen: set[fx.Node] = set()
+    todo: list[Any] = [outputs[position]]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, fx.Node) and node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    sources = {roles[node] for node in seen if node in roles}
+    return InputRole.BATCH not in sources and bool(
+        sources & {InputRole.PARAMETER, InputRole.BUFFER, InputRole.CONSTANT}
+    )

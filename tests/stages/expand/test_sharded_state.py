@@ -1,0 +1,120 @@
+"""ZeRO: state in chunks gives what one device gives, and moves what the formula says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_spmd.ir.placement import CHUNK, REPLICATE
+from lightning_spmd.ir.signature import InputRole
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.ir.verify import is_wait
+from lightning_spmd.parallel.parallel_plan import ReplicatedPlan, ShardedStatePlan
+from lightning_spmd.stages.expand import expand
+from tests.helpers.simulate import assert_equals_one_device, axes_for
+from tests.helpers.tiny_capture import capture_module
+
+STAGES = {"zero2": ShardedStatePlan(parameters=False), "zero3": ShardedStatePlan(parameters=True)}
+SPLITS = [(3, 3), (2, 2, 2, 2), (1, 3, 2)]
+
+
+def _lists(ps: list[Tensor], gs: list[Tensor]) -> None:
+    norms = torch.stack(torch._foreach_norm(gs, 2))
+    scale = (0.1 / torch.linalg.vector_norm(norms)).clamp(max=1.0)
+    torch._foreach_mul_(gs, scale)
+    torch._foreach_add_(ps, gs, alpha=-0.1)
+
+
+def _one_by_one(ps: list[Tensor], gs: list[Tensor]) -> None:
+    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gs]))
+    for p, g in zip(ps, gs, strict=True):
+        g.mul_((0.1 / total).clamp(max=1.0))
+        p.mul_(0.99)
+        p.add_(g, alpha=-0.1)
+
+
+def _state_born_here(ps: list[Tensor], gs: list[Tensor]) -> None:
+    for p, g in zip(ps, gs, strict=True):
+        average = torch.zeros_like(p).lerp_(g, 0.1)
+        p.addcdiv_(average, average.square().sqrt_().add_(1e-3), value=-0.1)
+
+
+def _whole_matrix(ps: list[Tensor], gs: list[Tensor]) -> None:
+    """What needs all rows at once (Muon, Shampoo) is gathered."""
+    for p, g in zip(ps, gs, strict=True):
+        p.sub_(g if g.ndim < 2 else (g @ g.t() @ g).mul_(0.01))
+
+
+UPDATES: dict[str, Callable[[list[Tensor], list[Tensor]], None]] = {
+    "lists": _lists,
+    "one by one": _one_by_one,
+    "state born here": _state_born_here,
+    "whole matrix": _whole_matrix,
+}
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, a tied weight, a frozen layer, a buffer, a scale of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(5)
+        self.hidden = nn.Linear(5, 3)
+        self.back = nn.Linear(3, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.frozen(self.embedding(x)))
+        return self.head(self.back(self.hidden(h).tanh()) * self.scale)
+
+
+def net_step(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(m(x), y)
+
+
+def captured_net(rows: int, update: Callable[..., Any]) -> Any:
+    torch.manual_seed(0)
+    batch = [torch.randint(0, 7, (rows,)), torch.randint(0, 7, (rows,))]
+    return capture_module(Net(), net_step, batch, update=update)
+
+
+def targets(step: ShardedStep) -> list[str]:
+    """Names of the collectives, in order."""
+    started = [n.args[0] for n in step.graph_module.graph.nodes if is_wait(n)]
+    return [str(n.target).split(".")[1] for n in started]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_equals_one_device(stage: str, update: str, split: tuple[int, ...]) -> None:
+    captured, live = captured_net(sum(split), UPDATES[update])
+    steps = assert_equals_one_device(captured, live, split, plan=STAGES[stage])
+    stored = [e.placements for _, e in steps[0].signature.inputs_of(InputRole.PARAMETER) if e.value.shape]
+    assert set(stored) == {(CHUNK,) if stage == "zero3" else (REPLICATE,)}
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 1024])
+def test_one_gather_and_one_scatter_a_parameter(ranks: int) -> None:
+    captured, _ = captured_net(ranks, _lists)
+    # Of the eight trained ones one is a number, and batch norm's two gradients come out of its own reduction, whole.
+    scattered, trained, stored = 5, 7, 9
+    plain = targets(_first(captured, ranks, ReplicatedPlan()))
+    for stage, gathers in (("zero2", trained), ("zero3", stored)):
+        found = targets(_first(captured, ranks, STAGES[stage]))
+        assert found.count("reduce_scatter_tensor") == scattered
+        assert found.count("all_gather_into_tensor") == gathers
+        # instead of a reduction a parameter; one more for the norms of chunks
+        assert found.count("all_reduce") == plain.count("all_reduce") - scattered + 1
+
+
+def _first(captured: Any, ranks: int, plan: Any) -> ShardedStep:
+    return expand(captured, (axes_for((1,) * ranks)[0],), plan)
