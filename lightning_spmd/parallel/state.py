@@ -58,10 +58,13 @@ class BlockShard(TorchShard):
         self.axis = axis
 
     def __eq__(self, other: object) -> bool:
-        # DTensorSpec checks that placements equal a plain shard of their dimension; its caches go by the hash, too
-        if isinstance(other, BlockShard):
-            return (self.dim, self.blocks) == (other.dim, other.blocks)
-        return isinstance(other, TorchShard) and self.dim == other.dim
+        # torch caches what its operators return by placements, and a hit compares with this alone: two tensors of one
+        # shape, one of them in plain shards, would otherwise pass on each other's placements
+        return isinstance(other, BlockShard) and (self.dim, self.blocks) == (other.dim, other.blocks)
+
+    def __ne__(self, other: object) -> bool:
+        # DTensorSpec asserts that a sharded dimension's placement is not unequal to a plain shard of it
+        return not (self == other or (type(other) is TorchShard and self.dim == other.dim))
 
     def __hash__(self) -> int:
         return hash((self.dim, self.blocks))
