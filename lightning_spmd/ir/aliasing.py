@@ -7,6 +7,7 @@ in it, so everybody who reads the storage is either before the collective or aft
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -29,6 +30,10 @@ _UNDECLARED_VIEWS = {
 }
 
 
+# (position, name) of an argument, as a schema numbers it
+_Argument = tuple[int, str]
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The argument nodes that ``node`` writes into."""
     undeclared = _UNDECLARED_WRITES.get(node.target)
@@ -37,17 +42,39 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return [a for i in positions if node.args[training] and isinstance(a := node.args[i], fx.Node)]
     if node.target is _WAIT:
         return node.all_input_nodes
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
     found: list[fx.Node] = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.name == "grads" and node.kwargs.get("grad_scale") is None:
+    for argument in _declared_writes(node.target):
+        if argument[1] == "grads" and node.kwargs.get("grad_scale") is None:
             continue  # fused optimizers declare a write that they do only when they unscale
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            found.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
+        value = _argument(node, argument)
+        found.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
     return found
+
+
+@functools.cache
+def _declared_writes(target: Any) -> tuple[_Argument, ...]:
+    """The arguments that an operator's schema says it writes into."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple(
+        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+@functools.cache
+def _declared_aliases(target: Any) -> tuple[_Argument, ...]:
+    """The arguments with which an operator's schema says that its result shares storage, the first tensor of them."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+        # `reshape` and friends are recorded as the view or the copy they became
+        return ()
+    return tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None)
+
+
+def _argument(node: fx.Node, argument: _Argument) -> Any:
+    index, name = argument
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -71,22 +98,28 @@ _DISJOINT = {
 }
 
 
-def storage_regions(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node | None]]:
+Region = tuple[fx.Node, fx.Node | None]
+"""A storage's root, and the piece of it; None is the whole."""
+
+
+def storage_regions(graph: fx.Graph) -> dict[fx.Node, Region]:
     """(storage root, piece) of every node; piece None is the whole storage.
 
     The outputs of one split do not overlap (:func:`overlapping`): a write into one is no write into another. That is
     how the gradients of one communication bucket share a buffer.
     """
-    roots = storage_roots(graph)
-    pieces: dict[fx.Node, fx.Node | None] = {}
+    regions: dict[fx.Node, Region] = {}
     for node in graph.nodes:
         source = _aliased_argument(node)
-        inherited = None if source is None else pieces[source]
-        parent = node.args[0] if node.target is operator.getitem else None
-        if inherited is None and isinstance(parent, fx.Node) and parent.target in _DISJOINT:
-            inherited = node
-        pieces[node] = inherited
-    return {node: (roots[node], pieces[node]) for node in graph.nodes}
+        root, piece = (node, None) if source is None else regions[source]
+        if piece is None and node.target is operator.getitem and _is_disjoint(node.args[0]):
+            piece = node
+        regions[node] = (root, piece)
+    return regions
+
+
+def _is_disjoint(parent: Any) -> bool:
+    return isinstance(parent, fx.Node) and parent.target in _DISJOINT
 
 
 def overlapping(one: fx.Node | None, other: fx.Node | None) -> bool:
@@ -104,12 +137,8 @@ def _aliased_argument(node: fx.Node) -> fx.Node | None:
         return _aliased_argument(parent) if isinstance(parent, fx.Node) else None
     if node.target is _WAIT or node.target in _UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not any(r.alias_info is not None for r in schema.returns):
-        # `reshape` and friends are recorded as the view or the copy they became
-        return None
-    for index, argument in enumerate(schema.arguments):
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and isinstance(value, fx.Node):
+    for argument in _declared_aliases(node.target):
+        value = _argument(node, argument)
+        if isinstance(value, fx.Node):
             return value
     return None

@@ -12,11 +12,10 @@ from typing import TypeVar
 
 from torch import fx
 
-from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
+from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, written_arguments
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.verify import is_wait, starts_collective
 
-Region = tuple[fx.Node, fx.Node | None]
 T = TypeVar("T")
 
 

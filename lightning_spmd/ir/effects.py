@@ -10,12 +10,11 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd._private_api import OpOverload, is_random
-from lightning_spmd.ir.aliasing import written_arguments
+from lightning_spmd.ir.aliasing import Region, written_arguments
 from lightning_spmd.ir.placement import Chunk, Shard
 from lightning_spmd.ir.steps import ShardedStep
 
 _COUNTS = "write_counts"  # what verify.stamp_writes leaves in node.meta
-Region = tuple[fx.Node, fx.Node | None]
 _PLAIN_NAMESPACES = frozenset({"aten", "prims"})
 
 

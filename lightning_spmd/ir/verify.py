@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
-from lightning_spmd.ir.aliasing import overlapping, storage_regions, storage_roots, written_arguments
+from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, written_arguments
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
@@ -38,8 +38,12 @@ def verify_captured(step: CapturedStep) -> None:
             raise VerificationError(f"{node.name}: a collective in a captured graph, which is the one-device program")
 
 
-def verify_sharded(step: ShardedStep) -> None:
+def verify_sharded(step: ShardedStep, *, stamp: bool = False) -> None:
     """Check a sharded step, after expansion and after every pass.
+
+    Args:
+        step: the step.
+        stamp: whether to remember the sides of its mutations for the next check, as :func:`stamp_writes` does.
 
     Raises:
         VerificationError: naming the node and what is wrong with it.
@@ -47,18 +51,23 @@ def verify_sharded(step: ShardedStep) -> None:
     graph = step.graph_module.graph
     _verify_graph(graph, step.signature)
     _verify_collectives(graph, step.signature)
-    _verify_in_flight(graph)
-    _verify_writes(graph)
+    regions = storage_regions(graph)
+    _verify_in_flight(graph, regions)
+    counts = list(_write_counts(graph, regions))
+    _verify_writes(counts)
     for entry in (*step.signature.inputs, *step.signature.outputs):
         if len(entry.placements) != len(step.axes):
             raise VerificationError(
                 f"{entry.name} has {len(entry.placements)} placements on {len(step.axes)} mesh axes"
             )
+    if stamp:
+        for node, seen in counts:
+            node.meta[_STAMP] = seen
 
 
 def stamp_writes(graph: fx.Graph) -> None:
     """Remember, for every node, how many writes each value that it reads has seen: the side of every mutation."""
-    for node, counts in _write_counts(graph):
+    for node, counts in _write_counts(graph, storage_regions(graph)):
         node.meta[_STAMP] = counts
 
 
@@ -158,19 +167,20 @@ def _verify_collectives(graph: fx.Graph, signature: Signature) -> None:
             )
 
 
-def _verify_in_flight(graph: fx.Graph) -> None:
+def _verify_in_flight(graph: fx.Graph, regions: dict[fx.Node, Region]) -> None:
     """Between a collective and its wait nobody touches what it works in, nobody writes into what it reads.
 
     Only the functional all-reduce works in a copy of its input, made when it starts. What a collective reads may be one
     piece of a buffer (of a bucket's results) while another piece of it is written.
     """
-    roots, regions = storage_roots(graph), storage_regions(graph)
     working: dict[fx.Node, fx.Node] = {}
     reading: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        used = {roots[operand] for operand in node.all_input_nodes}
+        starts = starts_collective(node)
+        if not (starts or working or reading):
+            continue  # nothing is under way
+        used = {regions[operand][0] for operand in node.all_input_nodes}
         targets = written_arguments(node)
-        written = {roots[operand] for operand in targets}
         if is_wait(node):
             reading.pop(node.all_input_nodes[0], None)
             for root in used:
@@ -186,14 +196,14 @@ def _verify_in_flight(graph: fx.Graph) -> None:
                 raise VerificationError(
                     f"{node.name} ({node.target}) touches memory that {touched[0].name}, not waited yet, works on"
                 )
-        if starts_collective(node):
-            for root in written:
-                working[root] = node
+        if starts:
+            for operand in targets:
+                working[regions[operand][0]] = node
             if "all_reduce" not in str(node.target):
                 reading[node] = node.all_input_nodes
 
 
-def _overlap(one: tuple[fx.Node, fx.Node | None], other: tuple[fx.Node, fx.Node | None]) -> bool:
+def _overlap(one: Region, other: Region) -> bool:
     return one[0] is other[0] and overlapping(one[1], other[1])
 
 
@@ -203,8 +213,7 @@ def _roles(output: fx.Node, node: fx.Node, signature: Signature) -> list[OutputR
     return [entry.role for value, entry in zip(values, signature.outputs, strict=True) if value is node]
 
 
-def _write_counts(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
-    regions = storage_regions(graph)
+def _write_counts(graph: fx.Graph, regions: dict[fx.Node, Region]) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
     writes: dict[fx.Node, Counter[fx.Node | None]] = {}
 
     def seen(operand: fx.Node) -> int:
@@ -224,8 +233,8 @@ def _write_counts(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
         born[node] = seen(node)
 
 
-def _verify_writes(graph: fx.Graph) -> None:
-    for node, counts in _write_counts(graph):
+def _verify_writes(found: list[tuple[fx.Node, tuple[int, ...]]]) -> None:
+    for node, counts in found:
         stamped = node.meta.get(_STAMP)
         if stamped is not None and stamped != counts and len(stamped) == len(counts):
             operand = next(o for o, a, b in zip(node.all_input_nodes, stamped, counts, strict=True) if a != b)

@@ -1,6 +1,7 @@
 """Distributed checkpoints: folders into which every rank writes its part; ``checkpoints`` says what they are.
 
-Imported where one is written or read: ``torch.distributed.checkpoint`` would be a quarter of this package's import time.
+Imported where one is written or read: ``torch.distributed.checkpoint`` would be a quarter of the time to import this
+package.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``size`` worker processes; started at the first :meth:`run`, started anew after a failure.
+    """``size`` worker processes; started at the first :meth:`run`, started anew where ranks failed differently.
 
     Args:
         size: number of ranks.
@@ -66,7 +66,8 @@ class RankPool:
             what each rank returned, by rank.
 
         Raises:
-            RankError: a rank raised, died or did not answer; the pool is started anew for the next call.
+            RankError: a rank raised, died or did not answer. Unless all raised the same, which leaves no rank inside a
+                collective, the pool is started anew for the next call.
         """
         if not self._processes:
             self._start()
@@ -76,9 +77,11 @@ class RankPool:
         answers = self._collect(self.timeout if timeout is None else timeout)
         if all(kind == "value" for kind, _ in answers):
             return [value for _, value in answers]
-        self.close()
         parts = [f"rank {rank}: {_summary(answer)}" for rank, answer in enumerate(answers)]
-        raise RankError("\n".join(parts), [None if a[0] == "value" else a[1][0] for a in answers])
+        names = [None if kind == "value" else content[0] for kind, content in answers]
+        if len(set(names)) > 1 or names[0] in ("died", "hung"):
+            self.close()
+        raise RankError("\n".join(parts), names)
 
     def _collect(self, timeout: float) -> list[Any]:
         answers: list[Any] = [None] * self.size

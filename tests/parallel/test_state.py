@@ -19,8 +19,7 @@ def test_blocks_equal_the_same_blocks_alone() -> None:
     thirds = BlockShard(0, 3, AXIS)
     assert thirds == BlockShard(0, 3, AXIS)
     for other in (TorchShard(0), BlockShard(0, 2, AXIS), BlockShard(1, 3, AXIS), BlockShard(0, (2, 1), AXIS)):
-        assert not (thirds == other)
-        assert not (other == thirds)
+        assert (thirds == other, other == thirds) == (False, False)
 
 
 def _kinds_of_one_shape(shapes: int) -> list[tuple[int, ...]]:
@@ -41,5 +40,5 @@ def _kinds_of_one_shape(shapes: int) -> list[tuple[int, ...]]:
 
 
 def test_tensors_of_one_shape_keep_their_own_placements(two_ranks: RankPool) -> None:
-    """torch's operator cache finds entries by hash but compares everything on the way with ``==``."""
+    """The operator cache of torch finds entries by hash but compares everything on the way with ``==``."""
     assert two_ranks.run(_kinds_of_one_shape, 400) == [[], []]

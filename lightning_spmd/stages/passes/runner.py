@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.ir.verify import stamp_writes, verify_sharded
+from lightning_spmd.ir.verify import verify_sharded
 from lightning_spmd.stages.passes.contract import GraphPass, PassState, check_order
 
 
@@ -32,10 +32,9 @@ def run_passes(
     for current in passes:
         current.run(step, state)
         try:
-            verify_sharded(step)
+            verify_sharded(step, stamp=True)
         except VerificationError as error:
             raise VerificationError(f"pass {current.name!r} broke the graph: {error}") from error
-        stamp_writes(step.graph_module.graph)
         on_result(current.name, step)
     step.graph_module.recompile()
     return step

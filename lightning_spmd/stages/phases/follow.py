@@ -25,7 +25,7 @@ from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.aliasing import storage_regions, written_arguments
 from lightning_spmd.ir.signature import GraphInput, InputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.ir.verify import forget_writes, stamp_writes, verify_sharded
+from lightning_spmd.ir.verify import forget_writes, verify_sharded
 from lightning_spmd.stages.phases.split import TAIL
 from lightning_spmd.stages.phases.touch import State, Touch, Touches, first_conflict
 
@@ -67,9 +67,8 @@ def follow(cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
     module = fx.GraphModule(setup.graph_module, graph)
     signature = Signature(tuple(inputs), setup.signature.outputs)
     main = dataclasses.replace(setup, graph_module=module, signature=signature)
-    verify_sharded(main)
+    verify_sharded(main, stamp=True)
     verify_nothing_stale(main)
-    stamp_writes(graph)
     module.recompile()
     return main
 

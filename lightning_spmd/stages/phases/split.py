@@ -30,7 +30,7 @@ from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Placement
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.ir.verify import forget_writes, stamp_writes, verify_sharded
+from lightning_spmd.ir.verify import forget_writes, verify_sharded
 from lightning_spmd.stages.phases.touch import LIVE, Touches
 
 TAIL = "tail"
@@ -47,8 +47,7 @@ def split(step: ShardedStep, deferred: Sequence[Tail]) -> tuple[ShardedStep, Sha
     cleanup = cut.cleanup()
     setup = cut.setup()
     for part in (setup, cleanup):
-        verify_sharded(part)
-        stamp_writes(part.graph_module.graph)
+        verify_sharded(part, stamp=True)
         part.graph_module.recompile()
     return setup, cleanup
 
