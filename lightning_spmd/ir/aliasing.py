@@ -47,7 +47,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         if argument[1] == "grads" and node.kwargs.get("grad_scale") is None:
             continue  # fused optimizers declare a write that they do only when they unscale
         value = _argument(node, argument)
-        found.extend(v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node))
+        values: Any = value if isinstance(value, (list, tuple)) else [value]
+        found.extend(v for v in values if isinstance(v, fx.Node))
     return found
 
 

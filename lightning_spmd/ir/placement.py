@@ -100,6 +100,9 @@ CHUNK = Chunk()
 class ShardAxis:
     """One axis of the device mesh, as this rank sees it.
 
+    Under hybrid sharding (HYBRID_SHARD of arXiv:2304.11277) chunks lie on the ranks of ``within``, and the ranks of
+    ``across`` hold the same chunk each; coordinates on ``within`` vary fastest.
+
     Args:
         name: the axis' name, e.g. ``"data_parallel"``.
         size: number of ranks along the axis.
@@ -107,6 +110,8 @@ class ShardAxis:
         group: name of the process group of the axis (what functional collectives take).
         split: rows of the global batch that each rank holds, one entry a rank. Even splits where a rank's piece of any
             other dimension is asked for.
+        within: the neighbours of this rank among which chunks lie; None: all ranks of the axis.
+        across: the ranks of the axis that hold the chunk that this rank holds; None: it alone.
     """
 
     name: str
@@ -114,6 +119,18 @@ class ShardAxis:
     rank: int
     group: str
     split: tuple[int, ...]
+    within: ShardAxis | None = None
+    across: ShardAxis | None = None
+
+    @property
+    def chunks(self) -> ShardAxis:
+        """The axis over which chunks lie."""
+        return self.within or self
+
+    @property
+    def parts(self) -> tuple[ShardAxis, ...]:
+        """This axis and those inside it: whose process groups a graph may use."""
+        return (self, *(axis for axis in (self.within, self.across) if axis is not None))
 
     @cached_property
     def total(self) -> int:
@@ -152,12 +169,12 @@ class ShardAxis:
 
     def chunk_size(self, size: int) -> int:
         """Size of the longest chunk of a dimension of global ``size``."""
-        return -(-size // self.size)
+        return -(-size // self.chunks.size)
 
     def chunk(self, size: int, rank: int | None = None) -> tuple[int, int]:
-        """(start, length) of this rank's chunk of a dimension of global ``size``."""
+        """(start, length) of the chunk of a dimension of global ``size`` on this rank, or on one of :attr:`chunks`."""
         longest = self.chunk_size(size)
-        start = min((self.rank if rank is None else rank) * longest, size)
+        start = min((self.chunks.rank if rank is None else rank) * longest, size)
         return start, min(longest, size - start)
 
     def offset(self, size: int, rank: int | None = None) -> int:

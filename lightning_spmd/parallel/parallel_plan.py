@@ -6,11 +6,11 @@ ZeRO's, ``tensor_parallel.TensorParallelPlan`` splits layers; :class:`MeshPlan` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from lightning_spmd.errors import BatchError
+from lightning_spmd.errors import BatchError, ConfigurationError
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import CHUNK, PARTIAL, REPLICATE, Partial, Placement, Shard, ShardAxis
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole
@@ -142,6 +142,42 @@ class ShardedStatePlan:
 
 def _chunk(value: object) -> Placement:
     return CHUNK if isinstance(value, TensorSpec) and value.shape else REPLICATE
+
+
+DATA_PARALLEL_PLANS: dict[str, Callable[[bool], ParallelPlan]] = {
+    "replicate": lambda exposed: ReplicatedPlan(reduce_gradients=exposed),
+    "zero2": lambda exposed: ShardedStatePlan(parameters=False, reduce_gradients=exposed),
+    "zero3": lambda exposed: ShardedStatePlan(parameters=True, reduce_gradients=exposed),
+}
+
+
+def check_data_parallel(name: str, shard_size: object) -> None:
+    """Check what a user says about the data axis.
+
+    Raises:
+        ConfigurationError: for an unknown plan, or a size of shards for one that has none.
+    """
+    if name not in DATA_PARALLEL_PLANS:
+        raise ConfigurationError(f"data_parallel={name!r}: known are {', '.join(DATA_PARALLEL_PLANS)}")
+    if shard_size != "auto" and name == "replicate":
+        raise ConfigurationError(
+            f"data_parallel_shard_size={shard_size!r} splits the state of data_parallel='zero2' and 'zero3'; "
+            "'replicate' splits none"
+        )
+    if not (shard_size in ("auto", "node") or (isinstance(shard_size, int) and shard_size > 0)):
+        raise ConfigurationError(
+            f"data_parallel_shard_size={shard_size!r}: give a number of ranks, 'node' for those of a node, or 'auto'"
+        )
+
+
+def data_parallel_plan(name: str, *, reduce_gradients: bool) -> ParallelPlan:
+    """The plan of the data axis.
+
+    Args:
+        name: as the user gives it.
+        reduce_gradients: whether gradients leave the graph as their sum over the ranks.
+    """
+    return DATA_PARALLEL_PLANS[name](reduce_gradients)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Blocks, Chunk, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import GraphInput, InputRole
-from lightning_spmd.parallel.mesh import DATA_PARALLEL, Mesh
+from lightning_spmd.parallel.mesh import DATA_PARALLEL, SHARD, Mesh
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.parallel.pieces import joined, local_piece
 
@@ -117,7 +117,7 @@ class StateMesh:
         by_name = dict(zip([axis.name for axis in self.axes], zip(placements, self.axes, strict=True), strict=True))
         found: list[Any] = []
         for name in self.mesh.state_mesh.mesh_dim_names or ():
-            placement, axis = by_name.get(name, (REPLICATE, self.axes[0]))
+            placement, axis = by_name.get(DATA_PARALLEL if name == SHARD else name, (REPLICATE, self.axes[0]))
             if isinstance(placement, Shard) and placement.outer != 1:
                 found.append(BlockShard(placement.dim, placement.outer, axis))
             elif isinstance(placement, (Chunk, Shard)):
@@ -133,11 +133,11 @@ class StateMesh:
         for name, placement in zip(names, cast(tuple[Any, ...], tensor.placements), strict=True):
             if not isinstance(placement, TorchShard):
                 by_name[name] = REPLICATE
-            elif name == DATA_PARALLEL:
-                by_name[name] = Chunk(placement.dim)
+            elif name in (DATA_PARALLEL, SHARD):
+                by_name[DATA_PARALLEL] = Chunk(placement.dim)
             else:
                 by_name[name] = Shard(placement.dim, getattr(placement, "blocks", 1))
-        return tuple(by_name[axis.name] for axis in self.axes)
+        return tuple(by_name.get(axis.name, REPLICATE) for axis in self.axes)
 
     # ------------------------------------------------------------------ back to wholes
     def whole(self, tensor: Tensor) -> Tensor:
@@ -153,7 +153,8 @@ class StateMesh:
                 for p, a in zip(placements[:i], self.axes[:i], strict=True):
                     if isinstance(p, Shard) and p.dim == placement.dim:
                         size = a.shard_size(size, p.outer)
-                value = _joined(value, placement, axis, size, self.mesh.group(axis.name))
+                holders = axis.chunks if isinstance(placement, Chunk) else axis
+                value = _joined(value, placement, holders, size, self.mesh.group(holders.name))
         return value
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError
-from lightning_spmd.parallel.mesh import DATA_PARALLEL, Mesh, make_mesh, mesh_sizes
+from lightning_spmd.parallel.mesh import DATA_PARALLEL, Mesh, make_mesh, mesh_sizes, shard_size
 from lightning_spmd.stages.runtime.agreement import ControlPlane
 
 
@@ -27,6 +27,8 @@ class RankedStrategy(ParallelStrategy):
         timeout: how long a collective may wait for the other ranks.
         data_parallel_size: ranks among which the batch is split; ``"auto"``: all that tensor parallelism leaves.
         tensor_parallel_size: ranks that share each layer.
+        data_parallel_shard_size: neighbours on the data axis among which state is split, ``"auto"``: all of the axis,
+            ``"node"``: those on one node.
         kwargs: those of Lightning's ``ParallelStrategy``, set by the Trainer.
     """
 
@@ -36,11 +38,13 @@ class RankedStrategy(ParallelStrategy):
         timeout: timedelta | None,
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
+        data_parallel_shard_size: int | Literal["auto", "node"] = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.data_parallel_size: int | Literal["auto"] = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
+        self.data_parallel_shard_size: int | Literal["auto", "node"] = data_parallel_shard_size
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
         self.timeout = timeout
@@ -112,6 +116,7 @@ class RankedStrategy(ParallelStrategy):
         super().setup_environment()
         self._set_world_ranks()
         sizes = self._mesh_sizes()
+        shard = shard_size(self.data_parallel_shard_size, *sizes, self.num_processes)
         if not self.is_distributed:
             return  # nor reset_seed(): one device draws the numbers that strategy="auto" draws
         reset_seed()
@@ -122,7 +127,8 @@ class RankedStrategy(ParallelStrategy):
         private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
         if self._control is None:
             self._control = ControlPlane(self.timeout)
-            self._mesh = make_mesh(sizes, self.global_rank, self.root_device.type, backend, self.timeout)
+            device_type = self.root_device.type
+            self._mesh = make_mesh(sizes, self.global_rank, device_type, backend, self.timeout, shard)
 
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:

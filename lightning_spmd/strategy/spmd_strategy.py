@@ -27,7 +27,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.parallel.mesh import DATA_PARALLEL, TENSOR_PARALLEL
-from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, ReplicatedPlan, ShardedStatePlan
+from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel, data_parallel_plan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, select
@@ -41,13 +41,6 @@ from lightning_spmd.strategy.layer_sharing import LayerSharing, metrics_among
 from lightning_spmd.strategy.overlap import FinishPendingWork, explain, finish_in_time, readers_between_batches
 from lightning_spmd.strategy.sharding import ShardingStrategy
 from lightning_spmd.strategy.support import Context, Mode, classify
-
-DATA_PARALLEL_PLANS: dict[str, Callable[[bool], ParallelPlan]] = {
-    "replicate": lambda exposed: ReplicatedPlan(reduce_gradients=exposed),
-    "zero2": lambda exposed: ShardedStatePlan(parameters=False, reduce_gradients=exposed),
-    "zero3": lambda exposed: ShardedStatePlan(parameters=True, reduce_gradients=exposed),
-}
-"""By name, a plan from whether gradients leave the graph."""
 
 
 class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
@@ -70,6 +63,9 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             ``"zero2"``: its part of gradients and optimizer state; ``"zero3"``: its part of the parameters too.
         data_parallel_size: number of ranks among which the batch is split; ``"auto"``: all that tensor parallelism
             leaves.
+        data_parallel_shard_size: hybrid sharding: number of data-parallel neighbours among which ``"zero2"`` and
+            ``"zero3"`` split state; each such row of ranks holds all of it. ``"node"``: the ranks of a node, so that
+            gathers stay inside it. ``"auto"``: all data-parallel ranks.
         tensor_parallel_size: number of ranks that share each layer; they see the same batch.
         tensor_parallel_plan: how layers are shared: patterns on module paths (``fnmatch``, the last that matches is
             taken) to a style, or to a mapping with ``style`` and its options; ``"auto"``: found in the first batch's
@@ -108,6 +104,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         timeout: timedelta | None = private.default_process_group_timeout,
         data_parallel: Literal["replicate", "zero2", "zero3"] = "replicate",
         data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_shard_size: int | Literal["auto", "node"] = "auto",
         tensor_parallel_size: int = 1,
         tensor_parallel_plan: dict[str, Any] | Literal["auto"] | None = None,
         sequence_parallel: bool = False,
@@ -123,6 +120,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             timeout,
             data_parallel_size,
             tensor_parallel_size,
+            data_parallel_shard_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -130,8 +128,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if data_parallel not in DATA_PARALLEL_PLANS:
-            raise ConfigurationError(f"data_parallel={data_parallel!r}: known are {', '.join(DATA_PARALLEL_PLANS)}")
+        check_data_parallel(data_parallel, data_parallel_shard_size)
         self.data_parallel = data_parallel
         if tensor_parallel_size > 1 and tensor_parallel_plan is None:
             raise ConfigurationError(
@@ -190,7 +187,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     def _plan(self, variant: Variant) -> ParallelPlan:
         """The parallel plan of a variant's graph."""
-        data = DATA_PARALLEL_PLANS[self.data_parallel](variant.expose_gradients)
+        data = data_parallel_plan(self.data_parallel, reduce_gradients=variant.expose_gradients)
         if self.tensor_parallel_size == 1:
             return data
         return MeshPlan({DATA_PARALLEL: data, TENSOR_PARALLEL: self.layer_sharing.plan()})

@@ -31,6 +31,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero2": {"data_parallel": "zero2"},
     "zero3": {"data_parallel": "zero3"},
 }
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "hybrid zero2": {"data_parallel": "zero2", "data_parallel_shard_size": 2},
+    "hybrid zero3": {"data_parallel": "zero3", "data_parallel_shard_size": 2},
+}
+"""On four ranks: two rows of two neighbours."""
 LAYERS: dict[str, dict[str, Any]] = {
     "gpt_tied": {
         "tokens": "embedding",
@@ -82,6 +87,21 @@ def test_a_plan_equals_one_device(
 ) -> None:
     case = TrainingCase(model, _OPTIMIZERS[model], option, dropout=0.0, eps=1e-5)
     results = train_on(_pool(request, ranks), case, {**PLANS[plan], "overlap_iterations": True})
+    assert_compiled(*results)
+    assert_equals_one_device(results, one_device(case))
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "option"),
+    [
+        pytest.param(plan, *run, marks=() if (plan, *run) == ("hybrid zero3", *RUNS[-1]) else pytest.mark.long)
+        for plan in HYBRIDS
+        for run in RUNS
+    ],
+)
+def test_hybrid_sharding_equals_one_device(four_ranks: RankPool, plan: str, model: str, option: str) -> None:
+    case = TrainingCase(model, _OPTIMIZERS[model], option, dropout=0.0, eps=1e-5)
+    results = train_on(four_ranks, case, {**HYBRIDS[plan], "overlap_iterations": True})
     assert_compiled(*results)
     assert_equals_one_device(results, one_device(case))
 
@@ -145,7 +165,7 @@ def test_dropout_is_reproducible(two_ranks: RankPool, plan: str) -> None:
 def _stored_bytes(plan: str, devices: int) -> tuple[int, int]:
     """Bytes of parameters and optimizer state that this rank keeps, and that the whole has, in storages."""
     case = TrainingCase("gpt_tied", "adamw", batches=4, dropout=0.0)
-    module, strategy = case.module(), SPMDStrategy(**PLANS[plan])
+    module, strategy = case.module(), SPMDStrategy(**{**PLANS, **HYBRIDS}[plan])
     _, trainer = fit(module, InOrder(samples(case.model, case.count), case.rows), strategy, devices, max_steps=4)
     states = [v for state in trainer.optimizers[0].state.values() for v in state.values() if isinstance(v, Tensor)]
     tensors = [*module.parameters(), *states]
@@ -159,6 +179,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def test_a_rank_keeps_its_part_alone(four_ranks: RankPool) -> None:
     numbers = 64 * 2 * 4  # step counts and biases of fewer elements than ranks
+    for mine, all_of_it in four_ranks.run(_stored_bytes, "hybrid zero3", 4):
+        assert all_of_it / 4 + numbers < mine <= all_of_it / 2 + numbers
     for mine, all_of_it in four_ranks.run(_stored_bytes, "zero3", 4):
         assert mine <= all_of_it / 4 + numbers
     for mine, all_of_it in four_ranks.run(_stored_bytes, "zero2", 4):
@@ -234,6 +256,11 @@ def test_other_batches_for_one_layer_are_refused(two_ranks: RankPool) -> None:
         ({"tensor_parallel_plan": {"net.7": "colwise"}, "tensor_parallel_size": 2}, "no module matches 'net.7'"),
         ({"tensor_parallel_plan": {"net.0": "columns"}, "tensor_parallel_size": 2}, "unknown style 'columns'"),
         ({"data_parallel_size": 4}, "data_parallel_size=4 times tensor_parallel_size=1 is 4"),
+        (
+            {"data_parallel": "zero3", "data_parallel_shard_size": 3},
+            "data_parallel_shard_size=3 is 3 ranks, which do not divide the 2",
+        ),
+        ({"data_parallel_shard_size": 2}, "'replicate' splits none"),
     ],
 )
 def test_what_does_not_fit_is_named(two_ranks: RankPool, options: dict[str, Any], message: str) -> None:

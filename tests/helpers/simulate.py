@@ -5,6 +5,7 @@ Nothing is shared but what a collective exchanges, so a graph that forgets a red
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.placement import Chunk, Partial, Placement, Shard, ShardAxis, block_sizes
+from lightning_spmd.ir.placement import REPLICATE, Chunk, Partial, Placement, Shard, ShardAxis, block_sizes
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.stages.expand import expand
@@ -27,16 +28,27 @@ def axes_for(split: Sequence[int], name: str = "data_parallel") -> list[ShardAxi
     return [axes[0] for axes in meshes_for({name: split})]
 
 
-def meshes_for(mesh: Mapping[str, Sequence[int]]) -> list[tuple[ShardAxis, ...]]:
-    """Every rank's axes of a mesh given as name → split; the last axis varies fastest."""
+def meshes_for(mesh: Mapping[str, Sequence[int]], shard: int | None = None) -> list[tuple[ShardAxis, ...]]:
+    """Every rank's axes of a mesh given as name → split; the last axis varies fastest.
+
+    With ``shard``, chunks on the last axis lie on that many neighbours (hybrid sharding).
+    """
     ranks = []
     for coordinates in itertools.product(*(range(len(split)) for split in mesh.values())):
         axes = []
         for i, (name, split) in enumerate(mesh.items()):
             others = (*coordinates[:i], "*", *coordinates[i + 1 :])
             axes.append(ShardAxis(name, len(split), coordinates[i], f"sim {others}", tuple(split)))
-        ranks.append(tuple(axes))
+        ranks.append((*axes[:-1], axes[-1] if shard is None else _hybrid(axes[-1], shard)))
     return ranks
+
+
+def _hybrid(axis: ShardAxis, shard: int) -> ShardAxis:
+    row, place = divmod(axis.rank, shard)
+    rows = axis.size // shard
+    within = ShardAxis("shard", shard, place, f"{axis.group} row {row}", (1,) * shard)
+    across = ShardAxis("replica", rows, row, f"{axis.group} column {place}", (1,) * rows)
+    return dataclasses.replace(axis, within=within, across=across)
 
 
 class Rendezvous:
@@ -60,7 +72,7 @@ class RankInterpreter(fx.Interpreter):
 
     def __init__(self, step: ShardedStep, meetings: Mapping[str, Rendezvous]) -> None:
         super().__init__(step.graph_module)
-        self.ranks = {axis.group: axis.rank for axis in step.axes}
+        self.ranks = {part.group: part.rank for axis in step.axes for part in axis.parts}
         self.meetings = meetings
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -103,10 +115,11 @@ def piece(tensor: Tensor, placement: Placement, axis: ShardAxis) -> Tensor:
     return torch.cat(mine, placement.dim)
 
 
-def whole(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+def whole(parts: Sequence[Tensor], placement: Placement, axis: ShardAxis) -> Tensor:
     """The tensor of which the ranks of an axis hold parts."""
     if isinstance(placement, Chunk):
-        return torch.cat(list(parts), placement.dim)
+        rows = [torch.cat(list(row), placement.dim) for row in _rows(parts, axis.chunks.size)]
+        return whole(rows, REPLICATE, axis)
     if isinstance(placement, Partial):
         return torch.stack(list(parts)).sum(0)
     if not isinstance(placement, Shard):
@@ -121,6 +134,10 @@ def whole(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     return torch.cat([piece for pieces in zip(*blocks, strict=True) for piece in pieces], dim)
 
 
+def _rows(parts: Sequence[Tensor], length: int) -> list[Sequence[Tensor]]:
+    return [parts[i : i + length] for i in range(0, len(parts), length)]
+
+
 def pieces(tensor: Tensor, placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> Tensor:
     """The part of a global tensor that a rank of a mesh holds."""
     for placement, axis in zip(placements, axes, strict=True):
@@ -131,7 +148,7 @@ def pieces(tensor: Tensor, placements: Sequence[Placement], axes: Sequence[Shard
 def assembled(parts: Sequence[Tensor], placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> Tensor:
     """The global tensor of what all ranks of a mesh hold, in the order of :func:`meshes_for`."""
     for placement, axis in reversed(list(zip(placements, axes, strict=True))):
-        parts = [whole(parts[i : i + axis.size], placement) for i in range(0, len(parts), axis.size)]
+        parts = [whole(row, placement, axis) for row in _rows(parts, axis.size)]
     return parts[0]
 
 
@@ -145,7 +162,7 @@ def run_global(captured: CapturedStep, live: Sequence[Any]) -> tuple[list[Any], 
 
 def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """(outputs, inputs afterwards) as global tensors, of the ranks' programs on their pieces of ``live``."""
-    meetings = {axis.group: Rendezvous(axis.size) for step in steps for axis in step.axes}
+    meetings = {part.group: Rendezvous(part.size) for step in steps for axis in step.axes for part in axis.parts}
     results: list[Any] = [None] * len(steps)
     locals_: list[list[Any]] = []
     for step in steps:
@@ -182,12 +199,15 @@ def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[A
 
 
 def expand_all(
-    captured: CapturedStep, split: Sequence[int] | Mapping[str, Sequence[int]], plan: Any = None
+    captured: CapturedStep,
+    split: Sequence[int] | Mapping[str, Sequence[int]],
+    plan: Any = None,
+    shard: int | None = None,
 ) -> list[ShardedStep]:
     """Every rank's verified program; ``split`` of the batch over one axis, or name → split of every axis of a mesh."""
     verify_captured(captured)
     mesh = split if isinstance(split, Mapping) else {"data_parallel": split}
-    steps = [expand(captured, axes, plan) for axes in meshes_for(mesh)]
+    steps = [expand(captured, axes, plan) for axes in meshes_for(mesh, shard)]
     for step in steps:
         verify_sharded(step)
     return steps
@@ -201,13 +221,14 @@ def assert_equals_one_device(
     rtol: float = 1e-5,
     floor: float = 1e-2,
     plan: Any = None,
+    shard: int | None = None,
 ) -> list[ShardedStep]:
     """The ranks' programs give what the one-device program gives, in outputs and in mutated inputs.
 
     Differences are relative to the largest element of the tensor, at least ``floor``: the gradient of a key bias is
     rounding around a true zero.
     """
-    steps = expand_all(captured, split, plan)
+    steps = expand_all(captured, split, plan, shard)
     wanted, wanted_inputs = run_global(captured, live)
     outputs, inputs = run_ranks(steps, live)
     names = [e.name for e in captured.signature.outputs] + [e.name for e in captured.signature.inputs]

@@ -44,6 +44,8 @@ PLANS: dict[str, dict[str, Any]] = {
 MESHES: dict[str, dict[str, Any]] = {
     "dp2 tp2": LAYERS,
     "zero3 tp2": {**LAYERS, "data_parallel": "zero3"},
+    "hybrid": {"data_parallel": "zero3", "data_parallel_shard_size": 2},
+    "hybrid folder": {"data_parallel": "zero2", "data_parallel_shard_size": 2, "save_distributed_checkpoint": True},
     "zero3 tp2 folder": {**LAYERS, "data_parallel": "zero3", "save_distributed_checkpoint": True},
 }
 """On four ranks."""

@@ -164,7 +164,35 @@ def _chunked(call: OpCall, inputs: Sequence[Where], outputs: Sequence[Where], em
     def placed(where: Where) -> Placement:
         return Chunk(where) if isinstance(where, int) else _placement(where, 1)
 
-    return [Layout(tuple(map(placed, inputs)), tuple(map(placed, outputs)), emit)]
+    results = tuple(map(placed, outputs))
+    if call.axis.within is not None and any(isinstance(result, Partial) for result in results):
+        # every chunk lies on several ranks: the sum over all of the axis would count it as often
+        emit = _reduced_at_once(emit, results)
+        results = tuple(REPLICATE if isinstance(result, Partial) else result for result in results)
+    return [Layout(tuple(map(placed, inputs)), results, emit)]
+
+
+@cache
+def _reduced_at_once(emit: Emit | None, results: tuple[Placement, ...]) -> Emit:
+    """The emitter that reduces partial results among the ranks that hold the chunks."""
+
+    def reduced(call: LocalCall) -> list[fx.Node | None]:
+        if emit is not None:
+            items = emit(call)
+        else:
+            items = [call.default()] if len(results) == 1 else call.items(call.default())
+        axes = call.emitting_axes(reduced)
+        return [
+            call.all_reduce(item, axes, result.op) if isinstance(result, Partial) and item is not None else item
+            for item, result in zip(items, results, strict=True)
+        ]
+
+    return reduced
+
+
+def axis_of_pieces(axis: ShardAxis, placements: Sequence[Placement]) -> ShardAxis:
+    """The ranks that together hold each element once, of an axis over which some operand is split."""
+    return axis.chunks if any(isinstance(p, Chunk) for p in placements) else axis
 
 
 def linear(call: OpCall, positions: Sequence[int], outputs: Sequence[Where] | None = None) -> list[Layout]:

@@ -23,6 +23,7 @@ from lightning_spmd.stages.expand.call import (
     Emit,
     Layout,
     argument_names,
+    axis_of_pieces,
     bind_arguments,
     flatten_values,
     is_tensor,
@@ -110,8 +111,9 @@ class LocalCall:
         return [axis for axis, layout in pairs if isinstance(layout.inputs[operand], Shard)]
 
     def emitting_axes(self, emit: Emit) -> list[ShardAxis]:
-        """The axes whose layout asked for this emitter."""
-        return [a for a, layout in zip(self.program.axes, self.layouts, strict=True) if layout.emit is emit]
+        """The axes whose layout asked for this emitter; of one that splits in chunks, the ranks that hold them."""
+        pairs = zip(self.program.axes, self.layouts, strict=True)
+        return [axis_of_pieces(axis, layout.inputs) for axis, layout in pairs if layout.emit is emit]
 
     def all_reduce(self, value: fx.Node, axes: Sequence[ShardAxis], op: str = "sum") -> fx.Node:
         """``value`` reduced over several axes."""

@@ -7,7 +7,8 @@ R → S               slice (rank-dependent offset)                         none
 R → P               keep on the first rank, zero elsewhere                none
 P → R               all_reduce                                            2 × size
 P → S               reduce_scatter, or all_reduce and slice               size (or as P → R)
-P → C               reduce_scatter of what is padded to equal chunks      size
+P → C               reduce_scatter of what is padded to equal chunks, and  size
+                    under hybrid sharding an all_reduce of the chunk
 R → C, C → R        slice; all_gather of padded chunks                    none; size
 S → R               all_gather; 4 × size counts as a penalty, since what  4 × size
                     is split usually is an activation
@@ -183,12 +184,14 @@ def _reduce_scatter_chunks(program: LocalProgram, node: fx.Node, target: Chunk, 
     """This rank's chunk of a sum. Where chunks are not equal they are padded: a collective moves equal parts."""
     if target.dim != 0:
         raise NotImplementedError(f"chunks of dimension {target.dim}")
-    size = program.shape(node)[0]
+    size, chunks = program.shape(node)[0], axis.chunks
     longest = axis.chunk_size(size)
-    if longest * axis.size != size:
-        node = _padded(program, node, 0, longest * axis.size)
-    piece = _reduce_scatter(program, node, axis)
-    if longest * axis.size != size:
+    if longest * chunks.size != size:
+        node = _padded(program, node, 0, longest * chunks.size)
+    piece = _reduce_scatter(program, node, chunks)
+    if axis.across is not None:
+        piece = program.all_reduce(piece, axis.across)
+    if longest * chunks.size != size:
         piece = _rank_dependent_slice(program, piece, 0, 0, axis.chunk(size)[1])
     return piece
 
@@ -197,12 +200,12 @@ def _gather_chunks(program: LocalProgram, node: fx.Node, source: Chunk, size: in
     """The whole of a dimension of global ``size`` of which every rank holds a chunk."""
     if source.dim != 0:
         raise NotImplementedError(f"chunks of dimension {source.dim}")
-    longest = axis.chunk_size(size)
-    equal = longest * axis.size == size
+    longest, chunks = axis.chunk_size(size), axis.chunks
+    equal = longest * chunks.size == size
     piece = node if equal else _padded(program, node, 0, longest)
-    shape = (longest * axis.size, *program.shape(piece)[1:])
+    shape = (longest * chunks.size, *program.shape(piece)[1:])
     op = _functional.all_gather_into_tensor.default
-    gathered = program.collective(op, piece, shape, axis.size, axis.group)
+    gathered = program.collective(op, piece, shape, chunks.size, chunks.group)
     return gathered if equal else program.call(aten.slice.Tensor, gathered, 0, 0, size)
 
 

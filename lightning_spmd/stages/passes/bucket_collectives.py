@@ -152,7 +152,7 @@ def bucket_collectives(step: ShardedStep, state: PassState) -> None:
     members = _find(step, memory, None if state.reduce_dtype is None else REDUCE_DTYPES[state.reduce_dtype])
     if not members:
         return
-    ranks = {axis.group: axis.size for axis in step.axes}
+    ranks = {part.group: part.size for axis in step.axes for part in axis.parts}
     caps = _caps(members, ranks, state.bucket_size_mb)
     buckets = _assign(members, caps)
     _place(buckets, memory)

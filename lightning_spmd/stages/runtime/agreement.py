@@ -90,7 +90,7 @@ class ControlPlane:
 def describe(step: ShardedStep) -> list[str]:
     """One line a node, without rank-dependent constants and without sizes that the rank's rows decide."""
     uneven = any(not axis.is_even for axis in step.axes)
-    groups = {axis.group: axis.name for axis in step.axes}
+    groups = {part.group: part.name for axis in step.axes for part in axis.parts}
     return [_describe_node(node, uneven, groups) for node in step.graph_module.graph.nodes]
 
 

@@ -21,7 +21,7 @@ from lightning_spmd.parallel.parallel_plan import ShardedStatePlan
 from lightning_spmd.stages.expand import expand
 from lightning_spmd.stages.passes import PASSES, PassState, bucket_collectives, regather_parameters, run_passes
 from tests.helpers.models import GPT
-from tests.helpers.simulate import axes_for
+from tests.helpers.simulate import axes_for, meshes_for
 from tests.helpers.tiny_capture import capture_module
 from tests.stages.expand.test_models import clipped, sgd, tokens
 
@@ -32,6 +32,7 @@ SIZE = 0.05
 RANKS = [2, 8, 1024]
 WIDTHS = [64, 60]  # neither 8 nor 1024 divides the second
 UPDATES = {"sgd": sgd, "clipped": clipped}
+STAGE_3 = ShardedStatePlan(parameters=True)
 
 
 @functools.cache
@@ -108,6 +109,23 @@ def test_stage_3_gathers_a_bucket_a_pass_and_scatters_a_bucket_of_gradients(
     assert [spec_of(n).numel for n in starts(step, "all_reduce")] == [1, 1 + len(weights) * (update == "clipped")]
     _assert_moved(gathers, sum(single), ranks)
     _assert_moved(scatters, sum(padded_bytes(p, ranks) for p in weights.values()), ranks)
+
+
+@pytest.mark.parametrize("ranks", [8, 1024])
+def test_rows_of_neighbours_move_buckets_as_so_many_ranks_do(ranks: int) -> None:
+    """Hybrid sharding: nothing but the chunks of gradients, the loss and the token count crosses rows."""
+    step = captured(64, ranks, "clipped")
+    axes = meshes_for({"data_parallel": (1,) * ranks}, shard=4)[0]
+    hybrid = run_passes(expand(step, axes, STAGE_3), PASSES, PassState(bucket_size_mb=SIZE))
+    alone = run_passes(expand(step, (axes_for((1,) * 4)[0],), STAGE_3), PASSES, PassState(bucket_size_mb=SIZE))
+    within, across = axes[0].parts[1:]
+    for kind in ("all_gather", "reduce_scatter"):
+        moved = [(whole_bytes(n), n.args[-1]) for n in starts(hybrid, kind)]
+        assert moved == [(whole_bytes(n), within.group) for n in starts(alone, kind)]
+    reduced = [n for n in starts(hybrid, "all_reduce") if n.args[-1] == across.group]
+    chunks = sum(padded_bytes(p, 4) for p in GPT(width=64).parameters()) // 4
+    assert sum(spec_of(n).bytes for n in reduced) == chunks
+    assert len(reduced) <= len(starts(hybrid, "reduce_scatter"))
 
 
 @pytest.mark.parametrize("update", UPDATES)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Chunk, Placement, Shard
-from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, flatten_values, is_tensor
+from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, axis_of_pieces, flatten_values, is_tensor
 
 if TYPE_CHECKING:
     from lightning_spmd.stages.expand.emit import LocalCall
@@ -81,7 +81,8 @@ def _emit_norms(call: LocalCall) -> list[fx.Node | None]:
         if not split:
             continue
         local = call.call(aten.stack.default, [items[i] for i in split])
-        powers = call.program.all_reduce(call.call(aten.pow.Tensor_Scalar, local, power), axis)
+        holders = axis_of_pieces(axis, layout.inputs)
+        powers = call.program.all_reduce(call.call(aten.pow.Tensor_Scalar, local, power), holders)
         norms = call.call(aten.pow.Tensor_Scalar, powers, 1.0 / power)
         for position, i in enumerate(split):
             items[i] = call.call(aten.select.int, norms, 0, position)
