@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -47,7 +48,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         if argument[1] == "grads" and node.kwargs.get("grad_scale") is None:
             continue  # fused optimizers declare a write that they do only when they unscale
         value = _argument(node, argument)
-        values: Any = value if isinstance(value, (list, tuple)) else [value]
+        values = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else [value]
         found.extend(v for v in values if isinstance(v, fx.Node))
     return found
 
