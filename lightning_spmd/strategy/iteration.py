@@ -37,6 +37,8 @@ from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pe
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.strategy.checkpoints import placements_of_state
+from lightning_spmd.strategy.first_step import with_state
 from lightning_spmd.strategy.replay import replay, resolve
 
 # A graph whose guards keep failing costs a capture a step: past this many for one shape, training goes on eagerly.
@@ -211,7 +213,7 @@ class TrainingIteration:
             split, key, index, reason = self._agreed_choice(self._control, self._mesh, batch, variant)
         if index is None:
             self._check_limits(key, reason)
-            if reason is not None and len(self._graphs[key]) > 1:  # the second graph follows the first step by design
+            if reason is not None and not all(_creates_state(self._executables[i].captured) for i in self._graphs[key]):
                 rank_zero_info(f"strategy='spmd' builds another graph: {reason}")
             return self._build(key, batch, variant, clip, split), sum(split)
         return self._executables[index], sum(split)
@@ -331,7 +333,7 @@ class TrainingIteration:
         split: tuple[int, ...],
         tell: Callable[[str], None],
     ) -> Executable:
-        captured = self._capture(batch, variant, clip, split)
+        captured = self._without_first_step(lambda: self._capture(batch, variant, clip, split))
         self._dump("captured", captured.graph_module, captured.signature)
         graphs = build(
             captured,
@@ -355,6 +357,20 @@ class TrainingIteration:
             self._tell_about_overlap(captured, graphs)
         finish = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
         return Executable(captured, graphs, state, finish, self._follow)
+
+    def _without_first_step(self, capture: Callable[[], CapturedStep]) -> CapturedStep:
+        """What ``capture`` gives once the optimizer has the state that its first step would create."""
+        captured = capture()
+        if self.optimizer is None:
+            return captured
+        names = parameter_names(self.module, self.optimizer)
+        parameters = {names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
+        plan, mesh = self._plan(captured.variant), self._state_mesh
+
+        def lay_out(entry: tuple[str, str], value: Tensor) -> Tensor:
+            return value if mesh is None else mesh.shard(value, placements_of_state(plan, mesh, *entry, value))
+
+        return with_state(captured, self.optimizer, parameters, lay_out, capture)
 
     def _step_context(self, variant: Variant) -> contextlib.AbstractContextManager[Any]:
         """What the precision plugin puts around the step method, and so around the calls that it makes."""
@@ -408,10 +424,9 @@ class TrainingIteration:
             self._control.agree_on(step)
 
     def _tell_about_overlap(self, captured: CapturedStep, graphs: IterationGraphs) -> None:
-        """Once, and not for the graph of the first step, which creates the optimizer's state."""
-        first = any(True for _ in captured.signature.outputs_of(OutputRole.OPTIMIZER_STATE))
+        """Once, and not for the graph of the first step."""
         gist = graphs.notes.partition(" (")[0].partition(":")[0]  # without the times, which differ a graph
-        if not graphs.notes or first or not captured.variant.apply or gist in self._told:
+        if not graphs.notes or _creates_state(captured) or not captured.variant.apply or gist in self._told:
             return
         self._told.add(gist)
         rank_zero_info(f"strategy='spmd' overlaps iterations: {graphs.notes}")
@@ -460,6 +475,11 @@ class TrainingIteration:
             if stage not in ("setup", "main", "cleanup"):  # each of these is compared with the graph they are made of
                 self._dumped[number] = path
             rank_zero_info(f"wrote {path}")
+
+
+def _creates_state(step: CapturedStep) -> bool:
+    """Whether it is the graph of a first step, which another one follows by design."""
+    return any(True for _ in step.signature.outputs_of(OutputRole.OPTIMIZER_STATE))
 
 
 def _portable(problem: SPMDError) -> SPMDError:

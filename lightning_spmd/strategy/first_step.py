@@ -1,0 +1,50 @@
+"""Makes what an optimizer would make in its first step, so that no graph of its own is built for that step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_spmd.errors import SPMDError
+from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.stages.capture.newborn_state import StateKey, is_same_step, make_state, newborn_state
+
+
+def with_state(
+    captured: CapturedStep,
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    lay_out: Callable[[StateKey, Tensor], Tensor],
+    again: Callable[[], CapturedStep],
+) -> CapturedStep:
+    """The graph of every step in place of that of the first, whose state the optimizer then has.
+
+    Args:
+        captured: what was captured while the optimizer had no state for some parameters.
+        optimizer: the live optimizer.
+        parameters: its parameters by name.
+        lay_out: lays a whole tensor of its state out as the plan has it.
+        again: captures the step once more.
+
+    Returns:
+        What ``again`` gave; ``captured`` where the first step is not like the others, and the optimizer is as it was.
+    """
+    births = newborn_state(captured)
+    if not births:
+        return captured
+    for (owner, key), value in make_state(captured, births).items():
+        optimizer.state[parameters[owner]][key] = lay_out((owner, key), value)
+    try:
+        steady = again()
+    except SPMDError:
+        steady = None
+    if steady is not None and is_same_step(captured, births, steady):
+        return steady
+    for owner, key in births:
+        parameter = parameters[owner]
+        del optimizer.state[parameter][key]
+        if not optimizer.state[parameter]:
+            del optimizer.state[parameter]
+    return captured
