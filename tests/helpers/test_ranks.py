@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,32 @@ def hangs_on_rank_one() -> None:
 
 def dies() -> None:
     os._exit(7)
+
+
+def crashes_at_first(mark: Path) -> str:
+    """A signal, as a crash in native code sends it."""
+    if os.environ["RANK"] == "1" and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGABRT)
+    return os.environ["RANK"]
+
+
+def always_crashes() -> None:
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+def test_a_crash_is_given_one_more_chance(tmp_path: Path) -> None:
+    pool = RankPool(2)
+    try:
+        with pytest.warns(UserWarning, match="a signal ended a rank; once more. rank 1"):
+            assert pool.run(crashes_at_first, tmp_path / "mark") == ["0", "1"]
+        with (
+            pytest.warns(UserWarning, match="once more"),
+            pytest.raises(RankError, match="died: the process ended with code -6"),
+        ):
+            pool.run(always_crashes)
+    finally:
+        pool.close()
 
 
 def test_a_pool_answers_fails_and_starts_anew() -> None:

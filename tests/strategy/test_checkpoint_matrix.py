@@ -111,7 +111,7 @@ def test_resumed_on_more_devices(
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", MESHES)
-@pytest.mark.parametrize("source", ["zero3 folder", "tp2", "tp2 folder"])
+@pytest.mark.parametrize("source", ["zero3 folder", "tp2"])
 def test_resumed_on_a_mesh(
     source: str,
     target: str,

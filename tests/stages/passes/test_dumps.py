@@ -62,9 +62,9 @@ def test_a_pass_that_does_nothing_leaves_an_empty_diff(step: ShardedStep, tmp_pa
 
 
 def test_training_writes_each_stage_of_each_graph_with_its_diff(two_ranks: RankPool, tmp_path: Path) -> None:
-    """The graph of the first step, which makes the optimizer's state, and that of all later ones."""
+    """The graph of the first step, in which momentum begins as the gradient, and that of all later ones."""
     names = [p.name for p in PASSES]
-    case = TrainingCase("mlp", "adamw_fused", batches=3)
+    case = TrainingCase("mlp", "sgd", batches=3)
     two_ranks.run(train_with, case, two_ranks.size, names, tmp_path)
     for number in ("00", "01"):
         assert (tmp_path / f"{number}_captured.py").exists()

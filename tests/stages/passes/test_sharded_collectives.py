@@ -29,8 +29,7 @@ aten = torch.ops.aten
 functional = torch.ops._c10d_functional
 MIB = 2**20
 SIZE = 0.05
-RANKS = [2, 8, 1024]
-WIDTHS = [64, 60]  # neither 8 nor 1024 divides the second
+SHAPES = [(2, 64), (8, 64), (8, 60), (1024, 60)]  # neither 8 nor 1024 divides 60
 UPDATES = {"sgd": sgd, "clipped": clipped}
 STAGE_3 = ShardedStatePlan(parameters=True)
 
@@ -90,8 +89,7 @@ def sizes(width: int, ranks: int, update: str, kind: str, parameters: bool) -> l
 
 # ---------------------------------------------------------------- how many, and of how many bytes
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "width"), SHAPES)
 def test_stage_3_gathers_a_bucket_a_pass_and_scatters_a_bucket_of_gradients(
     ranks: int, width: int, update: str
 ) -> None:
@@ -129,8 +127,7 @@ def test_rows_of_neighbours_move_buckets_as_so_many_ranks_do(ranks: int) -> None
 
 
 @pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "width"), SHAPES)
 def test_stage_2_scatters_a_bucket_of_gradients_and_gathers_a_bucket_after_the_update(
     ranks: int, width: int, update: str
 ) -> None:
@@ -164,7 +161,7 @@ def test_counts_do_not_depend_on_the_number_of_ranks_where_nothing_is_padded(par
     parts = [part for _ in range(4) for part in (nn.Linear(1024, 1024), nn.ReLU())]
     model = nn.Sequential(nn.Linear(8, 1024), nn.ReLU(), *parts)
     found = []
-    for ranks in RANKS:
+    for ranks in (2, 8, 1024):
         batch = (torch.randn(ranks, 8), torch.randint(0, 1024, (ranks,)))
         step, _ = capture_module(model, _cross_entropy, batch, update=sgd)
         done = passed(step, ranks, 0.5, parameters=parameters)
@@ -203,8 +200,7 @@ def most_alive(spans: Sequence[tuple[int, int]]) -> int:
     return max(sum(first <= at <= last for first, last in spans) for at, _ in spans)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "width"), SHAPES)
 def test_three_buckets_of_gathered_parameters_are_alive_at_most(ranks: int, width: int) -> None:
     step = captured(width, ranks, "clipped")
     with_pass = lifetimes(passed(step, ranks, SIZE))
@@ -214,8 +210,7 @@ def test_three_buckets_of_gathered_parameters_are_alive_at_most(ranks: int, widt
     assert most_alive(lifetimes(passed(step, ranks, SIZE, passes=without))) > 6
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "width"), SHAPES)
 def test_gathers_start_one_bucket_ahead_and_scatters_while_the_backward_pass_goes_on(ranks: int, width: int) -> None:
     step = passed(captured(width, ranks, "clipped"), ranks, SIZE)
     order = {node: i for i, node in enumerate(step.graph_module.graph.nodes)}
