@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,9 +77,11 @@ class EvaluatingStrategy(RankedStrategy):
         """Around each step that runs eagerly although graphs were asked for; entered by all ranks together."""
         yield
 
+    @abstractmethod
     def _new_evaluation(self) -> EvaluationSteps:
-        raise NotImplementedError
+        """The owner of the evaluation steps' graphs."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Bring weights up to date."""
 

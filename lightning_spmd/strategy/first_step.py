@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,15 +37,20 @@ def with_state(
         return captured
     for (owner, key), value in make_state(captured, births).items():
         optimizer.state[parameters[owner]][key] = lay_out((owner, key), value)
+    steady = None
     try:
-        steady = again()
-    except SPMDError:
-        steady = None
-    if steady is not None and is_same_step(captured, births, steady):
-        return steady
+        with contextlib.suppress(SPMDError):
+            found = again()
+            steady = found if is_same_step(captured, births, found) else None
+    finally:
+        if steady is None:
+            _forget(births, optimizer, parameters)
+    return captured if steady is None else steady
+
+
+def _forget(births: Iterable[StateKey], optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
     for owner, key in births:
         parameter = parameters[owner]
         del optimizer.state[parameter][key]
         if not optimizer.state[parameter]:
             del optimizer.state[parameter]
-    return captured

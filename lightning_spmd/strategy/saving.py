@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,13 +52,13 @@ class SavingStrategy(RankedStrategy):
         self._streams: RandomStreams | None = None
         self._resumed: dict[str, Any] | None = None
 
+    @abstractmethod
     def flush(self) -> None:
         """Finish what the last iteration left for the next one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _plan(self, variant: Variant) -> ParallelPlan:
         """The parallel plan of a variant's graph."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ out
     @override

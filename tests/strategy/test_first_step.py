@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import TrainingCase, assert_bitwise, assert_compiled, one_device, train, train_on
-from tests.strategy.small import Net, assert_as_eager
+from tests.strategy.small import Net, assert_as_eager, run
 
 # SGD's momentum begins as the first gradient, Lion counts in Python
 GRAPHS = {
@@ -89,3 +89,23 @@ def test_a_first_step_of_its_own_keeps_its_graph(use: Callable[..., Tensor], cap
 
     ours = assert_as_eager(Module, mode="eager" if use is looks_later else "compiled")
     assert ours.captures == captures
+
+
+def stops_later(average: Tensor, gradient: Tensor, new: bool) -> Tensor:
+    if not new:
+        raise KeyboardInterrupt
+    return gradient
+
+
+def test_an_interruption_leaves_no_state_behind() -> None:
+    """Of the second capture, which finds the state that was made for it."""
+    optimizers: list[Custom] = []
+
+    class Module(Net):
+        def configure_optimizers(self) -> Any:
+            optimizers.append(Custom(self.parameters(), stops_later))
+            return optimizers[0]
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run(Module)
+    assert not optimizers[0].state

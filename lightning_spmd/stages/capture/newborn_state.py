@@ -35,12 +35,14 @@ def newborn_state(step: CapturedStep) -> dict[StateKey, fx.Node]:
     graph = step.graph_module.graph
     entries = list(step.signature.outputs_of(OutputRole.OPTIMIZER_STATE))
     values = _results(graph)
-    roots = storage_roots(graph) if entries else {}
+    if not entries:
+        return {}
+    roots, constants = storage_roots(graph), _constants(step)
     found: dict[StateKey, fx.Node] = {}
     for position, entry in entries:
         value = values[position]
         root = roots[value] if isinstance(value, fx.Node) else None
-        if root is None or not _is_constant(root, step):
+        if root is None or not _is_constant(root, constants):
             return {}
         owner, key = entry.key
         found[owner, key] = root
@@ -49,7 +51,8 @@ def newborn_state(step: CapturedStep) -> dict[StateKey, fx.Node]:
 
 def make_state(step: CapturedStep, births: dict[StateKey, fx.Node]) -> dict[StateKey, Tensor]:
     """What the nodes of :func:`newborn_state` make, whole, by entry."""
-    return {key: _made(node, step) for key, node in births.items()}
+    constants = {node: step.constants[index] for node, index in _constants(step).items()}
+    return {key: _made(node, constants) for key, node in births.items()}
 
 
 def is_same_step(first: CapturedStep, births: dict[StateKey, fx.Node], steady: CapturedStep) -> bool:
@@ -76,29 +79,27 @@ def _results(graph: fx.Graph) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _is_constant(node: fx.Node, step: CapturedStep) -> bool:
+def _is_constant(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
     operands = node.all_input_nodes
     if node.target in _FROM_NUMBERS:
         return not operands
     if node.target in _FROM_SHAPE:
         return operands == [node.args[0]]
-    return node.target is aten.clone.default and _constant_index(operands[0], step) is not None
+    return node.target is aten.clone.default and operands[0] in constants
 
 
-def _constant_index(node: fx.Node, step: CapturedStep) -> int | None:
-    """Which constant of the step a placeholder is."""
-    placeholders = (
-        [n for n in step.graph_module.graph.nodes if n.op == "placeholder"] if node.op == "placeholder" else []
-    )
-    entry = step.signature.inputs[placeholders.index(node)] if placeholders else None
-    return entry.key[0] if entry is not None and entry.role is InputRole.CONSTANT else None
+def _constants(step: CapturedStep) -> dict[fx.Node, int]:
+    """Which constant of the step a placeholder is, of those that are one."""
+    placeholders = (n for n in step.graph_module.graph.nodes if n.op == "placeholder")
+    pairs = zip(placeholders, step.signature.inputs, strict=True)
+    return {node: entry.key[0] for node, entry in pairs if entry.role is InputRole.CONSTANT}
 
 
-def _made(node: fx.Node, step: CapturedStep) -> Tensor:
+def _made(node: fx.Node, constants: dict[fx.Node, Callable[[], Tensor]]) -> Tensor:
     target: Callable[..., Tensor] = node.target  # pyright: ignore[reportAssignmentType]
-    index = _constant_index(node.all_input_nodes[0], step) if node.all_input_nodes else None
-    if index is not None:
-        return step.constants[index]().detach().clone()
+    constant = constants.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+    if constant is not None:
+        return constant().detach().clone()
 
     def blank(operand: fx.Node) -> Any:
         spec = spec_of(operand)

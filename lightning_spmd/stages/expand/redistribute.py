@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.placement import (
     REPLICATE,
@@ -144,7 +145,9 @@ def _local_blocks(placement: Shard, now: Sequence[Placement], position: int, axe
     for axis, inner in zip(axes[position + 1 :], now[position + 1 :], strict=True):
         if isinstance(inner, (Shard, Chunk)) and inner.dim == placement.dim:
             if not isinstance(inner, Shard) or not isinstance(blocks, int) or not _nested(placement, inner, axis):
-                raise NotImplementedError(f"{placement} around {inner}")
+                raise ExpansionError(
+                    f"no way to move {placement}, inside of whose pieces {inner} splits the dimension again"
+                )
             blocks = axis.local_size(blocks)
     return blocks
 
@@ -183,7 +186,7 @@ def _padded(program: LocalProgram, node: fx.Node, dim: int, size: int) -> fx.Nod
 def _reduce_scatter_chunks(program: LocalProgram, node: fx.Node, target: Chunk, axis: ShardAxis) -> fx.Node:
     """This rank's chunk of a sum. Where chunks are not equal they are padded: a collective moves equal parts."""
     if target.dim != 0:
-        raise NotImplementedError(f"chunks of dimension {target.dim}")
+        raise ExpansionError(f"no way to chunks of dimension {target.dim}: they are of the first dimension")
     size, chunks = program.shape(node)[0], axis.chunks
     longest = axis.chunk_size(size)
     if longest * chunks.size != size:
@@ -199,7 +202,7 @@ def _reduce_scatter_chunks(program: LocalProgram, node: fx.Node, target: Chunk, 
 def _gather_chunks(program: LocalProgram, node: fx.Node, source: Chunk, size: int, axis: ShardAxis) -> fx.Node:
     """The whole of a dimension of global ``size`` of which every rank holds a chunk."""
     if source.dim != 0:
-        raise NotImplementedError(f"chunks of dimension {source.dim}")
+        raise ExpansionError(f"no way from chunks of dimension {source.dim}: they are of the first dimension")
     longest, chunks = axis.chunk_size(size), axis.chunks
     equal = longest * chunks.size == size
     piece = node if equal else _padded(program, node, 0, longest)
@@ -282,7 +285,7 @@ def _gather_uneven_blocks(
 ) -> fx.Node:
     """As :func:`_gather`: one collective of everything, then every block is put together from the ranks' pieces."""
     if not axis.is_even:
-        raise NotImplementedError("blocks of different sizes over ranks that hold different shares")
+        raise ExpansionError("no way to gather blocks of different sizes from ranks that hold different shares")
     local = program.shape(node)
     before, rows, after = math.prod(local[:dim]), local[dim], math.prod(local[dim + 1 :])
     piece = _reshape(program, node, (before, rows, after))
