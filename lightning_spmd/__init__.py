@@ -24,7 +24,7 @@ from lightning_spmd.errors import (
     VerificationError,
 )
 from lightning_spmd.strategy.foreign_lightning import explain_in_pytorch_lightning
-from lightning_spmd.strategy.iteration import BuildEvent
+from lightning_spmd.strategy.run_context import BuildEvent
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
 __version__ = "0.1.0"

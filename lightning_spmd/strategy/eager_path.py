@@ -5,13 +5,13 @@ It is what DDP computes (the mean of per-rank means), not one-device semantics, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> None:
@@ -38,6 +38,19 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
         for p, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
             if p.grad is not None:
                 p.grad.copy_(piece.view_as(p.grad))
+
+
+def add_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Add what a graph computed to ``p.grad``, as autograd would at this moment.
+
+    Args:
+        module: owner of the parameters.
+        gradients: by the parameter's name.
+    """
+    parameters = dict(module.named_parameters())
+    for name, gradient in gradients.items():
+        parameter = parameters[name]
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def mean_loss(loss: Tensor | None) -> Tensor | None:

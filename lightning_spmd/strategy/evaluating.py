@@ -19,9 +19,9 @@ from typing_extensions import override
 from lightning_spmd.errors import BatchError, ConfigurationError
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.strategy.evaluation import EvaluationSteps
-from lightning_spmd.strategy.iteration import FellBack
 from lightning_spmd.strategy.ranks import RankedStrategy
 from lightning_spmd.strategy.replay import log_keys_kept
+from lightning_spmd.strategy.run_context import FellBack
 
 
 @dataclass

@@ -7,7 +7,6 @@ logged values are global, metrics and predictions stay with the rank that has th
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -24,7 +23,8 @@ from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.agreement import stable_hash
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.strategy.iteration import FellBack, TrainingIteration
+from lightning_spmd.strategy.iteration import TrainingIteration
+from lightning_spmd.strategy.run_context import FellBack, RunContext
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 # As Lightning names the hooks around each step, for messages that send the user there.
@@ -38,8 +38,8 @@ class EvaluationSteps(TrainingIteration):
     numbers come from, and that one method may run eagerly while the others stay graphs.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
         self._eager: set[str] = set()
         self._method = ""
         self._discard = False
@@ -62,29 +62,20 @@ class EvaluationSteps(TrainingIteration):
         if method in self._eager:
             raise FellBack
         self._method, self._discard = method, discard
-        if "dataloader_iter" in inspect.signature(getattr(self.module, method)).parameters:
+        if "dataloader_iter" in inspect.signature(getattr(self.context.module, method)).parameters:
             self._fall_back("it takes dataloader_iter, so it fetches its own data")
         arguments: dict[str, Any] = dict(zip(_ARGUMENTS, args, strict=False))
         batch = arguments.pop("batch")
-        if self._streams is not None:
+        if self.context.streams is not None:
             # a function of the place in the run: evaluation leaves no trace in training's random numbers, and a
             # resumed run evaluates with the numbers of the uninterrupted one
-            place = (self.trainer.global_step, self.trainer.current_epoch, method, *sorted(arguments.items()))
-            self._streams.tick = stable_hash(place)
+            trainer = self.context.trainer
+            place = (trainer.global_step, trainer.current_epoch, method, *sorted(arguments.items()))
+            self.context.streams.tick = stable_hash(place)
         try:
             return self.run(batch, arguments, Variant.evaluation(method), None)
         except BatchError as error:  # training asks for other batches; here each rank can go on with its own
             self._fall_back(str(error))
-
-    @override
-    def _step_context(self, variant: Variant) -> contextlib.AbstractContextManager[Any]:
-        precision = self.trainer.precision_plugin
-        context = {
-            "validation_step": precision.val_step_context,
-            "test_step": precision.test_step_context,
-            "predict_step": precision.predict_step_context,
-        }[variant.method]
-        return context()
 
     @override
     def _answer(self, executable: Executable, outputs: Sequence[Any], batch: Batch, rows: int) -> Any:

@@ -30,15 +30,16 @@ from lightning_spmd.parallel.mesh import DATA_PARALLEL, TENSOR_PARALLEL
 from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel, data_parallel_plan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
-from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, select
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
-from lightning_spmd.strategy.eager_path import average_gradients, synced
+from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.evaluating import EvaluatingStrategy
 from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
-from lightning_spmd.strategy.iteration import BuildEvent, FellBack, TrainingIteration
+from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing, metrics_among
+from lightning_spmd.strategy.options import checked_options
 from lightning_spmd.strategy.overlap import FinishPendingWork, explain, finish_in_time, readers_between_batches
+from lightning_spmd.strategy.run_context import BuildEvent, FellBack, RunContext
 from lightning_spmd.strategy.sharding import ShardingStrategy
 from lightning_spmd.strategy.support import Context, Mode, classify
 
@@ -136,14 +137,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
                 "to styles, or 'auto'"
             )
         self.layer_sharing = LayerSharing(tensor_parallel_plan, sequence_parallel)
-        if bucket_size_mb != "auto" and (isinstance(bucket_size_mb, str) or not bucket_size_mb > 0):
-            raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
-        if reduce_dtype not in (None, *REDUCE_DTYPES):
-            raise ConfigurationError(f"reduce_dtype={reduce_dtype!r}: known are {list(REDUCE_DTYPES)}, or None")
-        chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
-        self.build_options = BuildOptions(chosen, bucket_size_mb, reduce_dtype)
-        if overlap_iterations not in (True, False, "auto"):
-            raise ConfigurationError(f"overlap_iterations={overlap_iterations!r}: give True, False or 'auto'")
+        self.build_options = checked_options(passes, bucket_size_mb, reduce_dtype, overlap_iterations)
         self.overlap_iterations: bool | str = overlap_iterations
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self._prepare_for_training()
@@ -216,25 +210,39 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         self._iteration = None
         if self.mode is Mode.EAGER:
             return
+        overlap = self._overlaps(trainer, module)
         self._iteration = TrainingIteration(
-            optimizer=self.optimizers[0],
-            streams=self._new_streams(),
-            dump_dir=self.dump_dir,
-            options=dataclasses.replace(self.build_options, overlap_iterations=self._overlaps(trainer, module)),
-            **self._surroundings(module),
+            self._run_context(
+                module,
+                self.optimizers[0],
+                self._new_streams(),
+                self.dump_dir,
+                dataclasses.replace(self.build_options, overlap_iterations=overlap),
+            )
         )
 
-    def _surroundings(self, module: Any) -> dict[str, Any]:
+    def _run_context(
+        self,
+        module: Any,
+        optimizer: Optimizer | None,
+        streams: RandomStreams | None,
+        dump_dir: Path | None,
+        options: BuildOptions,
+    ) -> RunContext:
         """What graphs of training and of evaluation are made in."""
-        return {
-            "module": module,
-            "trainer": module.trainer,
-            "mesh": self._mesh,
-            "control": self._control,
-            "tracing_context": self._tracing,
-            "listeners": self._listeners,
-            "plan": self._plan,
-        }
+        return RunContext(
+            module=module,
+            optimizer=optimizer,
+            trainer=module.trainer,
+            mesh=self._mesh,
+            control=self._control,
+            streams=streams,
+            tracing_context=self._tracing,
+            listeners=self._listeners,
+            dump_dir=dump_dir,
+            options=options,
+            plan=self._plan,
+        )
 
     @override
     def _new_evaluation(self) -> EvaluationSteps:
@@ -243,11 +251,13 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             raise ConfigurationError("there is no LightningModule to evaluate")
         seed = self.broadcast(torch.initial_seed()) if self.is_distributed else 0
         return EvaluationSteps(
-            optimizer=None,
-            streams=self._streams_from(seed) if self.is_distributed else None,
-            dump_dir=None if self.dump_dir is None else self.dump_dir / "evaluation",
-            options=dataclasses.replace(self.build_options, overlap_iterations=False),
-            **self._surroundings(module),
+            self._run_context(
+                module,
+                None,
+                self._streams_from(seed) if self.is_distributed else None,
+                None if self.dump_dir is None else self.dump_dir / "evaluation",
+                dataclasses.replace(self.build_options, overlap_iterations=False),
+            )
         )
 
     def _overlaps(self, trainer: Any, module: Any) -> bool | str:
@@ -331,7 +341,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             return self._eagerly("training_step", super().training_step, args, kwargs)
         variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
         self._drop_zeroed_gradients(iteration)
-        arguments = dict(inspect.signature(iteration.module.training_step).bind(*args, **kwargs).arguments)
+        arguments = dict(inspect.signature(iteration.context.module.training_step).bind(*args, **kwargs).arguments)
         batch = arguments.pop(next(iter(arguments)))
         if self.layer_sharing.is_sought and self._mesh is not None and self.tensor_parallel_size > 1:
             iteration = self._share_layers(iteration, iteration.captured(batch, arguments, variant))
@@ -349,14 +359,14 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     def _share_layers(self, iteration: TrainingIteration, captured: CapturedStep) -> TrainingIteration:
         """Find the tensor-parallel plan in the first batch's graph; shard what exists already by it, and start anew."""
-        self.layer_sharing.find(captured, iteration.module, self.tensor_parallel_size, self.broadcast)
-        self._shard_again(iteration.module)
-        self._setup_iteration(iteration.trainer)
+        self.layer_sharing.find(captured, iteration.context.module, self.tensor_parallel_size, self.broadcast)
+        self._shard_again(iteration.context.module)
+        self._setup_iteration(iteration.context.trainer)
         return self._iteration or iteration
 
     def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
         """Lightning zeroes gradients before the first backward of an accumulation, step or no step."""
-        trainer = iteration.trainer
+        trainer = iteration.context.trainer
         if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             iteration.gradients.clear()
 
@@ -383,7 +393,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         self.mode = Mode.EAGER
         self._iteration = None
         scale = self.world_size  # each rank holds its share of the sum; the eager path takes the mean over the ranks
-        parameters = dict(iteration.module.named_parameters())
+        parameters = dict(iteration.context.module.named_parameters())
         for name, gradient in iteration.gradients.items():
             parameters[name].grad = gradient * scale
 
@@ -395,7 +405,8 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._iteration is not None and module.automatic_optimization:
-            self._put_gradients(module)
+            add_gradients(module, self._held)
+            self._held = {}
         else:
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             if self.is_distributed and not self._sync_blocked:
@@ -403,14 +414,6 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    def _put_gradients(self, module: Any) -> None:
-        """Split mode: add what the graph computed to ``p.grad``, as autograd would at this moment."""
-        parameters = dict(module.named_parameters())
-        for name, gradient in self._held.items():
-            parameter = parameters[name]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._held = {}
 
     @override
     @contextlib.contextmanager

@@ -34,7 +34,7 @@ OPTIMIZERS = ("sgd", "adamw_amsgrad_foreach", "rmsprop", "radam", "lion")
 def deferring(trainer: L.Trainer) -> int:
     """How many of a run's graphs leave work to the next iteration."""
     iteration = trainer.strategy._iteration  # type: ignore[attr-defined]
-    return sum(e.graphs.cleanup is not None for e in iteration._executables)
+    return sum(e.graphs.cleanup is not None for e in iteration.table.executables)
 
 
 # ---------------------------------------------------------------- same bits

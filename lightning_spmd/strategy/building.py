@@ -1,0 +1,231 @@
+"""Builds the graph of a step: capture, expansion, passes, and agreement of all ranks on the result."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError, ExpansionError, SPMDError
+from lightning_spmd.ir.printer import write_stage
+from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
+from lightning_spmd.parallel.state import StateMesh
+from lightning_spmd.stages import build, finish
+from lightning_spmd.stages.capture.python_state import learning_rate_name
+from lightning_spmd.stages.capture.trace import CaptureRequest, capture, parameter_names
+from lightning_spmd.stages.phases import follow
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.stages.runtime.live_state import LiveState
+from lightning_spmd.stages.runtime.profile import agree
+from lightning_spmd.strategy.checkpoints import placements_of_state
+from lightning_spmd.strategy.first_step import with_state
+from lightning_spmd.strategy.graph_table import creates_state
+from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
+
+Tell = Callable[[str, int | None], None]
+"""Told the name of a stage as it begins, and the size of the graph where it is known."""
+
+
+class CannotBeBuilt(Exception):
+    """Some rank could not capture or expand the step; all ranks raise this together."""
+
+
+class GraphBuilder:
+    """Makes the executables of one run.
+
+    Args:
+        context: what they are made in.
+        arguments: arguments of the step method in the step that runs, by name; the live dictionary.
+        gradients: those held of earlier micro-batches, by name; the live dictionary.
+    """
+
+    def __init__(self, context: RunContext, arguments: Mapping[str, Any], gradients: dict[str, Tensor]) -> None:
+        self.captures = 0
+        self._context = context
+        self._arguments = arguments
+        self._gradients = gradients
+        self._state_mesh = None if context.mesh is None else StateMesh(context.mesh)
+        self._told: set[str] = set()
+        self._dumped: dict[int, Any] = {}
+
+    def build(self, request: StepRequest, split: tuple[int, ...]) -> Executable:
+        """A graph for a step, the same on all ranks.
+
+        Args:
+            request: the step.
+            split: rows of the global batch by data rank.
+
+        Raises:
+            CannotBeBuilt: on all ranks, with the reason of the first one that has one.
+            SPMDError: on all ranks; nobody can go on.
+        """
+        started = time.perf_counter()
+
+        def tell(stage: str, nodes: int | None = None) -> None:
+            event = BuildEvent(stage, str(request.variant), time.perf_counter() - started, nodes)
+            for listener in self._context.listeners:
+                listener(event)
+
+        executable, problem = None, None
+        tell("capture")
+        try:
+            self._check_same_batch(request)
+            executable = self._capture_and_build(request, split, tell)
+        except SPMDError as error:
+            problem = error
+        self._agree(executable, problem, tell)
+        if executable is None:
+            raise RuntimeError("unreachable: without an executable the ranks agreed to fall back")
+        self.captures += 1
+        tell("ready", len(executable.graphs.main.graph_module.graph.nodes))
+        return executable
+
+    def capture(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
+        """The global-view graph of a step."""
+        context = self._context
+        rows = None if context.mesh is None else sum(split)
+        return capture(
+            CaptureRequest(
+                module=context.module,
+                optimizer=context.optimizer,
+                trainer=context.trainer,
+                variant=request.variant,
+                batch=request.batch,
+                arguments=dict(request.arguments),
+                rows=rows,
+                loss_divisor=context.trainer.accumulate_grad_batches,
+                accumulators=frozenset(self._gradients),
+                clip=request.clip,
+                step_context=lambda: context.step_context(request.variant.method),
+                tracing_context=lambda: context.tracing_context(rows or 0),
+            )
+        )
+
+    # ------------------------------------------------------------------ pieces
+    def _check_same_batch(self, request: StepRequest) -> None:
+        context = self._context
+        if request.batch is None or context.mesh is None or context.control is None or context.mesh.tensor == 1:
+            return
+        context.mesh.check_same_batch(context.control.gather(request.batch.digest()))
+
+    def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
+        context = self._context
+        captured = self._without_first_step(lambda: self.capture(request, split))
+        self._dump("captured", captured.graph_module, captured.signature)
+        graphs = build(
+            captured,
+            () if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
+            context.options,
+            context.plan(captured.variant),
+            lambda stage: tell(stage, None),
+            lambda stage, step: self._dump(stage, step.graph_module, step.signature),
+        )
+        state = LiveState(
+            context.module,
+            context.optimizer,
+            parameter_names(context.module, context.optimizer),
+            self._host_values(),
+            self._gradients,
+            context.streams,
+            None if self._state_mesh is None else self._state_mesh.wrap,
+        )
+        if not graphs.deferrable:
+            self._tell_about_overlap(captured, graphs)
+        finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
+        return Executable(captured, graphs, state, finish_graphs, self._follow)
+
+    def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
+        """What ``capture_step`` gives once the optimizer has the state that its first step would create."""
+        context = self._context
+        captured = capture_step()
+        if context.optimizer is None:
+            return captured
+        names = parameter_names(context.module, context.optimizer)
+        parameters = {names[id(p)]: p for group in context.optimizer.param_groups for p in group["params"]}
+        plan, mesh = context.plan(captured.variant), self._state_mesh
+
+        def lay_out(entry: tuple[str, str], value: Tensor) -> Tensor:
+            return value if mesh is None else mesh.shard(value, placements_of_state(plan, mesh, *entry, value))
+
+        return with_state(captured, context.optimizer, parameters, lay_out, capture_step)
+
+    def _finish(
+        self, captured: CapturedStep, number: int, arranged: ShardedStep, seconds: Mapping[str, float]
+    ) -> IterationGraphs:
+        """The final graphs of a measured step, the same on all ranks."""
+        control = self._context.control
+        everyone = [dict(seconds)] if control is None else control.gather(dict(seconds))
+        graphs = finish(
+            captured,
+            arranged,
+            agree(arranged.graph_module.graph, everyone),
+            self._context.options.overlap_iterations,
+            lambda stage, step: self._dump(stage, step.graph_module, step.signature, number),
+        )
+        self._check_agreement(graphs.main)
+        self._tell_about_overlap(captured, graphs)
+        return graphs
+
+    def _follow(self, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
+        step = follow(cleanup, setup)
+        self._check_agreement(step)
+        return step
+
+    def _check_agreement(self, step: ShardedStep) -> None:
+        if self._context.control is not None:
+            self._context.control.agree_on(step)
+
+    def _agree(self, executable: Executable | None, problem: SPMDError | None, tell: Tell) -> None:
+        """All ranks go on with the graph, or all of them raise the same."""
+        problems = [problem]
+        if self._context.control is not None:
+            tell("agree", None)
+            problems = self._context.control.gather(None if problem is None else _portable(problem))
+        worst = next((p for p in problems if p is not None), None)
+        if worst is None:
+            if executable is not None:
+                self._check_agreement(executable.graphs.main)
+            return
+        if isinstance(worst, CaptureError | ExpansionError):
+            raise CannotBeBuilt(str(worst))
+        raise worst
+
+    def _host_values(self) -> dict[str, Callable[[], Any]]:
+        trainer, arguments = self._context.trainer, self._arguments
+        readers: dict[str, Callable[[], Any]] = {name: lambda n=name: arguments[n] for name in arguments}
+        for index, config in enumerate(trainer.lr_scheduler_configs):
+            for group, read in enumerate(private.last_learning_rate_readers(config.scheduler)):
+                readers[learning_rate_name(index, group)] = read
+        readers["trainer.global_step"] = lambda: trainer.global_step
+        readers["trainer.current_epoch"] = lambda: trainer.current_epoch
+        return readers
+
+    # ------------------------------------------------------------------ telling
+    def _tell_about_overlap(self, captured: CapturedStep, graphs: IterationGraphs) -> None:
+        """Once, and not for the graph of the first step."""
+        gist = graphs.notes.partition(" (")[0].partition(":")[0]  # without the times, which differ a graph
+        if not graphs.notes or creates_state(captured) or not captured.variant.apply or gist in self._told:
+            return
+        self._told.add(gist)
+        rank_zero_info(f"strategy='spmd' overlaps iterations: {graphs.notes}")
+
+    def _dump(self, stage: str, graph_module: Any, signature: Any, number: int | None = None) -> None:
+        folder = self._context.dump_dir
+        if folder is not None and self._context.trainer.is_global_zero:
+            number = self.captures if number is None else number
+            before = None if stage == "captured" else self._dumped.get(number)
+            path = write_stage(folder, f"{number:02d}_{stage}", graph_module, signature, before)
+            if stage not in ("setup", "main", "cleanup"):  # each of these is compared with the graph they are made of
+                self._dumped[number] = path
+            rank_zero_info(f"wrote {path}")
+
+
+def _portable(problem: SPMDError) -> SPMDError:
+    """The same error without what does not travel between processes (graph nodes)."""
+    kind = type(problem) if type(problem).__module__ == SPMDError.__module__ else ExpansionError
+    return kind(str(problem))

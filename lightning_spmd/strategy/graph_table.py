@@ -1,0 +1,107 @@
+"""The graphs of one run, and which of them fits a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.run_context import StepRequest
+
+# A graph whose guards keep failing costs a capture a step: past this many for one shape, training goes on eagerly.
+MAX_GRAPHS_PER_SHAPE = 16
+# Past this many shapes the user is told once to pad.
+MANY_SHAPES = 16
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look into the table gave.
+
+    Args:
+        key: what graphs for such a step are filed under.
+        split: rows of the global batch by data rank; empty without a batch.
+        index: a graph whose guards hold, or None.
+        reason: why the newest graph of that key does not fit; None where there is none.
+    """
+
+    key: tuple[Any, ...]
+    split: tuple[int, ...]
+    index: int | None
+    reason: str | None
+
+
+class GraphTable:
+    """Every graph of a run.
+
+    Args:
+        trainer: the Trainer.
+        gradients: those held of earlier micro-batches, by name; the live dictionary.
+    """
+
+    def __init__(self, trainer: Any, gradients: Mapping[str, Tensor]) -> None:
+        self.executables: list[Executable] = []
+        self._trainer = trainer
+        self._gradients = gradients
+        self._indices: dict[tuple[Any, ...], list[int]] = {}
+        self._told_about_shapes = False
+
+    def find(self, request: StepRequest, split: tuple[int, ...]) -> Found:
+        """Look for a graph whose guards hold."""
+        batch = request.batch
+        key = (
+            request.variant,
+            None if batch is None else batch.cache_key(),
+            split,
+            tuple(request.arguments),
+            self._trainer.accumulate_grad_batches,
+            tuple(self._gradients),
+        )
+        tensors = [] if batch is None else batch.tensor_values
+        reason: str | None = None
+        for index in reversed(self._indices.get(key, [])):
+            executable = self.executables[index]
+            failure = executable.captured.guards.failure(
+                functools.partial(executable.inputs, tensors),
+                lambda: {} if batch is None else dict(zip(batch.paths, batch.values, strict=True)),
+            )
+            if failure is None:
+                return Found(key, split, index, None)
+            reason = reason or failure
+        return Found(key, split, None, reason)
+
+    def add(self, key: tuple[Any, ...], executable: Executable) -> None:
+        """File a new graph."""
+        self.executables.append(executable)
+        self._indices.setdefault(key, []).append(len(self.executables) - 1)
+
+    def surplus(self, found: Found) -> str | None:
+        """Why no further graph should be built for such a step; None where one may be."""
+        if len(self._indices.get(found.key, [])) >= MAX_GRAPHS_PER_SHAPE:
+            return (
+                f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({found.reason}); make "
+                "that value a tensor, or stop reading it in training_step"
+            )
+        if len(self._indices) >= MANY_SHAPES and not self._told_about_shapes:
+            self._told_about_shapes = True
+            rank_zero_warn(
+                f"{len(self._indices)} different batch shapes so far, each with a graph of its own; pad batches to a "
+                "few sizes to save capture time"
+            )
+        return None
+
+    def follows_a_first_step(self, key: tuple[Any, ...]) -> bool:
+        """Whether every graph under a key is that of a first step, which another one follows by design."""
+        return all(creates_state(self.executables[i].captured) for i in self._indices[key])
+
+
+def creates_state(step: CapturedStep) -> bool:
+    """Whether it is the graph of a first step."""
+    return any(True for _ in step.signature.outputs_of(OutputRole.OPTIMIZER_STATE))
