@@ -26,7 +26,7 @@ def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request:
         rows = 0 if batch is None else batch.rows()
     except BatchError as error:
         problem = error
-    found = table.find(request, (rows,) * mesh.data)
+    found = table.find(request, (rows,) * mesh.batch_size)
     shape = stable_hash(None if batch is None else batch.cache_key()[1:])
     vote = control.vote(None if problem else found.index, rows, -1 if problem else shape)
     if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
