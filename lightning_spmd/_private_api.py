@@ -56,6 +56,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TorchDispatchMode",
     "after_closure",
+    "autograd_hooks",
     "child_tables",
     "current_backward_sequence_number",
     "default_backend",
@@ -65,7 +66,6 @@ __all__ = [
     "disable_dispatch_modes",
     "dtensor_strategies",
     "has_dtensor_strategy",
-    "has_step_hooks",
     "init_process_group",
     "is_within_training_epoch",
     "is_mutating",
@@ -77,7 +77,6 @@ __all__ = [
     "local_tensor",
     "mark_stepped",
     "module_tensors_replaced",
-    "names_with_autograd_hooks",
     "next_sequence_number",
     "optimizers_accept_fake_tensors",
     "optimizers_to_device",
@@ -86,6 +85,7 @@ __all__ = [
     "returns_alias",
     "set_rank_zero_only",
     "skips_backward",
+    "step_hooks",
     "storage_elements",
     "storage_of",
     "tensor_slots",
@@ -218,22 +218,23 @@ def child_tables(module: nn.Module) -> list[dict[str, nn.Module | None]]:
     return [part._modules for part in module.modules()]
 
 
-def names_with_autograd_hooks(module: nn.Module) -> list[str]:
-    """Parameters and modules with hooks that only autograd calls; without it such hooks would be silently skipped."""
-    parameters = [
-        name
-        for name, p in module.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+def autograd_hooks(module: nn.Module) -> list[tuple[str, Any]]:
+    """(parameter or module, hook) of every hook that only autograd calls; without it they would be silently skipped."""
+    tables = [
+        *((n, getattr(p, t, None)) for n, p in module.named_parameters() for t in _PARAMETER_HOOKS),
+        *((n or "self", getattr(m, t)) for n, m in module.named_modules() for t in _MODULE_HOOKS),
     ]
-    modules = [name or "self" for name, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
-    return parameters + modules
+    return [(name, hook) for name, table in tables if table for hook in table.values()]
 
 
-def has_step_hooks(optimizer: Any) -> bool:
-    """Whether ``optimizer.step`` has pre- or post-hooks, which a graph would run once, at capture."""
-    return bool(
-        getattr(optimizer, "_optimizer_step_pre_hooks", None) or getattr(optimizer, "_optimizer_step_post_hooks", None)
-    )
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def step_hooks(optimizer: Any) -> list[Any]:
+    """Pre- and post-hooks of ``optimizer.step``, which a graph would run once, at capture."""
+    tables = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) or {} for when in ("pre", "post")]
+    return [hook for table in tables for hook in table.values()]
 
 
 def detects_anomaly(trainer: Any) -> bool:
@@ -253,17 +254,8 @@ def set_rank_zero_only(rank: int) -> None:
 
 
 def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """Reduce as Lightning's strategies do (``mean``, ``sum``, ``max`` or a ReduceOp).
-
-    Means of whole numbers are divided here: on a default group that somebody made without naming gloo
-    (``init_device_mesh("cpu", ...)``) Lightning asks gloo for an average, which it has for floating point alone.
-    """
-    if not _distributed_is_initialized():
-        return tensor
-    if reduce_op not in ("mean", "avg") or torch.is_floating_point(tensor):
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-    total = _sync_ddp_if_available(tensor, group, reduce_op="sum")
-    return total.copy_(total / torch.distributed.get_world_size(group))
+    """Reduce as Lightning's strategies do (``mean``, ``sum``, ``max`` or a ReduceOp)."""
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if _distributed_is_initialized() else tensor
 
 
 def after_closure(plugin: Any, module: Any, optimizer: Any) -> None:

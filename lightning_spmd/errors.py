@@ -50,8 +50,9 @@ class VerificationError(SPMDError):
 
 
 class RankDisagreementError(SPMDError):
-    """The ranks built different graphs, which would hang in the first collective.
+    """The ranks do not do the same, which would hang in the next collective.
 
-    The message names the first node that differs and both sides. Usual cause: Python code that depends on the rank
-    (``if self.global_rank == 0``) inside ``training_step`` or ``configure_optimizers``.
+    They built different graphs, or are at different places of the run. The message names the first difference and both
+    sides. Usual cause: Python code that depends on the rank (``if self.global_rank == 0``) inside ``training_step``,
+    ``configure_optimizers`` or a hook that stops or skips something on one rank alone.
     """

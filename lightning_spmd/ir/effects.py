@@ -11,6 +11,7 @@ from torch import fx
 
 from lightning_spmd._private_api import OpOverload, is_random
 from lightning_spmd.ir.aliasing import Region, written_arguments
+from lightning_spmd.ir.first import last
 from lightning_spmd.ir.placement import Chunk, Shard
 from lightning_spmd.ir.steps import ShardedStep
 
@@ -58,7 +59,7 @@ def _is_host_arithmetic(node: fx.Node) -> bool:
 
 def outputs_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """The values that leave the graph, in order; numbers that are no node are left out."""
-    output = next(iter(reversed(graph.nodes)))
+    output = last(graph.nodes, "output")
     values: Any = output.args[0]
     return tuple(v for v in values if isinstance(v, fx.Node))
 

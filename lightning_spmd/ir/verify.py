@@ -17,6 +17,7 @@ from torch import fx
 
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, written_arguments
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
@@ -237,7 +238,8 @@ def _verify_writes(found: list[tuple[fx.Node, tuple[int, ...]]]) -> None:
     for node, counts in found:
         stamped = node.meta.get(_STAMP)
         if stamped is not None and stamped != counts and len(stamped) == len(counts):
-            operand = next(o for o, a, b in zip(node.all_input_nodes, stamped, counts, strict=True) if a != b)
+            pairs = zip(node.all_input_nodes, stamped, counts, strict=True)
+            operand = first((o for o, before, after in pairs if before != after), "operand")
             raise VerificationError(
                 f"{node.name} ({node.target}) reads {operand.name} on the wrong side of a write to its storage"
             )

@@ -11,13 +11,13 @@ from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
-from lightning_spmd.stages.expand import expand
+from lightning_spmd.stages.expand import announce, expand
 from lightning_spmd.stages.expand.auto_plan import find_plan
 from lightning_spmd.stages.passes import PASSES, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
 from lightning_spmd.stages.runtime.random_streams import switch_streams
 
-__all__ = ["BuildOptions", "build", "find_plan", "finish"]
+__all__ = ["BuildOptions", "announce", "build", "find_plan", "finish"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ def build(
     plan: ParallelPlan | None = None,
     on_stage: Callable[[str], None] = lambda _stage: None,
     on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None,
+    on_fallback: Callable[[str], None] = announce,
 ) -> IterationGraphs:
     """Make each rank's runnable graphs of a captured step.
 
@@ -54,6 +55,7 @@ def build(
         plan: placements of inputs and outputs; by default only the batch is split.
         on_stage: told the name of each stage as it begins.
         on_result: called with the name of each stage and pass and the step after it (dumps).
+        on_fallback: told of each operator that runs on gathered tensors.
 
     Raises:
         ExpansionError: an operator could not be expressed on this rank.
@@ -63,7 +65,7 @@ def build(
     if not axes:
         return IterationGraphs(main=ShardedStep(captured.graph_module, captured.signature, ()))
     on_stage("expand")
-    sharded = switch_streams(expand(captured, axes, plan))
+    sharded = switch_streams(expand(captured, axes, plan, on_fallback))
     verify_sharded(sharded)
     on_result("expanded", sharded)
     on_stage("passes")

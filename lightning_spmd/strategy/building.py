@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ExpansionError, SPMDError
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
+from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
-from lightning_spmd.stages import build, finish
+from lightning_spmd.stages import announce, build, finish
 from lightning_spmd.stages.capture.python_state import learning_rate_name
 from lightning_spmd.stages.capture.trace import CaptureRequest, capture, parameter_names
 from lightning_spmd.stages.phases import follow
@@ -109,7 +109,7 @@ class GraphBuilder:
     # ------------------------------------------------------------------ pieces
     def _check_same_batch(self, request: StepRequest) -> None:
         context = self._context
-        if request.batch is None or context.mesh is None or context.control is None or not context.mesh.shares_batches:
+        if request.batch is None or context.mesh is None or context.control is None or context.mesh.tensor == 1:
             return
         context.mesh.check_same_batch(context.control.gather(request.batch.digest()))
 
@@ -124,6 +124,7 @@ class GraphBuilder:
             context.plan(captured.variant),
             lambda stage: tell(stage, None),
             lambda stage, step: self._dump(stage, step.graph_module, step.signature),
+            self._tell_about_fallback,
         )
         state = LiveState(
             context.module,
@@ -137,7 +138,7 @@ class GraphBuilder:
         if not graphs.deferrable:
             self._tell_about_overlap(captured, graphs)
         finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
-        return Executable(captured, graphs, state, finish_graphs, self._follow)
+        return Executable(captured, graphs, state, finish_graphs, functools.partial(self._follow, captured))
 
     def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
         """What ``capture_step`` gives once the optimizer has the state that its first step would create."""
@@ -167,18 +168,18 @@ class GraphBuilder:
             self._context.options.overlap_iterations,
             lambda stage, step: self._dump(stage, step.graph_module, step.signature, number),
         )
-        self._check_agreement(graphs.main)
+        self._check_agreement(graphs.main, captured)
         self._tell_about_overlap(captured, graphs)
         return graphs
 
-    def _follow(self, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
+    def _follow(self, captured: CapturedStep, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
         step = follow(cleanup, setup)
-        self._check_agreement(step)
+        self._check_agreement(step, captured)
         return step
 
-    def _check_agreement(self, step: ShardedStep) -> None:
+    def _check_agreement(self, step: ShardedStep, captured: CapturedStep) -> None:
         if self._context.control is not None:
-            self._context.control.agree_on(step)
+            self._context.control.agree_on(step, captured)
 
     def _agree(self, executable: Executable | None, problem: SPMDError | None, tell: Tell) -> None:
         """All ranks go on with the graph, or all of them raise the same."""
@@ -189,7 +190,7 @@ class GraphBuilder:
         worst = next((p for p in problems if p is not None), None)
         if worst is None:
             if executable is not None:
-                self._check_agreement(executable.graphs.main)
+                self._check_agreement(executable.graphs.main, executable.captured)
             return
         if isinstance(worst, CaptureError | ExpansionError):
             raise CannotBeBuilt(str(worst))
@@ -212,7 +213,14 @@ class GraphBuilder:
         if not graphs.notes or creates_state(captured) or not captured.variant.apply or gist in self._told:
             return
         self._told.add(gist)
-        rank_zero_info(f"strategy='spmd' overlaps iterations: {graphs.notes}")
+        tell(f"strategy='spmd' overlaps iterations: {graphs.notes}")
+
+    def _tell_about_fallback(self, line: str) -> None:
+        """Once an operator and place, not for each shape again."""
+        gist = line.partition(" bytes")[0].rpartition(",")[0]
+        if gist not in self._told:
+            self._told.add(gist)
+            announce(line)
 
     def _dump(self, stage: str, graph_module: Any, signature: Any, number: int | None = None) -> None:
         folder = self._context.dump_dir
@@ -222,7 +230,7 @@ class GraphBuilder:
             path = write_stage(folder, f"{number:02d}_{stage}", graph_module, signature, before)
             if stage not in ("setup", "main", "cleanup"):  # each of these is compared with the graph they are made of
                 self._dumped[number] = path
-            rank_zero_info(f"wrote {path}")
+            tell(f"wrote {path}")
 
 
 def _portable(problem: SPMDError) -> SPMDError:

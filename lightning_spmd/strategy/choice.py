@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
 
-from lightning_spmd.errors import BatchError
+from lightning_spmd.errors import BatchError, RankDisagreementError
 from lightning_spmd.parallel.mesh import Mesh
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.agreement import ControlPlane, stable_hash
@@ -20,17 +19,13 @@ def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request:
         BatchError: on every rank; the batches cannot be one.
     """
     batch = request.batch
-    problem: BatchError | None = None
-    rows = 0
-    try:
-        rows = 0 if batch is None else batch.rows()
-    except BatchError as error:
-        problem = error
-    found = table.find(request, (rows,) * mesh.batch_size)
-    shape = stable_hash(None if batch is None else batch.cache_key()[1:])
+    rows, problem = _rows(batch)
+    found = table.find(request, (rows,) * mesh.data)
+    shape = stable_hash((table.step_key(request), None if batch is None else batch.shared_key()))
     vote = control.vote(None if problem else found.index, rows, -1 if problem else shape)
     if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
-        _reject_batch(control, batch, problem)
+        _reconcile(control, table, request, problem)
+        return agreed_choice(control, mesh, table, request)
     if vote.rows[0] != vote.rows[1]:
         found = table.find(request, mesh.split(control.gather(rows)))
         vote = control.vote(found.index, 0, 0)
@@ -38,14 +33,43 @@ def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request:
     return found if same else dataclasses.replace(found, index=None)
 
 
-def _reject_batch(control: ControlPlane, batch: Batch | None, problem: BatchError | None) -> NoReturn:
-    sides = control.gather((None if batch is None else batch.describe(), None if problem is None else str(problem)))
-    told = next((text for _, text in sides if text is not None), None)
-    if told is not None:
-        raise BatchError(told)
-    other = next(i for i, side in enumerate(sides) if side != sides[0])
+def _rows(batch: Batch | None) -> tuple[int, BatchError | None]:
+    try:
+        return 0 if batch is None else batch.rows(), None
+    except BatchError as error:
+        return 0, error
+
+
+def _reconcile(control: ControlPlane, table: GraphTable, request: StepRequest, problem: BatchError | None) -> None:
+    """Make batches that differ in nothing but their memory order alike.
+
+    Raises:
+        BatchError: on every rank, if they differ in more, or one of them is none.
+        RankDisagreementError: on every rank, if they would run different parts of the iteration.
+    """
+    batch = request.batch
+    told = None if problem is None else str(problem)
+    look = ("no batch",) * 2 if batch is None else (batch.describe(layout=False), batch.describe())
+    sides = control.gather((told, *table.step_key(request), *look))
+    problems = {rank: side[0] for rank, side in enumerate(sides) if side[0] is not None}
+    if problems:
+        rank, text = min(problems.items())
+        raise BatchError(text if len(problems) == len(sides) else f"on rank {rank}: {text}")
+    rank = next((rank for rank, side in enumerate(sides) if side[:-1] != sides[0][:-1]), None)
+    if rank is None:
+        if batch is None or len({side[-1] for side in sides}) == 1:
+            raise RankDisagreementError(f"the ranks' batches differ in a way that nothing shows: {sides[0][-1]}")
+        batch.make_contiguous()
+        return
+    steps = [", ".join(map(str, sides[r][1:-2])) for r in (0, rank)]
+    if steps[0] != steps[1]:
+        raise RankDisagreementError(
+            f"the ranks are about to run different parts of the training iteration:\n  rank 0: {steps[0]}\n"
+            f"  rank {rank}: {steps[1]}\nwhat decides this (accumulate_grad_batches, which parameters have gradients, "
+            "hooks that call the optimizer) must be the same on all ranks"
+        )
     raise BatchError(
         "the ranks hold batches that differ in more than the number of rows:\n"
-        f"  rank 0: {sides[0][0]}\n  rank {other}: {sides[other][0]}\n"
-        "pad every batch to the same shape (in the collate function)"
+        f"  rank 0: {sides[0][-1]}\n  rank {rank}: {sides[rank][-1]}\n"
+        "make every batch of the same tensors, padded to the same shape (in the collate function)"
     )

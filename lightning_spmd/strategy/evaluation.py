@@ -11,15 +11,16 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, fx
 from typing_extensions import override
 
 from lightning_spmd.errors import BatchError
+from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Shard
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.messages import warn
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.agreement import stable_hash
 from lightning_spmd.stages.runtime.executor import Executable
@@ -102,7 +103,7 @@ class EvaluationSteps(TrainingIteration):
         # capture speaks of training, and names hooks of training for what belongs there
         reason = reason.replace("training_step", self._method)
         reason = reason.replace("on_train_batch", f"on_{_STAGES[self._method]}_batch")
-        rank_zero_warn(f"strategy='spmd' runs {self._method} eagerly from here on, each rank on its own rows: {reason}")
+        warn(f"strategy='spmd' runs {self._method} eagerly from here on, each rank on its own rows: {reason}")
         raise FellBack
 
 
@@ -129,7 +130,7 @@ def _is_state(captured: CapturedStep, position: int) -> bool:
             [n for n in graph.nodes if n.op == "placeholder"], captured.signature.inputs, strict=True
         )
     }
-    outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    outputs: Any = last(graph.nodes, "output").args[0]
     seen: set[fx.Node] = set()
     todo: list[Any] = [outputs[position]]
     while todo:

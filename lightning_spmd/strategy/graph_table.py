@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.messages import warn
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.run_context import StepRequest
 
@@ -56,14 +56,7 @@ class GraphTable:
     def find(self, request: StepRequest, split: tuple[int, ...]) -> Found:
         """Look for a graph whose guards hold."""
         batch = request.batch
-        key = (
-            request.variant,
-            None if batch is None else batch.cache_key(),
-            split,
-            tuple(request.arguments),
-            self._trainer.accumulate_grad_batches,
-            tuple(self._gradients),
-        )
+        key = (*self.step_key(request), None if batch is None else batch.cache_key(), split)
         tensors = [] if batch is None else batch.tensor_values
         reason: str | None = None
         for index in reversed(self._indices.get(key, [])):
@@ -76,6 +69,11 @@ class GraphTable:
                 return Found(key, split, index, None)
             reason = reason or failure
         return Found(key, split, None, reason)
+
+    def step_key(self, request: StepRequest) -> tuple[Any, ...]:
+        """What a graph depends on beside the batch; the same on all ranks, or they do different things."""
+        accumulated = self._trainer.accumulate_grad_batches
+        return request.variant, tuple(request.arguments), accumulated, tuple(self._gradients)
 
     def add(self, key: tuple[Any, ...], executable: Executable) -> None:
         """File a new graph."""
@@ -91,7 +89,7 @@ class GraphTable:
             )
         if len(self._indices) >= MANY_SHAPES and not self._told_about_shapes:
             self._told_about_shapes = True
-            rank_zero_warn(
+            warn(
                 f"{len(self._indices)} different batch shapes so far, each with a graph of its own; pad batches to a "
                 "few sizes to save capture time"
             )

@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder
@@ -97,7 +97,7 @@ class TrainingIteration:
             CaptureError: the step cannot be one graph.
         """
         batch, mesh = Batch(batch_tree), self.context.mesh
-        rows = (batch.rows(),) * (1 if mesh is None else mesh.batch_size)
+        rows = (batch.rows(),) * (1 if mesh is None else mesh.data)
         request = self._request(batch, arguments, dataclasses.replace(variant, accumulated=False), None)
         return self._builder.capture(request, rows)
 
@@ -121,7 +121,7 @@ class TrainingIteration:
         if (surplus := table.surplus(found)) is not None:
             self._fall_back(surplus)
         if found.reason is not None and not table.follows_a_first_step(found.key):
-            rank_zero_info(f"strategy='spmd' builds another graph: {found.reason}")
+            tell(f"strategy='spmd' builds another graph: {found.reason}")
         self.flush()
         try:
             executable = self._builder.build(request, found.split)
@@ -158,7 +158,6 @@ class TrainingIteration:
                 f"with state sharded over the ranks training cannot go on eagerly: {reason}. Change that, or use "
                 "data_parallel='replicate'"
             )
-        rank_zero_warn(
-            f"strategy='spmd' trains eagerly from here on (gradients averaged over the ranks, as DDP does): {reason}"
-        )
+        semantics = "" if self.context.mesh is None else " (gradients averaged over the ranks, as DDP does)"
+        warn(f"strategy='spmd' trains eagerly from here on{semantics}: {reason}")
         raise FellBack

@@ -13,7 +13,9 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_spmd.ir.first import first
+from lightning_spmd.messages import warn
 
 _MODULE_HOOKS = (
     "on_train_batch_start",
@@ -51,7 +53,7 @@ def readers_between_batches(module: Any, callbacks: list[Any]) -> list[str]:
 def _may_read(callback: Any, hook: str) -> bool:
     if hook in vars(callback):
         return True
-    owner = next(kind for kind in type(callback).__mro__ if hook in vars(kind))
+    owner = first((kind for kind in type(callback).__mro__ if hook in vars(kind)), f"class with {hook}")
     if owner is Callback:
         return False
     return issubclass(owner, _READING_CALLBACKS) or not owner.__module__.startswith(_TRUSTED_PACKAGES)
@@ -98,4 +100,4 @@ class FinishPendingWork(Callback):
         try:
             self._flush()
         except RuntimeError as error:
-            rank_zero_warn(f"the last weight updates could not be finished ({str(error).splitlines()[0]})")
+            warn(f"the last weight updates could not be finished ({str(error).splitlines()[0]})")

@@ -17,7 +17,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -25,9 +24,11 @@ from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.steps import CapturedStep, Variant
-from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, ParallelOptions
-from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel
+from lightning_spmd.messages import tell
+from lightning_spmd.parallel.mesh import DATA_PARALLEL, TENSOR_PARALLEL
+from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel, data_parallel_plan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
@@ -37,11 +38,12 @@ from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing, metrics_among
+from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.options import checked_options
 from lightning_spmd.strategy.overlap import FinishPendingWork, explain, finish_in_time, readers_between_batches
 from lightning_spmd.strategy.run_context import BuildEvent, FellBack, RunContext
 from lightning_spmd.strategy.sharding import ShardingStrategy
-from lightning_spmd.strategy.support import Context, Mode, classify
+from lightning_spmd.strategy.support import Context, Mode
 
 
 class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
@@ -116,17 +118,11 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         passes: list[Any] | None = None,
         dump_dir: str | Path | None = None,
     ) -> None:
-        check_data_parallel(data_parallel, data_parallel_shard_size)
-        self.layer_sharing = LayerSharing(tensor_parallel_plan, tensor_parallel_size, sequence_parallel)
         super().__init__(
             process_group_backend,
             timeout,
-            ParallelOptions(
-                data_parallel=data_parallel,
-                data_parallel_size=data_parallel_size,
-                tensor_parallel_size=tensor_parallel_size,
-                layers=self.layer_sharing.plan,
-            ),
+            data_parallel_size,
+            tensor_parallel_size,
             data_parallel_shard_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             accelerator=accelerator,
@@ -135,7 +131,16 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        check_data_parallel(data_parallel, data_parallel_shard_size)
+        self.data_parallel = data_parallel
+        if tensor_parallel_size > 1 and tensor_parallel_plan is None:
+            raise ConfigurationError(
+                f"tensor_parallel_size={tensor_parallel_size} needs a tensor_parallel_plan: patterns on module paths "
+                "to styles, or 'auto'"
+            )
+        self.layer_sharing = LayerSharing(tensor_parallel_plan, sequence_parallel)
         self.build_options = checked_options(passes, bucket_size_mb, reduce_dtype, overlap_iterations)
+        self.overlap_iterations: bool | str = overlap_iterations
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self._prepare_for_training()
 
@@ -147,7 +152,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         self._ran_forward = False
         self._sync_blocked = False
         self._eager_apply = False
-        self._announced: Mode | None = None
+        self._modes = ModeOfRun()
         self._held: dict[str, Tensor] = {}
 
     # ------------------------------------------------------------------ setup
@@ -163,15 +168,15 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if not isinstance(tensor, DTensor):
                     dist.broadcast(tensor.detach(), 0)
-        if self._mesh is not None and self.layer_sharing.size > 1:
-            self.layer_sharing.resolve(self.model)
-        if self._mesh is not None and self._mesh.shares_batches:
-            metrics_among(self.model, self._mesh.batch_group())
+        if self._mesh is not None and self._mesh.tensor > 1:
+            self.layer_sharing.resolve(self.model, self._mesh.tensor)
+            metrics_among(self.model, self._mesh.group(DATA_PARALLEL))
         self._shard_module(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._evaluation = None
+        self._modes.begin()
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
             self._shard_optimizers()
@@ -179,13 +184,10 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     def _plan(self, variant: Variant) -> ParallelPlan:
         """The parallel plan of a variant's graph."""
-        options = self.parallel_options
-        plans = {
-            kind.name: kind.plan(options, variant.expose_gradients)
-            for kind in AXIS_KINDS
-            if kind is DATA or kind.size(options) != 1
-        }
-        return MeshPlan(plans) if len(plans) > 1 else plans[DATA.name]
+        data = data_parallel_plan(self.data_parallel, reduce_gradients=variant.expose_gradients)
+        if self.tensor_parallel_size == 1:
+            return data
+        return MeshPlan({DATA_PARALLEL: data, TENSOR_PARALLEL: self.layer_sharing.plan()})
 
     @override
     def _evaluates_in_graphs(self) -> bool:
@@ -263,17 +265,15 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     def _overlaps(self, trainer: Any, module: Any) -> bool | str:
         """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
-        if self._control is None or self.build_options.overlap_iterations is False:
+        if self._control is None or self.overlap_iterations is False:
             return False
         readers = sum(self._control.gather(readers_between_batches(module, trainer.callbacks)), [])
         if readers and self.mode is Mode.COMPILED:
-            rank_zero_info(
-                explain(list(dict.fromkeys(readers)), insisted=self.build_options.overlap_iterations is True)
-            )
-        if readers and self.build_options.overlap_iterations is not True:
+            tell(explain(list(dict.fromkeys(readers)), insisted=self.overlap_iterations is True))
+        if readers and self.overlap_iterations is not True:
             return False
         finish_in_time(trainer, self.flush)
-        return self.build_options.overlap_iterations
+        return self.overlap_iterations
 
     @override
     def flush(self) -> None:
@@ -285,24 +285,12 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             self._iteration.flush()
 
     def _mode_of_all_ranks(self, trainer: Any, module: Any) -> Mode:
-        """How to run, the worst of what the ranks find: ``wandb.watch`` hooks the modules of rank 0 alone."""
-        mode, findings = classify(Context(trainer, module, self.optimizers))
-        reasons = [str(finding) for finding in findings]
-        step_hooks = any(f.feature.name == "optimizer step hooks" for f in findings)
-        if self._control is not None:
-            everyone = self._control.gather((mode, reasons, step_hooks))
-            mode, reasons, step_hooks = max(everyone, key=lambda found: list(Mode).index(found[0]))
-        if mode is Mode.REJECTED:
-            raise ConfigurationError(f"strategy='spmd' cannot train this: {reasons[0]}")
-        if mode is Mode.EAGER and self.is_distributed and self._plan(Variant()).needs_graphs:
-            raise ConfigurationError(
-                f"data_parallel={self.parallel_options.data_parallel!r} needs training in graphs, and this training "
-                f"runs eagerly: {reasons[0]}. Change that, or use data_parallel='replicate'"
-            )
-        if reasons and mode is not self._announced:
-            rank_zero_info(f"strategy='spmd' runs this training {mode}: {reasons[0]}")
-            self._announced = mode
-        self._eager_apply = step_hooks
+        option = f"data_parallel={self.data_parallel!r}"
+        if self.tensor_parallel_size > 1:
+            option = f"tensor_parallel_size={self.tensor_parallel_size}"
+        needs_graphs = option if self.is_distributed and self._plan(Variant()).needs_graphs else None
+        context = Context(trainer, module, self.optimizers)
+        mode, self._eager_apply = self._modes.of_all_ranks(context, self._control, needs_graphs)
         return mode
 
     def _look_again(self) -> None:
@@ -322,8 +310,10 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         return self._streams
 
     def _streams_from(self, seed: int) -> RandomStreams:
-        several = self._mesh is not None and len(self._mesh.sizes) > 1
-        return RandomStreams(seed, self._mesh.coordinates if self._mesh and several else self.global_rank)
+        mesh = self._mesh
+        if mesh is None or mesh.tensor == 1:
+            return RandomStreams(seed, self.global_rank)
+        return RandomStreams(seed, {DATA_PARALLEL: mesh.data_rank, TENSOR_PARALLEL: mesh.tensor_rank})
 
     @override
     def model_to_device(self) -> None:
@@ -343,8 +333,8 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
         self._drop_zeroed_gradients(iteration)
         arguments = dict(inspect.signature(iteration.context.module.training_step).bind(*args, **kwargs).arguments)
-        batch = arguments.pop(next(iter(arguments)))
-        if self.layer_sharing.is_sought and self._mesh is not None and self.layer_sharing.size > 1:
+        batch = arguments.pop(first(arguments, "argument of training_step"))
+        if self.layer_sharing.is_sought and self._mesh is not None and self.tensor_parallel_size > 1:
             iteration = self._share_layers(iteration, iteration.captured(batch, arguments, variant))
         try:
             output = iteration.run(batch, arguments, variant, self._clip)
@@ -360,7 +350,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     def _share_layers(self, iteration: TrainingIteration, captured: CapturedStep) -> TrainingIteration:
         """Find the tensor-parallel plan in the first batch's graph; shard what exists already by it, and start anew."""
-        self.layer_sharing.find(captured, iteration.context.module, self.broadcast)
+        self.layer_sharing.find(captured, iteration.context.module, self.tensor_parallel_size, self.broadcast)
         self._shard_again(iteration.context.module)
         self._setup_iteration(iteration.context.trainer)
         return self._iteration or iteration
@@ -459,6 +449,20 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
                 self._eager_apply = True
         if self._eager_apply:
             optimizer.step()
+
+    @contextlib.contextmanager
+    def _tracing(self, rows: int) -> Iterator[None]:
+        """While training_step is traced: it sees the global batch, and compiled submodules run as written."""
+        self._tracing_rows = rows
+        torch.compiler.set_stance("force_eager")
+        # torch's own LSTM instead of oneDNN's, which cannot be captured; one device keeps eager's and runs eagerly
+        native = torch.backends.mkldnn.flags(enabled=False) if self.is_distributed else contextlib.nullcontext()
+        try:
+            with native:
+                yield
+        finally:
+            self._tracing_rows = None
+            torch.compiler.set_stance("default")
 
     @override
     def teardown(self) -> None:

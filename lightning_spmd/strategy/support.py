@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.messages import place_of
 
 
 class Mode(enum.StrEnum):
@@ -95,10 +96,10 @@ _GRADIENT_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backwa
 def _overrides(context: Context, hooks: Iterable[str]) -> str | None:
     for hook in hooks:
         if is_overridden(hook, context.module, LightningModule):
-            return f"{type(context.module).__name__}.{hook} is overridden"
+            return f"{type(context.module).__name__}.{hook} is overridden{place_of(getattr(context.module, hook))}"
         for callback in context.trainer.callbacks:
             if hasattr(Callback, hook) and is_overridden(hook, callback, Callback):
-                return f"callback {type(callback).__name__}.{hook} is overridden"
+                return f"callback {type(callback).__name__}.{hook} is overridden{place_of(getattr(callback, hook))}"
     return None
 
 
@@ -119,13 +120,13 @@ def _backward_override(context: Context) -> str | None:
 
 
 def _autograd_hooks(context: Context) -> str | None:
-    hooked = private.names_with_autograd_hooks(context.module)
+    hooked = [f"{name}{place_of(hook)}" for name, hook in private.autograd_hooks(context.module)]
     return f"autograd hooks are registered on {', '.join(hooked[:3])}" if hooked else None
 
 
 def _optimizer_hooks(context: Context) -> str | None:
-    hooked = [o for o in context.optimizers if private.has_step_hooks(o)]
-    return f"{type(hooked[0]).__name__} has step hooks" if hooked else None
+    hooked = [(o, hook) for o in context.optimizers for hook in private.step_hooks(o)]
+    return f"{type(hooked[0][0]).__name__} has step hooks{place_of(hooked[0][1])}" if hooked else None
 
 
 def _needs_closure(context: Context) -> str | None:
@@ -136,22 +137,28 @@ def _needs_closure(context: Context) -> str | None:
             and parameters[0].default is inspect.Parameter.empty
             and parameters[0].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         ):
-            return f"{type(optimizer).__name__}.step evaluates the closure itself"
+            return f"{type(optimizer).__name__}.step{place_of(type(optimizer).step)} evaluates the closure itself"
     return None
 
 
 def _manual_optimization(context: Context) -> str | None:
-    return None if context.module.automatic_optimization else f"{type(context.module).__name__} optimizes manually"
+    module = context.module
+    if module.automatic_optimization:
+        return None
+    return f"{type(module).__name__}.training_step{place_of(module.training_step)} optimizes manually"
 
 
 def _no_optimizer(context: Context) -> str | None:
     real = [o for o in context.optimizers if isinstance(o, torch.optim.Optimizer)]
-    return None if real or not context.module.automatic_optimization else "configure_optimizers returned no optimizer"
+    if real or not context.module.automatic_optimization:
+        return None
+    return f"configure_optimizers{place_of(context.module.configure_optimizers)} returned no optimizer"
 
 
 def _dataloader_iter(context: Context) -> str | None:
     names = inspect.signature(context.module.training_step).parameters
-    return "training_step takes dataloader_iter" if "dataloader_iter" in names else None
+    taken = f"training_step{place_of(context.module.training_step)} takes dataloader_iter"
+    return taken if "dataloader_iter" in names else None
 
 
 def _detect_anomaly(context: Context) -> str | None:

@@ -18,6 +18,7 @@ TREES = {name: ast.parse(file.read_text(), name) for name, file in FILES.items()
 
 LAYERS = {
     "errors": 0,
+    "messages": 0,
     "_private_api": 0,
     "ir": 1,
     "parallel": 2,

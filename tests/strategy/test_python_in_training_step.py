@@ -102,3 +102,19 @@ def keeps_its_loss(self: Net, batch: Any, _: int) -> Tensor:
 def test_what_would_happen_once_is_announced_and_happens_each_step(step: Step, named: str) -> None:
     ours = assert_as_eager(_module(step), mode="eager")
     assert any(named in text for text in ours.warnings), ours.warnings
+
+
+class OwnGenerator(Net):
+    """Draws from a generator that is no part of the run's random state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch[0] + torch.rand(batch[0].shape, generator=self.generator), batch[1]))
+
+
+def test_a_generator_of_ones_own_is_announced() -> None:
+    result = assert_as_eager(OwnGenerator, mode="eager")
+    assert any("draws from a torch.Generator of its own" in text for text in result.warnings), result.warnings

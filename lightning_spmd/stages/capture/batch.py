@@ -7,6 +7,7 @@ touches it, capture starts again with the real value and a guard on it.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from lightning_spmd.errors import BatchError, CaptureError
 from lightning_spmd.ir.tree import leaves, map_leaves, structure
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""In the ``repr`` of a dictionary's key: another one in every process."""
 _GUARDABLE = (str, bytes, int, float, bool, complex)
 
 
@@ -93,11 +96,35 @@ class Batch:
         return tuple([t.shape[0] for t in self.tensor_values if t.ndim > 0])
 
     def cache_key(self) -> tuple[Any, ...]:
-        """What must be equal for two batches to run the same graph, without the first dimensions."""
+        """What must be equal for two batches of this rank to run the same graph, without the first dimensions."""
         described = tuple(
             (tuple(t.shape[1:]), t.ndim, t.dtype, t.device, t.requires_grad, _order(t)) for t in self.tensor_values
         )
         return (structure(self.tree), tuple(self.tensors), described)
+
+    def shared_key(self) -> tuple[Any, ...]:
+        """What must be equal for the batches of all ranks to be one.
+
+        Ranks have devices of their own, so only the kind of device counts; and strides contain the number of rows, so
+        only their order does.
+        """
+        return tuple(
+            (
+                _ADDRESS.sub("", self.paths[i]),
+                tuple(t.shape[1:]),
+                t.ndim,
+                t.dtype,
+                t.device.type,
+                t.requires_grad,
+                memory_order(t),
+            )
+            for i, t in zip(self.tensors, self.tensor_values, strict=True)
+        )
+
+    def make_contiguous(self) -> None:
+        """Put copies in the plain memory order in place of tensors in another one."""
+        for i in self.tensors:
+            self.values[i] = self.values[i].contiguous()
 
     def digest(self) -> str:
         """What is the same for batches of the same numbers, and hardly ever for others."""
@@ -108,19 +135,29 @@ class Batch:
             sums.append((float(numbers.sum().abs()), float((numbers * places.sqrt()).sum().abs())))
         return repr(sums)
 
-    def describe(self) -> str:
-        """Readable names, shapes and dtypes of the tensors."""
-        parts = (
-            f"batch{self.paths[i]}: {str(self.values[i].dtype)[6:]}{list(self.values[i].shape)}" for i in self.tensors
-        )
-        return ", ".join(parts)
+    def describe(self, *, layout: bool = True) -> str:
+        """Readable names, shapes and dtypes of the tensors, and whatever else ranks must have in common.
+
+        Args:
+            layout: name memory orders that are not the plain one.
+        """
+
+        def one(path: str, tensor: Tensor) -> str:
+            text = f"batch{_ADDRESS.sub('', path)}: {str(tensor.dtype)[6:]}{list(tensor.shape)}"
+            text += "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+            text += " that requires grad" if tensor.requires_grad else ""
+            order = memory_order(tensor)
+            return text if order is None or not layout else f"{text} with dimensions in memory order {list(order)}"
+
+        return ", ".join(one(self.paths[i], self.values[i]) for i in self.tensors) or "no tensor"
 
     def rebuild(self, tensors: dict[int, Tensor], read: set[str]) -> Any:
         """The batch with ``tensors`` (by leaf index) and tripwires for the leaves not in ``read`` (paths)."""
-        positions = iter(range(len(self.values)))
+        seen: list[str] = []
 
         def leaf(path: str, value: Any) -> Any:
-            index = next(positions)
+            index = len(seen)
+            seen.append(path)
             if index in tensors:
                 return tensors[index]
             return value if value is None or path in read else UnreadLeaf(path, index, read)
@@ -149,3 +186,16 @@ class Batch:
 def _order(tensor: Tensor) -> Any:
     """Strides where they are not the plain ones: kernels depend on them. Plain ones contain the number of rows."""
     return True if tensor.is_contiguous() else tensor.stride()
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the innermost in memory to the outermost; None for the plain order.
+
+    It does not depend on the number of rows, strides do. Repeated elements (strides of 0) count as plain: graphs see
+    the whole batch of all ranks, in which they are not repeated.
+    """
+    strides = tensor.stride()
+    if tensor.is_contiguous() or 0 in strides:
+        return None
+    order = tuple(sorted(range(tensor.ndim), key=lambda d: (strides[d], -d)))
+    return None if order == tuple(reversed(range(tensor.ndim))) else order

@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
@@ -58,7 +59,7 @@ class LaterValue:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        later = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, LaterValue))
+        later = first((a for a in (*args, *(kwargs or {}).values()) if isinstance(a, LaterValue)), "metric's value")
         raise later.misuse()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd.ir.aliasing import storage_roots
+from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.steps import CapturedStep
@@ -75,7 +76,7 @@ def is_same_step(first: CapturedStep, births: dict[StateKey, fx.Node], steady: C
 
 # ---------------------------------------------------------------------- pieces
 def _results(graph: fx.Graph) -> tuple[Any, ...]:
-    values: Any = next(iter(reversed(graph.nodes))).args[0]
+    values: Any = last(graph.nodes, "output").args[0]
     return tuple(values)
 
 

@@ -195,6 +195,13 @@ class Recorder(private.TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         flat, tree = pytree.tree_flatten((args, kwargs))
+        if any(isinstance(a, torch.Generator) for a in flat):
+            raise CaptureError(
+                f"{func} draws from a torch.Generator of its own, whose state is no part of the graph; leave the "
+                "generator out (the graph then draws from the run's own random numbers, the same on every device), or "
+                "draw in the data set",
+                user_location(),
+            )
         recorded = [self.argument(a) for a in flat]
         concrete = [a if (s := scalar_of(a)) is None else s.value for a in flat]
         plain_args, plain_kwargs = pytree.tree_unflatten(concrete, tree)
@@ -248,8 +255,9 @@ class Recorder(private.TorchDispatchMode):
         real = self._shadows.get(id(tensor))
         if real is None:
             raise CaptureError(
-                "a tensor's value is read in Python (.item(), float(), bool(), `if tensor:`), which one graph cannot "
-                "express; keep it a tensor (torch.where instead of `if`), or move the read to on_train_batch_end",
+                f"a tensor's value is read in Python (.item(), float(), bool(), `if tensor:`), which one graph cannot "
+                f"express: that of {_described(source)}; keep it a tensor (torch.where instead of `if`), or move the "
+                "read to on_train_batch_end",
                 user_location(),
             )
         node = self.graph.call_function(_READ_VALUE, (source,))
@@ -281,7 +289,7 @@ class Recorder(private.TorchDispatchMode):
         Fake tensors consume no random numbers, so the recorder advances the real generator by one number a draw:
         activation checkpointing, which restores the state and computes again, then shows itself by an equal key.
         """
-        if not private.is_random(func) or any(isinstance(a, torch.Generator) for a in flat):
+        if not private.is_random(func):
             return None
         device = next((a.device for a in flat if isinstance(a, Tensor)), torch.device("cpu"))
         generator = private.default_generator(device)
@@ -304,6 +312,16 @@ class Recorder(private.TorchDispatchMode):
         node.meta["info"] = self.info()
         self._bind_outputs(node, out)
         return out
+
+
+def _described(node: fx.Node) -> str:
+    """What a node is, for somebody who has never seen the graph."""
+    if node.op == "placeholder":
+        return f"the input {node.name}"
+    if node.target is operator.getitem:
+        return _described(node.all_input_nodes[0])
+    module = node.meta["info"].module if "info" in node.meta else ""
+    return f"what {node.target} gives" + (f" in module {module!r}" if module else "")
 
 
 _LIBRARY_PARTS = (

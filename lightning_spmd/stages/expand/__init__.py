@@ -15,6 +15,6 @@ Import order: ``call < program < redistribute < rules < activations, registered,
 shared_casts, emit < expand``.
 """
 
-from lightning_spmd.stages.expand.expand import expand
+from lightning_spmd.stages.expand.expand import announce, expand
 
-__all__ = ["expand"]
+__all__ = ["announce", "expand"]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Blocks, Placement, Shard, block_sizes, blocks_of
 from lightning_spmd.ir.signature import InputRole
@@ -154,7 +155,7 @@ class _Finder:
             if layout is None:
                 return None
             if layout.outputs == (PARTIAL,):
-                position = next(i for i, o in enumerate(call.operands) if o in state)
+                position = first((i for i, o in enumerate(call.operands) if o in state), "split operand")
                 split = layout.inputs[position]
                 if node not in self.linears or self.linears[node].layer in self.plan or not isinstance(split, Shard):
                     return None

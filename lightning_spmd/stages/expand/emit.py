@@ -16,6 +16,7 @@ from torch import fx
 from lightning_spmd._private_api import is_random
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Placement, Shard, ShardAxis
 from lightning_spmd.ir.signature import Signature
@@ -79,7 +80,7 @@ class LocalCall:
 
     def _substitute(self, value: Any, flat: Any) -> Any:
         if is_tensor(value):
-            return next(flat)
+            return first(flat, "operand")
         if isinstance(value, fx.Node):
             return self._numbers[value]
         return type(value)(self._substitute(v, flat) for v in value) if isinstance(value, (list, tuple)) else value
@@ -170,7 +171,7 @@ class Emitter:
         inputs = iter(signature.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self._input(node, next(inputs).value)
+                self._input(node, first(inputs, "input in the signature").value)
             elif node.op == "output":
                 return self._output(node)
             else:
@@ -324,8 +325,8 @@ class Emitter:
             if alias is node:
                 self.versions[alias] = {p: v for p, v in versions.items() if v is new}
             else:
-                first = next(iter(versions))
-                self.versions[alias] = {first: versions[first]}
+                oldest = first(versions, "placement")
+                self.versions[alias] = {oldest: versions[oldest]}
 
     def _restore_inputs(self) -> None:
         """An input that was written in another placement comes back to the one it had, up to date."""
@@ -335,7 +336,7 @@ class Emitter:
             placements = self._placements(node)
             versions = self.versions[node]
             if placements not in versions:
-                self.program.info = info_of(versions[next(iter(versions))])
+                self.program.info = info_of(versions[first(versions, "placement")])
                 self.program.call(torch.ops.aten.copy_.default, self.inputs[node], self._version(node, placements))
 
     def _output(self, node: fx.Node) -> fx.GraphModule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
+from collections.abc import Callable
 
 from torch import fx
 
@@ -13,6 +13,7 @@ from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import stamp_writes
+from lightning_spmd.messages import warn
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan
 from lightning_spmd.stages.expand.associate import partial_sums_first
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
@@ -27,7 +28,17 @@ class ReplicationWarning(UserWarning):
     """An operator without a sharding rule runs on gathered tensors: correct, slow, and named in the message."""
 
 
-def expand(captured: CapturedStep, axes: tuple[ShardAxis, ...], plan: ParallelPlan | None = None) -> ShardedStep:
+def announce(line: str) -> None:
+    """Warn of an operator that runs on gathered tensors."""
+    warn(line, ReplicationWarning)
+
+
+def expand(
+    captured: CapturedStep,
+    axes: tuple[ShardAxis, ...],
+    plan: ParallelPlan | None = None,
+    tell: Callable[[str], None] = announce,
+) -> ShardedStep:
     """This rank's program of a captured step: one-device semantics on the concatenated global batch.
 
     Args:
@@ -35,6 +46,7 @@ def expand(captured: CapturedStep, axes: tuple[ShardAxis, ...], plan: ParallelPl
         axes: the mesh axes, each with this rank's coordinate on it.
         plan: placements of inputs and outputs; by default the batch is split and everything else replicated, and
             gradients are exposed as the step's variant says.
+        tell: told of each operator that runs on gathered tensors.
 
     Raises:
         ExpansionError: naming the operator, its module and line, if no correct local program was found.
@@ -57,6 +69,8 @@ def expand(captured: CapturedStep, axes: tuple[ShardAxis, ...], plan: ParallelPl
             continue
         stamp_writes(graph_module.graph)
         fallbacks = _describe(plans, banned)
+        for line in {line.split(" ", 1)[0]: line for line in reversed(fallbacks)}.values():
+            tell(line)
         return ShardedStep(graph_module, _local_signature(graph, signature, plans), axes, fallbacks)
     raise ExpansionError("no correct local program after trying to replicate:\n" + "\n".join(banned.values()))
 
@@ -81,22 +95,22 @@ def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str]) -> list[str]:
     lines: list[str] = []
     for plan in plans:
         for node, size in plan.replicated.items():
-            info = info_of(node)
-            where = " ".join(filter(None, [f"in module {info.module!r}" if info.module else "", info.source]))
             reason = f" ({banned[node]})" if node in banned else ""
             lines.append(
-                f"{node.target} {where} has no sharding rule: its inputs are gathered over {plan.axis.name}, "
+                f"{_named(node)} has no sharding rule: its inputs are gathered over {plan.axis.name}, "
                 f"{size} bytes a step{reason}; register one with "
                 "torch.distributed.tensor.experimental.register_sharding"
             )
         for node, size in plan.gathered.items():
             if node not in plan.replicated:
-                info = info_of(node)
-                where = " ".join(filter(None, [f"in module {info.module!r}" if info.module else "", info.source]))
                 lines.append(
-                    f"{node.target} {where} cannot work on pieces as its operands lie: they are gathered over "
+                    f"{_named(node)} cannot work on pieces as its operands lie: they are gathered over "
                     f"{plan.axis.name}, {size} bytes a step; another style for the layers around it may avoid that"
                 )
-    for op, line in {line.split(" ", 1)[0]: line for line in reversed(lines)}.items():
-        warnings.warn(f"{line}" if lines else op, ReplicationWarning, stacklevel=3)
     return lines
+
+
+def _named(node: fx.Node) -> str:
+    info = info_of(node)
+    module = f" in module {info.module!r}" if info.module else ""
+    return f"{node.target}{module}" + (f" at {info.source}" if info.source else "")

@@ -30,6 +30,7 @@ from torch import fx
 
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, Signature
@@ -180,7 +181,7 @@ class Propagation:
         inputs = iter(self.signature.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self._set(node, (self.plan.input_placement(self.axis, next(inputs)),))
+                self._set(node, (self.plan.input_placement(self.axis, first(inputs, "input in the signature")),))
             elif node.op == "output":
                 self._results(node)
             elif node.target is operator.getitem:
@@ -445,7 +446,8 @@ class Propagation:
                 continue
             path = [operand]
             while path[-1] is not root:
-                path.append(next(a for a in path[-1].all_input_nodes if self.aliasing.roots[a] is root))
+                views = (a for a in path[-1].all_input_nodes if self.aliasing.roots[a] is root)
+                path.append(first(views, "view of it"))
             path.reverse()
             for dim in range(len(root.meta["val"].shape) if isinstance(root.meta["val"], TensorSpec) else 0):
                 if self.axis.divides(root.meta["val"].shape[dim]) and self._leads_to(path, Shard(dim), want):

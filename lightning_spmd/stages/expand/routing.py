@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard
 from lightning_spmd.stages.expand.call import Layout, OpCall
 from lightning_spmd.stages.expand.rules import rule_of
@@ -192,7 +193,7 @@ def _grouped(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
     for i in known:
         inputs[i] = call.current[i]
     (sort, *_) = {r.sort for r in known.values()}
-    rows = next(iter(known.values())).rows
+    rows = first(known.values(), "bag of rows").rows
     outputs: list[Placement] = []
     for spec in call.outputs:
         grouped = len(spec.shape) == 3  # a gradient of the weights: one matrix a group, summed over the rows
@@ -216,6 +217,6 @@ def _inside(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
             for i, p in enumerate(layout.inputs)
         )
         if fits and layout.emit is None:
-            bag = next(iter(known.values()))
+            bag = first(known.values(), "bag of rows")
             return Route(layout, tuple(bag if isinstance(p, Shard) else None for p in layout.outputs))
     return None

@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec, spec_of
 from lightning_spmd.ir.verify import starts_collective
 
@@ -199,7 +200,7 @@ def filled(
     if not origins and same:
         return call(graph, info, contiguous((tail,), spec_of(rest[0])), aten.cat.default, rest)
     sizes = [spec_of(origin).numel for origin in origins] + ([tail] if rest else [])
-    like = next(n for n in (origins[0].all_input_nodes if origins else rest) if origin_spec(n) is not None)
+    like = first((n for n in (origins[0].all_input_nodes if origins else rest) if origin_spec(n) is not None), "origin")
     spec = contiguous((sum(sizes),), spec_of(like), dtype)
     kwargs = {} if spec_of(like).dtype == dtype else {"dtype": dtype}
     if not origins:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lightning_spmd.ir.dependence import Dependences
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, value_of
 from lightning_spmd.ir.placement import Placement, Shard
 from lightning_spmd.ir.signature import InputRole
@@ -101,13 +102,13 @@ class Homes:
         claims: dict[fx.Node, set[str]] = defaultdict(set)
         for node in reversed(self.nodes):
             if node not in self.owners and len(claims[node]) == 1:
-                self.owners[node] = next(iter(claims[node]))
+                self.owners[node] = first(claims[node], "claim")
             if (owner := self.owners.get(node)) is not None:
                 for operand in node.all_input_nodes:
                     claims[operand].add(owner)
         for node, owners in claims.items():
             if node.op != "placeholder" and len(owners) == 1:
-                self.owners.setdefault(node, next(iter(owners)))
+                self.owners.setdefault(node, first(owners, "owner"))
         self._follow()
 
     def _follow(self) -> None:

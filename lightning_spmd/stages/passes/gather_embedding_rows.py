@@ -36,6 +36,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.cost.collectives import gathering_rows_is_faster, link_of
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import NodeInfo, Section, info_of, spec_of
 from lightning_spmd.ir.placement import Replicate, Shard, ShardAxis
 from lightning_spmd.ir.steps import ShardedStep
@@ -135,7 +136,7 @@ def _after_definition(memory: Memory, lookup: _Lookup) -> fx.Node:
     if memory.next_write(lookup.indices, defined) < memory.position[lookup.table]:
         return lookup.table
     following = memory.order[defined + 1 :]
-    return next(n for n in following if n.op != "placeholder" and n.target is not operator.getitem)
+    return first((n for n in following if n.op != "placeholder" and n.target is not operator.getitem), "output")
 
 
 def _gather(graph: fx.Graph, info: NodeInfo, value: fx.Node, shape: tuple[int, ...], lookup: _Lookup) -> fx.Node:

@@ -23,6 +23,7 @@ from torch import fx
 
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.aliasing import storage_regions, written_arguments
+from lightning_spmd.ir.first import last
 from lightning_spmd.ir.signature import GraphInput, InputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, verify_sharded
@@ -62,7 +63,7 @@ def follow(cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
             _copy(graph, late, made)
         if node is not None:
             _copy(graph, node, made)
-    output = next(iter(reversed(setup.graph_module.graph.nodes)))
+    output = last(setup.graph_module.graph.nodes, "output")
     graph.output(fx.map_arg(output.args[0], made.__getitem__))
     module = fx.GraphModule(setup.graph_module, graph)
     signature = Signature(tuple(inputs), setup.signature.outputs)

@@ -7,6 +7,9 @@ broadcast on the default group was seen to return after 149 ms with 20 MB in fli
 from __future__ import annotations
 
 import hashlib
+import itertools
+import linecache
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -15,12 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.node_info import info_of
 from lightning_spmd.ir.placement import Chunk
-from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.ir.steps import CapturedStep, ShardedStep
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PLACE = "  # "
+"""Between what a node does and where the code says so."""
 
 
 def stable_hash(value: Any) -> int:
@@ -73,18 +81,23 @@ class ControlPlane:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def agree_on(self, step: ShardedStep) -> None:
+    def agree_on(self, step: ShardedStep, captured: CapturedStep) -> None:
         """Check that all ranks built the same graph before the first collective of it runs.
+
+        Args:
+            step: this rank's graph.
+            captured: what it was made of.
 
         Raises:
             RankDisagreementError: on every rank, naming the first node that differs and both sides.
         """
-        lines = describe(step)
-        digests = self.gather(stable_hash(lines))
-        if len(set(digests)) == 1:
+        # both: programs of uneven splits are compared without numbers, which the capture has
+        lines = describe_capture(captured), describe(step)
+        digest = stable_hash([_without_place(line) for line in itertools.chain(*lines)])
+        if len(set(self.gather(digest))) == 1:
             return
-        everyone = self.gather(lines)
-        raise RankDisagreementError(_first_difference(everyone))
+        everyone = self.gather((*lines, [axis.split for axis in step.axes]))
+        raise RankDisagreementError(_explain(everyone))
 
 
 def describe(step: ShardedStep) -> list[str]:
@@ -92,6 +105,11 @@ def describe(step: ShardedStep) -> list[str]:
     uneven = any(not axis.is_even for axis in step.axes)
     groups = {part.group: part.name for axis in step.axes for part in axis.parts}
     return [_describe_node(node, uneven, groups) for node in step.graph_module.graph.nodes]
+
+
+def describe_capture(step: CapturedStep) -> list[str]:
+    """One line a node of the graph in global shapes, which is the same on ranks whose code does the same."""
+    return [_describe_node(node, False, {}) for node in step.graph_module.graph.nodes]
 
 
 def _describe_node(node: fx.Node, uneven: bool, groups: Mapping[str, str]) -> str:
@@ -102,22 +120,55 @@ def _describe_node(node: fx.Node, uneven: bool, groups: Mapping[str, str]) -> st
     else:
         # the groups of one axis of a mesh have a name each
         named = tuple(groups.get(a, a) if isinstance(a, str) else a for a in node.args)
-        arguments = f"{named}, {node.kwargs}"
+        arguments = f"{_without_indices(named)}, {_without_indices(node.kwargs)}"
     # a Python function's repr holds its address, which is another one in every process
     target = getattr(node.target, "__qualname__", None) if isinstance(node.target, FunctionType) else None
-    return f"{node.name} = {target or node.target}({arguments})  # {info_of(node).module} {info_of(node).source}"
+    info = info_of(node)
+    return (
+        _ADDRESS.sub("", f"{node.name} = {target or node.target}({arguments})") + f"{_PLACE}{info.module} {info.source}"
+    )
 
 
-def _first_difference(everyone: Sequence[list[str]]) -> str:
+def _without_indices(arguments: Any) -> Any:
+    """Every rank has a device of its own: only its kind may be compared."""
+    return map_aggregate(arguments, lambda a: a.type if isinstance(a, torch.device) else a)
+
+
+def _without_place(line: str) -> str:
+    """What must be equal: the code may lie in another folder on another machine."""
+    return line.partition(_PLACE)[0]
+
+
+def _explain(everyone: Sequence[tuple[list[str], list[str], Any]]) -> str:
+    found = _first_difference([captured for captured, _, _ in everyone])
+    if found is not None:
+        return (
+            f"training_step is not the same on all ranks; the first difference is\n{found}\n"
+            "every rank must compute the same on its part of the batch: look at that line for what only one rank has "
+            "or does (a branch on global_rank, a random choice without a common seed, a value that one rank changed)"
+        )
+    rows = ", ".join(f"rank {rank}: {split}" for rank, (_, _, split) in enumerate(everyone))
+    return (
+        "the ranks captured the same training step and made different programs of it, a defect of lightning_spmd; "
+        f"please report it with this message. Rows on each axis by {rows}; the first difference is\n"
+        f"{_first_difference([lines for _, lines, _ in everyone])}"
+    )
+
+
+def _first_difference(everyone: Sequence[list[str]]) -> str | None:
+    """Both sides of the first line in which a rank differs from rank 0; None where none does."""
     for rank, lines in enumerate(everyone):
-        for ours, theirs in zip(everyone[0], lines, strict=False):
-            if ours != theirs:
-                return (
-                    "the ranks built different training graphs; the first difference is\n"
-                    f"  rank 0: {ours}\n  rank {rank}: {theirs}\n"
-                    "training_step must not depend on the rank (look for global_rank, is_global_zero or unseeded "
-                    "random choices)"
-                )
-        if len(lines) != len(everyone[0]):
-            return f"rank 0 built a graph of {len(everyone[0])} nodes, rank {rank} one of {len(lines)}"
-    return "the ranks built different training graphs"
+        for ours, theirs in itertools.zip_longest(everyone[0], lines, fillvalue="nothing more"):
+            if _without_place(ours) != _without_place(theirs):
+                return f"  rank 0: {_readable(ours)}\n  rank {rank}: {_readable(theirs)}"
+    return None
+
+
+def _readable(line: str) -> str:
+    """A node's line with the user's source line behind it."""
+    node, _, place = line.partition(_PLACE)
+    module, _, source = place.partition(" ")
+    file, _, number = source.rpartition(":")
+    text = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+    where = f" in module {module!r}" if module else ""
+    return f"{node}{where}" + (f" at {source}" if number.isdigit() else "") + (f": {text}" if text else "")

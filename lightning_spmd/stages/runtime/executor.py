@@ -38,8 +38,8 @@ class Program:
 
     def inputs(self, batch: Sequence[Tensor], pending: Sequence[Any] = ()) -> list[Any]:
         """The values of the graph's inputs now."""
-        handed = iter(pending)
-        return [next(handed) if r is None else batch[r] if isinstance(r, int) else r() for r in self._readers]
+        handed = list(reversed(pending))
+        return [handed.pop() if r is None else batch[r] if isinstance(r, int) else r() for r in self._readers]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.placement import PARTIAL
 from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule, Where, along
 
@@ -53,8 +54,8 @@ def _groups(call: OpCall, outputs: list[Where]) -> list[Layout]:
 
 
 def _local_sizes(call: LocalCall) -> dict[str, Any]:
-    first = next(iter(call.globals))
-    rows, channels = call.program.shape(call[first])[:2]
+    operand = first(call.globals, "operand")
+    rows, channels = call.program.shape(call[operand])[:2]
     return {"N": rows, "C": channels, "group": call.globals["group"] * channels // call.globals["C"]}
 
 

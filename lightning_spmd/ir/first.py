@@ -1,0 +1,30 @@
+"""The first of many: never with a bare ``next``, whose StopIteration Lightning's loops take for the end of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from lightning_spmd.errors import VerificationError
+
+T = TypeVar("T")
+
+
+def first(items: Iterable[T], wanted: str) -> T:
+    """The first item.
+
+    Args:
+        items: where to look.
+        wanted: what it is, for the message.
+
+    Raises:
+        VerificationError: there is none.
+    """
+    for item in items:
+        return item
+    raise VerificationError(f"there is no {wanted} where one must be: a defect of lightning_spmd")
+
+
+def last(items: Iterable[T], wanted: str) -> T:
+    """The last item of what can be walked backwards; otherwise as :func:`first`."""
+    return first(reversed(items), wanted)  # type: ignore[call-overload]

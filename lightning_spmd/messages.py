@@ -1,0 +1,47 @@
+"""What the package says while it runs: on rank zero alone, every time it is said, at the user's own line where known.
+
+``warnings.warn`` shows a text once for each place that warns: in one process a second ``fit`` would fall back mutely.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+
+_LOCATION = re.compile(r"\bat (\S[^\n:]*):(\d+)\b")
+
+
+def tell(text: str) -> None:
+    """An info message of Lightning's logger."""
+    rank_zero_info(text)
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """A warning; shown at the first ``at file:line`` in the text, if there is one."""
+    _warn(text, category)
+
+
+@rank_zero_only
+def _warn(text: str, category: type[Warning]) -> None:
+    found = _LOCATION.search(text)
+    file, line = (found[1], int(found[2])) if found else (__file__, 1)
+    # a registry of its own, for the shared one remembers what was said already; filters count as ever
+    warnings.warn_explicit(text, category, file, line, module=__name__, registry={})
+
+
+def place_of(code: Any) -> str:
+    """``" (file:line)"`` of a function, method, class or callable object; empty where Python does not know."""
+    code = inspect.unwrap(getattr(code, "__func__", code))
+    code = getattr(code, "func", code)  # functools.partial
+    compiled = getattr(code, "__code__", None)
+    if compiled is not None:
+        return f" ({compiled.co_filename}:{compiled.co_firstlineno})"
+    kind = code if inspect.isclass(code) else type(code)
+    try:
+        return f" ({inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]})"
+    except (OSError, TypeError):
+        return ""

@@ -1,0 +1,62 @@
+"""How a fit runs: decided by all ranks together, told in every fit, and again where hooks that came late change it."""
+
+from __future__ import annotations
+
+from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.messages import tell
+from lightning_spmd.stages.runtime.agreement import ControlPlane
+from lightning_spmd.strategy.support import Context, Mode, classify
+
+_IN_WORDS = {
+    Mode.COMPILED: "as one graph",
+    Mode.SPLIT: "split, as a graph up to the gradients and one of the update",
+    Mode.EAGER: "eagerly",
+}
+
+
+class ModeOfRun:
+    """The mode of the fits of a strategy."""
+
+    def __init__(self) -> None:
+        self._told: Mode | None = None
+
+    def begin(self) -> None:
+        """A new fit, which is told anew."""
+        self._told = None
+
+    def of_all_ranks(
+        self, context: Context, control: ControlPlane | None, needs_graphs: str | None
+    ) -> tuple[Mode, bool]:
+        """How to run, the worst of what the ranks find: ``wandb.watch`` hooks the modules of rank 0 alone.
+
+        Args:
+            context: what decides.
+            control: the other ranks; None on one device.
+            needs_graphs: the option by which no rank has whole layers, so that nothing can be trained eagerly; or None.
+
+        Returns:
+            the mode, and whether ``optimizer.step()`` itself must run, for its hooks.
+
+        Raises:
+            ConfigurationError: this cannot be trained.
+        """
+        mode, findings = classify(context)
+        reasons = [str(finding) for finding in findings]
+        step_hooks = any(f.feature.name == "optimizer step hooks" for f in findings)
+        if control is not None:
+            everyone = control.gather((mode, reasons, step_hooks))
+            mode, reasons, _ = max(everyone, key=lambda found: list(Mode).index(found[0]))
+            step_hooks = any(hooks for _, _, hooks in everyone)
+        if mode is Mode.REJECTED:
+            raise ConfigurationError(f"strategy='spmd' cannot train this: {reasons[0]}")
+        if mode is Mode.EAGER and needs_graphs is not None:
+            raise ConfigurationError(
+                f"{needs_graphs} needs training in graphs, and this training runs eagerly: {reasons[0]}. Change "
+                "that, or train with whole parameters on every rank (strategy='spmd')"
+            )
+        if reasons and mode is not self._told:
+            averaged = mode is Mode.EAGER and control is not None
+            semantics = " (gradients averaged over the ranks, as DDP does)" if averaged else ""
+            tell(f"strategy='spmd' runs this training {_IN_WORDS[mode]}{semantics}: {reasons[0]}")
+            self._told = mode
+        return mode, step_hooks
