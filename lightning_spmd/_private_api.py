@@ -254,8 +254,17 @@ def set_rank_zero_only(rank: int) -> None:
 
 
 def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """Reduce as Lightning's strategies do (``mean``, ``sum``, ``max`` or a ReduceOp)."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if _distributed_is_initialized() else tensor
+    """Reduce as Lightning's strategies do (``mean``, ``sum``, ``max`` or a ReduceOp).
+
+    Means of whole numbers are divided here: on a default group that somebody made without naming gloo
+    (``init_device_mesh("cpu", ...)``) Lightning asks gloo for an average, which it has for floating point alone.
+    """
+    if not _distributed_is_initialized():
+        return tensor
+    if reduce_op not in ("mean", "avg") or torch.is_floating_point(tensor):
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+    total = _sync_ddp_if_available(tensor, group, reduce_op="sum")
+    return total.copy_(total / torch.distributed.get_world_size(group))
 
 
 def after_closure(plugin: Any, module: Any, optimizer: Any) -> None:

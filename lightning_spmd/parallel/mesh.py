@@ -1,14 +1,14 @@
 """The device mesh: which rank stands where, and the process groups of its axes.
 
-Ranks are laid out as (data, tensor), the tensor axis varying fastest: ranks that share a layer are neighbours, on one
-node. Graphs list the axes the other way round, tensor first, because the chunks of sharded state lie inside a tensor
-shard. Under hybrid sharding the data axis consists of rows of neighbours: chunks lie within a row, rows are replicas.
+A mesh is an ordered tuple of named axes; :mod:`lightning_spmd.parallel.axes` lists their kinds, in the order in which
+ranks are laid out and in that of graphs. Under hybrid sharding the data axis consists of rows of neighbours: chunks lie
+within a row, rows are replicas.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,43 +19,56 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_spmd.errors import BatchError, ConfigurationError
 from lightning_spmd.ir.placement import ShardAxis
+from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, GRAPH_ORDER, TENSOR, ParallelOptions
 
-DATA_PARALLEL = "data_parallel"
-TENSOR_PARALLEL = "tensor_parallel"
 SHARD = "shard"
 """The neighbours on the data axis among which state lies in chunks, under hybrid sharding."""
 REPLICA = "replica"
 """The ranks of the data axis that hold the same chunks, under hybrid sharding."""
 
 
-def mesh_sizes(data: int | Literal["auto"], tensor: int, world_size: int) -> tuple[int, int]:
-    """Sizes of the (data, tensor) axes.
+def mesh_sizes(options: ParallelOptions, world_size: int) -> dict[str, int]:
+    """Sizes of all axes by name, in the order of ranks.
 
     Raises:
         ConfigurationError: if they do not fill ``world_size`` ranks.
     """
-    if tensor < 1 or world_size % tensor:
+    wanted = {kind.name: kind.size(options) for kind in AXIS_KINDS}
+    fixed = {name: size for name, size in wanted.items() if size != "auto" and name != DATA.name}
+    for name, size in fixed.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
+            raise ConfigurationError(
+                f"{name}_size={size!r} does not divide the {world_size} devices of this run: choose a divisor, or "
+                "another number of devices or nodes"
+            )
+    others = math.prod(size for size in fixed.values() if isinstance(size, int))
+    product = " times ".join(f"{name}_size={size}" for name, size in fixed.items() if size != 1)
+    if world_size % others:
         raise ConfigurationError(
-            f"tensor_parallel_size={tensor} does not divide the {world_size} devices of this run: choose a divisor, or "
+            f"{product} is {others}, which does not divide the {world_size} devices of this run: choose divisors, or "
             "another number of devices or nodes"
         )
-    if data != "auto" and data * tensor != world_size:
+    data = wanted[DATA.name]
+    if data != "auto" and data * others != world_size:
+        left = f"{DATA.name}_size={data}" + (f" times {product}" if product else "")
         raise ConfigurationError(
-            f"data_parallel_size={data} times tensor_parallel_size={tensor} is {data * tensor}, but this run has "
-            f"{world_size} devices: set data_parallel_size='auto', or {world_size // tensor}"
+            f"{left} is {data * others}, but this run has {world_size} devices: set {DATA.name}_size='auto', or "
+            f"{world_size // others}"
         )
-    return world_size // tensor, tensor
+    return {name: world_size // others if name == DATA.name else int(size) for name, size in wanted.items()}
 
 
-def shard_size(wanted: int | Literal["auto", "node"], data: int, tensor: int, ranks_per_node: int) -> int:
+def shard_size(wanted: int | Literal["auto", "node"], sizes: Mapping[str, int], ranks_per_node: int) -> int:
     """Among how many neighbours on the data axis state is split.
 
     Raises:
         ConfigurationError: if these do not fill the data axis.
     """
+    data = sizes[DATA.name]
     if wanted == "auto":
         return data
-    size = max(ranks_per_node // tensor, 1) if wanted == "node" else wanted
+    others = math.prod(sizes.values()) // data
+    size = max(ranks_per_node // others, 1) if wanted == "node" else wanted
     if size < 1 or data % size:
         raise ConfigurationError(
             f"data_parallel_shard_size={wanted!r} is {size} ranks, which do not divide the {data} data-parallel ranks: "
@@ -69,31 +82,56 @@ class Mesh:
     """The mesh of a run, as one rank sees it.
 
     Args:
-        data: number of data-parallel ranks.
-        tensor: number of ranks that share each layer.
+        sizes: of the axes by name, in the order of ranks. Axes of one rank are left out, but for the data axis.
         rank: this rank.
         device_mesh: torch's mesh with the same axes; its groups are communicators of their own.
         state_mesh: the same with the axes in the order of graphs, in which DTensor nests placements as they do; under
             hybrid sharding the data axis is two of them, ``replica`` and ``shard``.
-        shard: number of data-parallel ranks among which state lies in chunks; ``data`` without hybrid sharding.
+        shard: number of data-parallel ranks among which state lies in chunks; all of them without hybrid sharding.
     """
 
-    data: int
-    tensor: int
+    sizes: Mapping[str, int]
     rank: int
     device_mesh: DeviceMesh
     state_mesh: DeviceMesh
     shard: int
 
-    @property
-    def data_rank(self) -> int:
-        """This rank's position on the data axis."""
-        return self.rank // self.tensor
+    def size(self, name: str) -> int:
+        """Number of ranks of an axis; 1 where the mesh has no such axis."""
+        return self.sizes.get(name, 1)
 
     @property
-    def tensor_rank(self) -> int:
-        """This rank's position on the tensor axis."""
-        return self.rank % self.tensor
+    def coordinates(self) -> dict[str, int]:
+        """This rank's coordinate on every axis, by name."""
+        return coordinates(self.sizes, self.rank)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of different batches a step."""
+        return batch_coordinates(self.sizes, self.rank)[0]
+
+    @property
+    def batch_rank(self) -> int:
+        """Which of these batches this rank has."""
+        return self._batch_of(self.rank)
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether several ranks have the same batch."""
+        return self.batch_size < math.prod(self.sizes.values())
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether a rank's part of a parameter may be several pieces of it."""
+        return any(kind.splits_layers for kind in AXIS_KINDS if kind.name in self.sizes)
+
+    def _batch_of(self, rank: int) -> int:
+        return batch_coordinates(self.sizes, rank)[1]
+
+    def batch_group(self) -> Any:
+        """The process group of this rank and ranks with the other batches of a step."""
+        (axis,) = batch_axes(self.sizes)
+        return self.group(axis)
 
     def group(self, name: str) -> Any:
         """The process group of an axis, or of a part of the data axis."""
@@ -101,69 +139,99 @@ class Mesh:
         return mesh.get_group(name)
 
     def axes(self, split: Sequence[int] = ()) -> tuple[ShardAxis, ...]:
-        """The axes as graphs use them, tensor axis first; one of a single rank is left out beside the other.
+        """The axes as graphs use them; one of a single rank is left out beside others.
 
         Args:
-            split: rows of the global batch on each data-parallel rank; even where there is no batch.
+            split: rows of the global batch on each rank that has one of its own; even where there is no batch.
         """
-        data = ShardAxis(
-            DATA_PARALLEL,
-            self.data,
-            self.data_rank,
-            self.group(DATA_PARALLEL).group_name,
-            tuple(split) or (1,) * self.data,
-            *self._parts(),
-        )
-        if self.tensor == 1:
-            return (data,)
-        group = self.group(TENSOR_PARALLEL).group_name
-        tensor = tensor_parallel_axis(self.tensor, self.tensor_rank, group)
-        return (tensor,) if self.data == 1 else (tensor, data)
+        own = self.coordinates
+        found: list[ShardAxis] = []
+        for kind in GRAPH_ORDER:
+            size = self.size(kind.name)
+            if kind.name not in self.sizes or (size == 1 and len(self.sizes) > 1):
+                continue
+            rows = tuple(split) if kind.batch_dim == 0 and split else (1,) * size
+            parts = self._parts() if kind.holds_chunks else (None, None)
+            found.append(ShardAxis(kind.name, size, own[kind.name], self.group(kind.name).group_name, rows, *parts))
+        return tuple(found)
 
     def _parts(self) -> tuple[ShardAxis | None, ShardAxis | None]:
         """The neighbours among which chunks lie and the ranks that hold the same ones, if that is not all ranks."""
-        if self.shard == self.data:
+        data = self.sizes[DATA.name]
+        if self.shard == data:
             return None, None
-        replica, place = divmod(self.data_rank, self.shard)
-        rows = self.data // self.shard
+        replica, place = divmod(self.coordinates[DATA.name], self.shard)
+        rows = data // self.shard
         within = ShardAxis(SHARD, self.shard, place, self.group(SHARD).group_name, (1,) * self.shard)
         return within, ShardAxis(REPLICA, rows, replica, self.group(REPLICA).group_name, (1,) * rows)
 
     def check_same_batch(self, digests: Sequence[str]) -> None:
-        """Compare the batches of ranks that share layers, given as digests by rank.
+        """Compare the batches of ranks that must have the same one, given as digests by rank.
 
         Raises:
             BatchError: naming two ranks that differ.
         """
         for first, rank in self._unlike(digests):
             raise BatchError(
-                f"ranks {first} and {rank} share layers but hold different batches: give your sampler "
+                f"ranks {first} and {rank} {self._why_alike()} but hold different batches: give your sampler "
                 "**trainer.strategy.distributed_sampler_kwargs, and seed what is random in the data set alike"
             )
 
+    def _why_alike(self) -> str:
+        return "share layers" if self.size(TENSOR.name) > 1 else "work on parts of the same sequences"
+
+    def _first_of_batches(self) -> list[int]:
+        """The first rank of each batch."""
+        firsts: dict[int, int] = {}
+        for rank in range(math.prod(self.sizes.values())):
+            firsts.setdefault(self._batch_of(rank), rank)
+        return [firsts[batch] for batch in range(self.batch_size)]
+
     def _unlike(self, values: Sequence[object]) -> Iterator[tuple[int, int]]:
-        """Pairs of ranks that share layers and hold different values."""
+        """Pairs of ranks that should have the same batch and hold different values."""
+        firsts = self._first_of_batches()
         for rank, value in enumerate(values):
-            first = rank - rank % self.tensor
+            first = firsts[self._batch_of(rank)]
             if value != values[first]:
                 yield first, rank
 
     def split(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Rows on each data-parallel rank from those on each rank.
+        """Rows of each batch of a step from those on each rank.
 
         Raises:
-            BatchError: if ranks that share layers hold different numbers of rows.
+            BatchError: if ranks that should have the same batch hold different numbers of rows.
         """
         for first, rank in self._unlike(rows):
             raise BatchError(
-                f"rank {rank} has {rows[rank]} rows and rank {first} has {rows[first]}, but both work on the same "
-                "layers and need the same batch: give your sampler **trainer.strategy.distributed_sampler_kwargs"
+                f"rank {rank} has {rows[rank]} rows and rank {first} has {rows[first]}, but both {self._why_alike()} "
+                "and need the same batch: give your sampler **trainer.strategy.distributed_sampler_kwargs"
             )
-        return tuple(rows[:: self.tensor])
+        return tuple(rows[first] for first in self._first_of_batches())
+
+
+def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Coordinates of a rank on axes of these sizes, of which the last varies fastest."""
+    found: dict[str, int] = {}
+    for name in reversed(list(sizes)):
+        rank, found[name] = divmod(rank, sizes[name])
+    return {name: found[name] for name in sizes}
+
+
+def batch_axes(sizes: Mapping[str, int]) -> list[str]:
+    """Those over which batches differ."""
+    return [kind.name for kind in AXIS_KINDS if kind.name in sizes and kind.batch_dim == 0]
+
+
+def batch_coordinates(sizes: Mapping[str, int], rank: int) -> tuple[int, int]:
+    """Number of different batches a step on axes of these sizes, and which of them a rank has."""
+    own, count, index = coordinates(sizes, rank), 1, 0
+    for name in batch_axes(sizes):
+        count, index = count * sizes[name], index * sizes[name] + own[name]
+    return count, index
 
 
 def make_mesh(
-    sizes: tuple[int, int],
+    sizes: Mapping[str, int],
     rank: int,
     device_type: str,
     backend: str,
@@ -176,42 +244,61 @@ def make_mesh(
     collectives in flight.
 
     Args:
-        sizes: of the (data, tensor) axes.
+        sizes: of the axes by name, in the order of ranks.
         rank: this rank.
         device_type: of the tensors that lie on the mesh.
         backend: of the process groups.
         timeout: of their collectives.
         shard: among how many neighbours on the data axis state is split; None: among all.
     """
-    data, tensor = sizes
-    shard = data if shard is None else shard
-    layout = torch.arange(data * tensor).reshape(-1, shard, tensor)
-    dims = {DATA_PARALLEL: (0, 1), TENSOR_PARALLEL: (2,), REPLICA: (0,), SHARD: (1,)}
-    layers = [TENSOR_PARALLEL] if tensor > 1 else []
-    state_names = [*layers, *([DATA_PARALLEL] if shard == data else [REPLICA, SHARD])]
-
-    def arranged(names: Sequence[str]) -> torch.Tensor:
-        """The ranks with these axes, and whatever they leave out behind them."""
-        named = [d for name in names for d in dims[name]]
-        sizes = [math.prod(layout.shape[d] for d in dims[name]) for name in names]
-        return layout.permute(*named, *(d for d in range(3) if d not in named)).reshape(*sizes, -1)
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == DATA.name}
+    shard = sizes[DATA.name] if shard is None else shard
+    hybrid = shard != sizes[DATA.name]
+    grid = _Grid(sizes, shard)
+    names = list(sizes)
+    in_graphs = [kind.name for kind in GRAPH_ORDER if kind.name in sizes]
+    split_data = {DATA.name: [REPLICA, SHARD]} if hybrid else {}
+    state_names = [part for name in in_graphs for part in split_data.get(name, [name])]
 
     groups: dict[str, Any] = {}
-    for name in dict.fromkeys([DATA_PARALLEL, *state_names]):
-        for ranks in arranged([name]).t().tolist():
+    for name in dict.fromkeys([*names, *state_names]):
+        for ranks in grid.arranged([name]).t().tolist():
             made = dist.new_group(ranks, backend=backend, timeout=timeout)
             groups[name] = made if rank in ranks else groups.get(name)
 
     def device_mesh(names: Sequence[str]) -> DeviceMesh:
         if len(names) == 1:
             return DeviceMesh.from_group(groups[names[0]], device_type, mesh_dim_names=tuple(names))
-        ranks = arranged(names).squeeze(-1).contiguous()
+        ranks = grid.arranged(names).squeeze(-1).contiguous()
         own = [groups[name] for name in names]
         return DeviceMesh.from_group(own, device_type, mesh=ranks, mesh_dim_names=tuple(names))
 
-    names = [DATA_PARALLEL, *layers]
     outside = device_mesh(names)
-    return Mesh(data, tensor, rank, outside, outside if names == state_names else device_mesh(state_names), shard)
+    return Mesh(sizes, rank, outside, outside if names == state_names else device_mesh(state_names), shard)
+
+
+class _Grid:
+    """All ranks of a mesh as an array; the data axis is two of its dimensions, rows and neighbours in a row."""
+
+    def __init__(self, sizes: Mapping[str, int], shard: int) -> None:
+        shape: list[int] = []
+        self._dims: dict[str, tuple[int, ...]] = {}
+        for name, size in sizes.items():
+            at = len(shape)
+            if name == DATA.name:
+                shape += [size // shard, shard]
+                self._dims.update({name: (at, at + 1), REPLICA: (at,), SHARD: (at + 1,)})
+            else:
+                shape.append(size)
+                self._dims[name] = (at,)
+        self._ranks = torch.arange(math.prod(shape)).reshape(shape)
+
+    def arranged(self, names: Sequence[str]) -> torch.Tensor:
+        """The ranks with these axes, and whatever they leave out behind them."""
+        named = [d for name in names for d in self._dims[name]]
+        sizes = [math.prod(self._ranks.shape[d] for d in self._dims[name]) for name in names]
+        rest = [d for d in range(self._ranks.ndim) if d not in named]
+        return self._ranks.permute(*named, *rest).reshape(*sizes, -1)
 
 
 def tensor_parallel_axis(size: int, rank: int, group: str) -> ShardAxis:
@@ -222,4 +309,4 @@ def tensor_parallel_axis(size: int, rank: int, group: str) -> ShardAxis:
         rank: this rank's coordinate on it.
         group: name of a process group of the axis' own, never the default one.
     """
-    return ShardAxis(TENSOR_PARALLEL, size, rank, group, (1,) * size)
+    return ShardAxis(TENSOR.name, size, rank, group, (1,) * size)

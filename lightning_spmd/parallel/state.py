@@ -27,14 +27,17 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Blocks, Chunk, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import GraphInput, InputRole
-from lightning_spmd.parallel.mesh import DATA_PARALLEL, SHARD, Mesh
+from lightning_spmd.parallel.axes import AXIS_KINDS
+from lightning_spmd.parallel.mesh import REPLICA, SHARD, Mesh
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.parallel.pieces import joined, local_piece
 
 Placements = tuple[Placement, ...]
+_CHUNKED = {kind.name for kind in AXIS_KINDS if kind.holds_chunks}
 
 
 def is_sharded(placements: Placements) -> bool:
@@ -120,7 +123,7 @@ class StateMesh:
         by_name = dict(zip([axis.name for axis in self.axes], zip(placements, self.axes, strict=True), strict=True))
         found: list[Any] = []
         for name in self.mesh.state_mesh.mesh_dim_names or ():
-            placement, axis = by_name.get(DATA_PARALLEL if name == SHARD else name, (REPLICATE, self.axes[0]))
+            placement, axis = by_name.get(_axis_of(name) or "", (REPLICATE, self.axes[0]))
             if isinstance(placement, Shard) and placement.outer != 1:
                 found.append(BlockShard(placement.dim, placement.outer, axis))
             elif isinstance(placement, (Chunk, Shard)):
@@ -134,12 +137,13 @@ class StateMesh:
         names = self.mesh.state_mesh.mesh_dim_names or ()
         by_name: dict[str, Placement] = {}
         for name, placement in zip(names, cast(tuple[Any, ...], tensor.placements), strict=True):
-            if not isinstance(placement, TorchShard):
-                by_name[name] = REPLICATE
-            elif name in (DATA_PARALLEL, SHARD):
-                by_name[DATA_PARALLEL] = Chunk(placement.dim)
+            axis = _axis_of(name)
+            if axis is None or not isinstance(placement, TorchShard):
+                continue
+            if axis in _CHUNKED:
+                by_name[axis] = Chunk(placement.dim)
             else:
-                by_name[name] = Shard(placement.dim, getattr(placement, "blocks", 1))
+                by_name[axis] = Shard(placement.dim, getattr(placement, "blocks", 1))
         return tuple(by_name.get(axis.name, REPLICATE) for axis in self.axes)
 
     # ------------------------------------------------------------------ back to wholes
@@ -159,6 +163,13 @@ class StateMesh:
                 holders = axis.chunks if isinstance(placement, Chunk) else axis
                 value = _joined(value, placement, holders, size, self.mesh.group(holders.name))
         return value
+
+
+def _axis_of(dimension: str) -> str | None:
+    """The axis whose placement a dimension of the state mesh carries: under hybrid sharding replicas carry none."""
+    if dimension == REPLICA:
+        return None
+    return first(_CHUNKED, "chunked dimension") if dimension == SHARD else dimension
 
 
 def _joined(value: Tensor, placement: Chunk | Shard, axis: ShardAxis, size: int, group: Any) -> Tensor:

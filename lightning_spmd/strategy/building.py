@@ -109,7 +109,7 @@ class GraphBuilder:
     # ------------------------------------------------------------------ pieces
     def _check_same_batch(self, request: StepRequest) -> None:
         context = self._context
-        if request.batch is None or context.mesh is None or context.control is None or context.mesh.tensor == 1:
+        if request.batch is None or context.mesh is None or context.control is None or not context.mesh.shares_batches:
             return
         context.mesh.check_same_batch(context.control.gather(request.batch.digest()))
 

@@ -20,7 +20,7 @@ def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request:
     """
     batch = request.batch
     rows, problem = _rows(batch)
-    found = table.find(request, (rows,) * mesh.data)
+    found = table.find(request, (rows,) * mesh.batch_size)
     shape = stable_hash((table.step_key(request), None if batch is None else batch.shared_key()))
     vote = control.vote(None if problem else found.index, rows, -1 if problem else shape)
     if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:

@@ -97,7 +97,7 @@ class TrainingIteration:
             CaptureError: the step cannot be one graph.
         """
         batch, mesh = Batch(batch_tree), self.context.mesh
-        rows = (batch.rows(),) * (1 if mesh is None else mesh.data)
+        rows = (batch.rows(),) * (1 if mesh is None else mesh.batch_size)
         request = self._request(batch, arguments, dataclasses.replace(variant, accumulated=False), None)
         return self._builder.capture(request, rows)
 

@@ -20,13 +20,20 @@ class LayerSharing:
 
     Args:
         wanted: the user's plan, ``"auto"``, or None.
+        size: number of ranks that share each layer.
         sequence: whether activations between shared layers are pieces of the sequence.
     """
 
-    def __init__(self, wanted: Mapping[str, Any] | str | None, sequence: bool) -> None:
+    def __init__(self, wanted: Mapping[str, Any] | str | None, size: int, sequence: bool) -> None:
         if isinstance(wanted, str) and wanted != "auto":
             raise ConfigurationError(f"tensor_parallel_plan={wanted!r}: give patterns on module paths, or 'auto'")
+        if size > 1 and wanted is None:
+            raise ConfigurationError(
+                f"tensor_parallel_size={size} needs a tensor_parallel_plan: patterns on module paths to styles, or "
+                "'auto'"
+            )
         self.wanted = wanted
+        self.size = size
         self.sequence = sequence
         self.found: dict[str, Any] | None = None
         self._resolved: ResolvedPlan | None = None
@@ -36,29 +43,29 @@ class LayerSharing:
         """Whether a plan is still to be found in the first batch's graph."""
         return self.wanted == "auto" and self.found is None
 
-    def resolve(self, module: nn.Module, size: int) -> None:
+    def resolve(self, module: nn.Module) -> None:
         """Apply the plan to a model; until one is found everything is on every rank.
 
         Raises:
             ConfigurationError: naming the pattern or module that does not fit.
         """
         plan: Any = self.found or {} if self.wanted == "auto" else self.wanted or {}
-        self._resolved = resolve_plan(module, plan, size, sequence_parallel=self.sequence and bool(plan))
+        self._resolved = resolve_plan(module, plan, self.size, sequence_parallel=self.sequence and bool(plan))
 
-    def find(self, captured: CapturedStep, module: nn.Module, size: int, agree: Callable[[Any], Any]) -> None:
+    def find(self, captured: CapturedStep, module: nn.Module, agree: Callable[[Any], Any]) -> None:
         """Find the plan in a graph; ``agree`` gives every rank the first one's.
 
         Raises:
             ConfigurationError: nothing in the graph can be shared.
         """
-        self.found = agree(find_plan(captured, size))
+        self.found = agree(find_plan(captured, self.size))
         if not self.found:
             raise ConfigurationError(
-                f"tensor_parallel_plan='auto' found no layers that {size} ranks can share; give patterns, or "
+                f"tensor_parallel_plan='auto' found no layers that {self.size} ranks can share; give patterns, or "
                 "tensor_parallel_size=1"
             )
         tell(f"strategy='spmd' shares layers: {self.found}")
-        self.resolve(module, size)
+        self.resolve(module)
 
     def plan(self) -> TensorParallelPlan:
         """The plan of the tensor axis."""

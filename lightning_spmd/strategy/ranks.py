@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,7 +17,8 @@ from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError
-from lightning_spmd.parallel.mesh import DATA_PARALLEL, Mesh, make_mesh, mesh_sizes, shard_size
+from lightning_spmd.parallel.axes import DATA, ParallelOptions
+from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mesh_sizes, shard_size
 from lightning_spmd.stages.runtime.agreement import ControlPlane
 
 
@@ -25,8 +28,7 @@ class RankedStrategy(ParallelStrategy):
     Args:
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
-        data_parallel_size: ranks among which the batch is split; ``"auto"``: all that tensor parallelism leaves.
-        tensor_parallel_size: ranks that share each layer.
+        parallel_options: sizes of the mesh's axes and how things lie on them.
         data_parallel_shard_size: neighbours on the data axis among which state is split, ``"auto"``: all of the axis,
             ``"node"``: those on one node.
         kwargs: those of Lightning's ``ParallelStrategy``, set by the Trainer.
@@ -36,14 +38,12 @@ class RankedStrategy(ParallelStrategy):
         self,
         process_group_backend: str | None,
         timeout: timedelta | None,
-        data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int = 1,
+        parallel_options: ParallelOptions,
         data_parallel_shard_size: int | Literal["auto", "node"] = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.data_parallel_size: int | Literal["auto"] = data_parallel_size
-        self.tensor_parallel_size = tensor_parallel_size
+        self.parallel_options = parallel_options
         self.data_parallel_shard_size: int | Literal["auto", "node"] = data_parallel_shard_size
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
@@ -73,12 +73,14 @@ class RankedStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        data, tensor = self._mesh_sizes()
-        return {"num_replicas": data, "rank": self.global_rank // tensor}
+        replicas, rank = batch_coordinates(self._mesh_sizes(), self.global_rank)
+        return {"num_replicas": replicas, "rank": rank}
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh of this run, as ``ModelParallelStrategy`` has it: axes ``data_parallel``, ``tensor_parallel``.
+
+        An axis of one rank is left out, but for the first.
 
         Raises:
             ConfigurationError: before the process groups are there, and on one device.
@@ -94,13 +96,13 @@ class RankedStrategy(ParallelStrategy):
         mesh = self._mesh
         if mesh is None:
             raise ConfigurationError("one device has no mesh")
-        if mesh.tensor == 1:
+        if len(mesh.sizes) == 1:
             return mesh
         backend = self.process_group_backend or private.default_backend(self.root_device)
-        return make_mesh((mesh.data * mesh.tensor, 1), mesh.rank, self.root_device.type, backend, self.timeout)
+        return make_mesh({DATA.name: self.world_size}, mesh.rank, self.root_device.type, backend, self.timeout)
 
-    def _mesh_sizes(self) -> tuple[int, int]:
-        return mesh_sizes(self.data_parallel_size, self.tensor_parallel_size, self.num_nodes * self.num_processes)
+    def _mesh_sizes(self) -> dict[str, int]:
+        return mesh_sizes(self.parallel_options, self.num_nodes * self.num_processes)
 
     @override
     def _configure_launcher(self) -> None:
@@ -116,7 +118,7 @@ class RankedStrategy(ParallelStrategy):
         super().setup_environment()
         self._set_world_ranks()
         sizes = self._mesh_sizes()
-        shard = shard_size(self.data_parallel_shard_size, *sizes, self.num_processes)
+        shard = shard_size(self.data_parallel_shard_size, sizes, self.num_processes)
         if not self.is_distributed:
             return  # nor reset_seed(): one device draws the numbers that strategy="auto" draws
         reset_seed()
@@ -135,6 +137,20 @@ class RankedStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         private.set_rank_zero_only(self.global_rank)
+
+    @contextlib.contextmanager
+    def _tracing(self, rows: int) -> Iterator[None]:
+        """While training_step is traced: it sees the global batch, and compiled submodules run as written."""
+        self._tracing_rows = rows
+        torch.compiler.set_stance("force_eager")
+        # torch's own LSTM instead of oneDNN's, which cannot be captured; one device keeps eager's and runs eagerly
+        native = torch.backends.mkldnn.flags(enabled=False) if self.is_distributed else contextlib.nullcontext()
+        try:
+            with native:
+                yield
+        finally:
+            self._tracing_rows = None
+            torch.compiler.set_stance("default")
 
     # ------------------------------------------------------------------ collectives
     @override
@@ -156,8 +172,8 @@ class RankedStrategy(ParallelStrategy):
         """Reduce over the ranks; inside training_step values are global already and come back as they are."""
         if not isinstance(tensor, Tensor) or self._tracing_rows is not None:
             return tensor
-        if group is None and self._mesh is not None and self._mesh.tensor > 1:
-            group = self._mesh.group(DATA_PARALLEL)  # ranks that share layers hold the same value
+        if group is None and self._mesh is not None and self._mesh.shares_batches:
+            group = self._mesh.batch_group()  # the others hold the same value
         return private.reduce_over_ranks(tensor, group, reduce_op)
 
     @override

@@ -105,7 +105,7 @@ class SavingStrategy(RankedStrategy):
         from lightning_spmd.strategy.distributed_checkpoints import Shelf  # slow to import
 
         mesh = self._mesh
-        if self._flat is None and mesh is not None and mesh.tensor > 1:
+        if self._flat is None and mesh is not None and mesh.splits_layers:
             self._flat = StateMesh(self._flat_mesh())
         return Shelf(self._state, self._flat, None if self._control is None else self._control.group)
 

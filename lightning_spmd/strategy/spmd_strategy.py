@@ -27,8 +27,8 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
-from lightning_spmd.parallel.mesh import DATA_PARALLEL, TENSOR_PARALLEL
-from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel, data_parallel_plan
+from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, ParallelOptions
+from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
@@ -118,11 +118,17 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         passes: list[Any] | None = None,
         dump_dir: str | Path | None = None,
     ) -> None:
+        check_data_parallel(data_parallel, data_parallel_shard_size)
+        self.layer_sharing = LayerSharing(tensor_parallel_plan, tensor_parallel_size, sequence_parallel)
         super().__init__(
             process_group_backend,
             timeout,
-            data_parallel_size,
-            tensor_parallel_size,
+            ParallelOptions(
+                data_parallel=data_parallel,
+                data_parallel_size=data_parallel_size,
+                tensor_parallel_size=tensor_parallel_size,
+                layers=self.layer_sharing.plan,
+            ),
             data_parallel_shard_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             accelerator=accelerator,
@@ -131,16 +137,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        check_data_parallel(data_parallel, data_parallel_shard_size)
-        self.data_parallel = data_parallel
-        if tensor_parallel_size > 1 and tensor_parallel_plan is None:
-            raise ConfigurationError(
-                f"tensor_parallel_size={tensor_parallel_size} needs a tensor_parallel_plan: patterns on module paths "
-                "to styles, or 'auto'"
-            )
-        self.layer_sharing = LayerSharing(tensor_parallel_plan, sequence_parallel)
         self.build_options = checked_options(passes, bucket_size_mb, reduce_dtype, overlap_iterations)
-        self.overlap_iterations: bool | str = overlap_iterations
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self._prepare_for_training()
 
@@ -168,9 +165,10 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if not isinstance(tensor, DTensor):
                     dist.broadcast(tensor.detach(), 0)
-        if self._mesh is not None and self._mesh.tensor > 1:
-            self.layer_sharing.resolve(self.model, self._mesh.tensor)
-            metrics_among(self.model, self._mesh.group(DATA_PARALLEL))
+        if self._mesh is not None and self.layer_sharing.size > 1:
+            self.layer_sharing.resolve(self.model)
+        if self._mesh is not None and self._mesh.shares_batches:
+            metrics_among(self.model, self._mesh.batch_group())
         self._shard_module(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -184,10 +182,13 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     def _plan(self, variant: Variant) -> ParallelPlan:
         """The parallel plan of a variant's graph."""
-        data = data_parallel_plan(self.data_parallel, reduce_gradients=variant.expose_gradients)
-        if self.tensor_parallel_size == 1:
-            return data
-        return MeshPlan({DATA_PARALLEL: data, TENSOR_PARALLEL: self.layer_sharing.plan()})
+        options = self.parallel_options
+        plans = {
+            kind.name: kind.plan(options, variant.expose_gradients)
+            for kind in AXIS_KINDS
+            if kind is DATA or kind.size(options) != 1
+        }
+        return MeshPlan(plans) if len(plans) > 1 else plans[DATA.name]
 
     @override
     def _evaluates_in_graphs(self) -> bool:
@@ -265,15 +266,15 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     def _overlaps(self, trainer: Any, module: Any) -> bool | str:
         """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
-        if self._control is None or self.overlap_iterations is False:
+        if self._control is None or self.build_options.overlap_iterations is False:
             return False
         readers = sum(self._control.gather(readers_between_batches(module, trainer.callbacks)), [])
         if readers and self.mode is Mode.COMPILED:
-            tell(explain(list(dict.fromkeys(readers)), insisted=self.overlap_iterations is True))
-        if readers and self.overlap_iterations is not True:
+            tell(explain(list(dict.fromkeys(readers)), insisted=self.build_options.overlap_iterations is True))
+        if readers and self.build_options.overlap_iterations is not True:
             return False
         finish_in_time(trainer, self.flush)
-        return self.overlap_iterations
+        return self.build_options.overlap_iterations
 
     @override
     def flush(self) -> None:
@@ -285,9 +286,9 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             self._iteration.flush()
 
     def _mode_of_all_ranks(self, trainer: Any, module: Any) -> Mode:
-        option = f"data_parallel={self.data_parallel!r}"
-        if self.tensor_parallel_size > 1:
-            option = f"tensor_parallel_size={self.tensor_parallel_size}"
+        option = f"data_parallel={self.parallel_options.data_parallel!r}"
+        if self.layer_sharing.size > 1:
+            option = f"tensor_parallel_size={self.layer_sharing.size}"
         needs_graphs = option if self.is_distributed and self._plan(Variant()).needs_graphs else None
         context = Context(trainer, module, self.optimizers)
         mode, self._eager_apply = self._modes.of_all_ranks(context, self._control, needs_graphs)
@@ -310,10 +311,8 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         return self._streams
 
     def _streams_from(self, seed: int) -> RandomStreams:
-        mesh = self._mesh
-        if mesh is None or mesh.tensor == 1:
-            return RandomStreams(seed, self.global_rank)
-        return RandomStreams(seed, {DATA_PARALLEL: mesh.data_rank, TENSOR_PARALLEL: mesh.tensor_rank})
+        several = self._mesh is not None and len(self._mesh.sizes) > 1
+        return RandomStreams(seed, self._mesh.coordinates if self._mesh and several else self.global_rank)
 
     @override
     def model_to_device(self) -> None:
@@ -334,7 +333,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         self._drop_zeroed_gradients(iteration)
         arguments = dict(inspect.signature(iteration.context.module.training_step).bind(*args, **kwargs).arguments)
         batch = arguments.pop(first(arguments, "argument of training_step"))
-        if self.layer_sharing.is_sought and self._mesh is not None and self.tensor_parallel_size > 1:
+        if self.layer_sharing.is_sought and self._mesh is not None and self.layer_sharing.size > 1:
             iteration = self._share_layers(iteration, iteration.captured(batch, arguments, variant))
         try:
             output = iteration.run(batch, arguments, variant, self._clip)
@@ -350,7 +349,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     def _share_layers(self, iteration: TrainingIteration, captured: CapturedStep) -> TrainingIteration:
         """Find the tensor-parallel plan in the first batch's graph; shard what exists already by it, and start anew."""
-        self.layer_sharing.find(captured, iteration.context.module, self.tensor_parallel_size, self.broadcast)
+        self.layer_sharing.find(captured, iteration.context.module, self.broadcast)
         self._shard_again(iteration.context.module)
         self._setup_iteration(iteration.context.trainer)
         return self._iteration or iteration
@@ -449,20 +448,6 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
                 self._eager_apply = True
         if self._eager_apply:
             optimizer.step()
-
-    @contextlib.contextmanager
-    def _tracing(self, rows: int) -> Iterator[None]:
-        """While training_step is traced: it sees the global batch, and compiled submodules run as written."""
-        self._tracing_rows = rows
-        torch.compiler.set_stance("force_eager")
-        # torch's own LSTM instead of oneDNN's, which cannot be captured; one device keeps eager's and runs eagerly
-        native = torch.backends.mkldnn.flags(enabled=False) if self.is_distributed else contextlib.nullcontext()
-        try:
-            with native:
-                yield
-        finally:
-            self._tracing_rows = None
-            torch.compiler.set_stance("default")
 
     @override
     def teardown(self) -> None:

@@ -1,0 +1,47 @@
+"""What is to be known of a kind of mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_spmd.parallel.parallel_plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """What the user asks of the mesh; ``SPMDStrategy`` says what each means.
+
+    Args:
+        data_parallel: name of the plan of the data axis.
+        data_parallel_size: ranks among which the batch is split.
+        tensor_parallel_size: ranks that share each layer.
+        layers: gives the tensor axis' plan.
+    """
+
+    data_parallel: str
+    data_parallel_size: int | Literal["auto"]
+    tensor_parallel_size: int
+    layers: Callable[[], ParallelPlan]
+
+
+@dataclass(frozen=True)
+class AxisKind:
+    """A kind of axis.
+
+    Args:
+        name: in meshes, graphs and messages.
+        batch_dim: the dimension of the batch that its ranks split. Only where that is 0 do they hold different batches.
+        holds_chunks: whether state that is sharded by ZeRO lies in chunks over it.
+        splits_layers: whether a rank's part of a parameter may be several pieces of it.
+        size: how many ranks the user wants; ``"auto"``: all that are left.
+        plan: how things lie on it, given whether gradients leave the graph as their sum over the ranks.
+    """
+
+    name: str
+    batch_dim: int | None
+    holds_chunks: bool
+    splits_layers: bool
+    size: Callable[[ParallelOptions], int | Literal["auto"]]
+    plan: Callable[[ParallelOptions, bool], ParallelPlan]
