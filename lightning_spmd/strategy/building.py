@@ -102,7 +102,7 @@ class GraphBuilder:
                 accumulators=frozenset(self._gradients),
                 clip=request.clip,
                 step_context=lambda: context.step_context(request.variant.method),
-                tracing_context=lambda: context.tracing_context(rows or 0),
+                tracing_context=lambda: context.tracing_context(split),
             )
         )
 

@@ -124,7 +124,7 @@ class EvaluatingStrategy(RankedStrategy):
             rows = Batch(args[0]).rows()
         except BatchError:
             rows = None
-        with log_keys_kept(self.lightning_module, rows, self.world_size):
+        with log_keys_kept(self.lightning_module, rows, self.batches):
             return step(*args, **(kwargs or {}))
 
     def _graphs(self) -> EvaluationSteps:

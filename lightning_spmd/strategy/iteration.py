@@ -146,10 +146,10 @@ class TrainingIteration:
             private.mark_stepped(self.context.optimizer)
 
     def _answer(self, executable: Executable, outputs: Sequence[Any], batch: Batch, rows: int) -> Any:
-        captured, control = executable.captured, self.context.control
+        captured = executable.captured
         with self.context.step_context(captured.variant.method):
-            world_size = 1 if control is None else control.world_size
-            replay(self.context.module, captured.calls, outputs, batch.values, world_size, rows)
+            is_global = self.context.control is not None
+            replay(self.context.module, captured.calls, outputs, batch.values, rows, is_global=is_global)
         return resolve(captured.returned, outputs, batch.values)
 
     def _fall_back(self, reason: str) -> NoReturn:

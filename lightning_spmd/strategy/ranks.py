@@ -19,6 +19,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError
 from lightning_spmd.parallel.axes import DATA, ParallelOptions
 from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mesh_sizes, shard_size
+from lightning_spmd.stages.capture.recorder import user_location
 from lightning_spmd.stages.runtime.agreement import ControlPlane
 
 
@@ -50,7 +51,7 @@ class RankedStrategy(ParallelStrategy):
         self.timeout = timeout
         self._control: ControlPlane | None = None
         self._mesh: Mesh | None = None
-        self._tracing_rows: int | None = None
+        self._traced_split: tuple[int, ...] | None = None
 
     # ------------------------------------------------------------------ what Lightning asks by name
     @property
@@ -139,9 +140,13 @@ class RankedStrategy(ParallelStrategy):
         private.set_rank_zero_only(self.global_rank)
 
     @contextlib.contextmanager
-    def _tracing(self, rows: int) -> Iterator[None]:
-        """While training_step is traced: it sees the global batch, and compiled submodules run as written."""
-        self._tracing_rows = rows
+    def _tracing(self, split: tuple[int, ...]) -> Iterator[None]:
+        """While training_step is traced: it sees the global batch, and compiled submodules run as written.
+
+        Args:
+            split: rows of each batch that is a part of it.
+        """
+        self._traced_split = split
         torch.compiler.set_stance("force_eager")
         # torch's own LSTM instead of oneDNN's, which cannot be captured; one device keeps eager's and runs eagerly
         native = torch.backends.mkldnn.flags(enabled=False) if self.is_distributed else contextlib.nullcontext()
@@ -149,7 +154,7 @@ class RankedStrategy(ParallelStrategy):
             with native:
                 yield
         finally:
-            self._tracing_rows = None
+            self._traced_split = None
             torch.compiler.set_stance("default")
 
     # ------------------------------------------------------------------ collectives
@@ -170,22 +175,50 @@ class RankedStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks; inside training_step values are global already and come back as they are."""
-        if not isinstance(tensor, Tensor) or self._tracing_rows is not None:
+        if not isinstance(tensor, Tensor) or self._traced_split is not None:
             return tensor
-        if group is None and self._mesh is not None and self._mesh.shares_batches:
-            group = self._mesh.batch_group()  # the others hold the same value
-        return private.reduce_over_ranks(tensor, group, reduce_op)
+        return private.reduce_over_ranks(tensor, self._of_all_batches(group), reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """What all ranks decide, those that have the same batch included: each of them acts on it."""
+        if self._control is None:
+            return decision
+        decisions = self._control.gather(bool(decision))
+        return False not in decisions if all else True in decisions
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the ranks' tensors; inside training_step a view of the global tensor, differentiable by nature."""
-        rows = self._tracing_rows
-        if rows is None:
-            return super().all_gather(tensor, group, sync_grads)
+        """Stack the tensors of ranks with different batches: inside training_step a view of the global tensor.
+
+        That view is differentiable by nature.
+        """
+        split = self._traced_split
+        if split is None:
+            return super().all_gather(tensor, self._of_all_batches(group), sync_grads)
         if not self.is_distributed:
             return tensor
-        if tensor.ndim == 0 or tensor.shape[0] != rows:
-            return tensor.unsqueeze(0).expand(self.world_size, *tensor.shape)
-        if rows % self.world_size:
-            raise CaptureError("self.all_gather in training_step needs the same number of rows on every rank")
-        return tensor.reshape(self.world_size, rows // self.world_size, *tensor.shape[1:])
+        if tensor.ndim == 0 or tensor.shape[0] != sum(split):
+            return tensor.unsqueeze(0).expand(len(split), *tensor.shape)
+        if len(set(split)) > 1:
+            raise CaptureError(
+                f"self.all_gather in training_step needs the same number of rows on every rank, not {list(split)}; the "
+                "tensor itself has the rows of all ranks already",
+                user_location(),
+            )
+        return tensor.reshape(len(split), split[0], *tensor.shape[1:])
+
+    def _of_all_batches(self, group: Any | None) -> Any | None:
+        """The group that a collective should run in: where ranks have the same batch, one of them stands for it.
+
+        ``LightningModule.all_gather`` names all ranks where nobody named a group.
+        """
+        mesh = self._mesh
+        if mesh is None or not mesh.shares_batches or group not in (None, dist.group.WORLD):
+            return group
+        return mesh.batch_group()
+
+    @property
+    def batches(self) -> int:
+        """Number of different batches a step."""
+        return 1 if self._mesh is None else self._mesh.batch_size

@@ -40,8 +40,9 @@ def replay(
     calls: Sequence[RecordedCall],
     outputs: Sequence[Any],
     leaves: Sequence[Any],
-    world_size: int,
     rows: int,
+    *,
+    is_global: bool,
 ) -> list[Any]:
     """Make the calls in their order.
 
@@ -50,9 +51,9 @@ def replay(
         calls: what the step method called at capture.
         outputs: the graph's outputs of this run; logged ones are global values, the same on all ranks.
         leaves: of this rank's batch.
-        world_size: number of ranks. With more than one, ``log`` takes the values for the global ones that they are, the
-            batch size that weighs epoch means is the global one, and a metric's batch value is synced.
         rows: rows of the global batch.
+        is_global: there are several ranks: ``log`` takes the values for the global ones that they are, the batch size
+            that weighs epoch means is the global one, and a metric's batch value is synced.
 
     Returns:
         what each call returned.
@@ -64,9 +65,9 @@ def replay(
         kwargs = resolve(call.kwargs, outputs, leaves, results)
         if call.method == "append":
             results.append(getattr(target, args[0]).append(args[1]))
-        elif world_size > 1 and call.method == "log":
+        elif is_global and call.method == "log":
             results.append(_log_global(target, args, kwargs, rows))
-        elif world_size > 1 and call.method == "forward":
+        elif is_global and call.method == "forward":
             results.append(_forward_with_sync(target, args, kwargs))
         else:
             results.append(getattr(target, call.method)(*args, **kwargs))
@@ -95,7 +96,7 @@ def _log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows
 
 
 @contextlib.contextmanager
-def log_keys_kept(module: nn.Module, rows: int | None, world_size: int) -> Iterator[None]:
+def log_keys_kept(module: nn.Module, rows: int | None, batches: int) -> Iterator[None]:
     """Around an eager step of a run whose earlier steps were graphs on several ranks.
 
     Lightning refuses a key whose reduction changes, so what the step logs goes on under the one that does nothing: this
@@ -104,17 +105,23 @@ def log_keys_kept(module: nn.Module, rows: int | None, world_size: int) -> Itera
     Args:
         module: the LightningModule.
         rows: of this rank's batch, if it has a number of rows.
-        world_size: number of ranks; the values of graphs weigh as many rows as the global batch has, so must these.
+        batches: number of ranks with batches of their own; the values of graphs weigh as many rows as the global batch
+            has, so must these.
     """
 
     def log(owner: LightningModule, *args: Any, **kwargs: Any) -> None:
         said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
         operation = said.get("reduce_fx", "mean")
+        weight: Any = said.get("batch_size") or rows
+        total = None if weight is None else weight * batches
         if said.get("sync_dist") and not isinstance(said["value"], Metric) and isinstance(operation, str):
+            reduce = owner.trainer.strategy.reduce
             value = torch.as_tensor(said["value"], device=owner.device).detach().clone()
-            said["value"] = owner.trainer.strategy.reduce(value, reduce_op=operation)
-        weight = said.get("batch_size") or rows
-        _log_global(owner, (), {**said, "batch_size": None if weight is None else weight * world_size}, None)
+            if operation == "mean" and weight is not None:  # ranks may have different numbers of rows
+                total = int(reduce(torch.tensor(weight, device=owner.device), reduce_op="sum"))
+                value = value * weight / total
+            said["value"] = reduce(value, reduce_op="sum" if operation == "mean" and weight is not None else operation)
+        _log_global(owner, (), {**said, "batch_size": total}, None)
 
     owners = [m for m in module.modules() if isinstance(m, LightningModule)]
     for owner in owners:

@@ -51,7 +51,7 @@ class RunContext:
         mesh: the mesh; None on one device.
         control: host messages among the ranks; None on one device.
         streams: random numbers of several ranks; None on one device.
-        tracing_context: entered while tracing, given the number of rows of the global batch.
+        tracing_context: entered while tracing, given the rows of each part of the global batch.
         listeners: called with each BuildEvent.
         dump_dir: where every stage's graph is written, or None.
         options: pass list and bucket size.
@@ -64,7 +64,7 @@ class RunContext:
     mesh: Mesh | None
     control: ControlPlane | None
     streams: RandomStreams | None
-    tracing_context: Callable[[int], contextlib.AbstractContextManager[Any]]
+    tracing_context: Callable[[tuple[int, ...]], contextlib.AbstractContextManager[Any]]
     listeners: Sequence[Callable[[BuildEvent], None]]
     dump_dir: Path | None
     options: BuildOptions
