@@ -21,6 +21,7 @@ from lightning_spmd.errors import (
     ExpansionError,
     RankDisagreementError,
     SPMDError,
+    StaleGraphError,
     VerificationError,
 )
 from lightning_spmd.strategy.foreign_lightning import explain_in_pytorch_lightning
@@ -38,6 +39,7 @@ __all__ = [
     "RankDisagreementError",
     "SPMDError",
     "SPMDStrategy",
+    "StaleGraphError",
     "VerificationError",
     "__version__",
 ]

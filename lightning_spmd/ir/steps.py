@@ -82,12 +82,14 @@ class RecordedCall:
             ``"append"`` of any module: its arguments are the name of a list on it and the item.
         args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, what
             came with the batch and is not a tensor by :class:`LeafRef`.
+        source: ``file:line`` of the call, empty where unknown.
     """
 
     target: str
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    source: str = ""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_spmd.errors import BatchError, ConfigurationError
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.strategy.evaluation import EvaluationSteps
+from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.ranks import RankedStrategy
 from lightning_spmd.strategy.replay import log_keys_kept
 from lightning_spmd.strategy.run_context import FellBack
@@ -64,6 +65,7 @@ class EvaluatingStrategy(RankedStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._iteration: TrainingIteration | None = None
         self._evaluation: EvaluationSteps | None = None
         self._turns: Turns | None = None
         self._replayed: set[str] = set()  # methods that have logged from graphs: Lightning keeps a run's keys for good
@@ -137,6 +139,18 @@ class EvaluatingStrategy(RankedStrategy):
     def evaluation_captures(self) -> int:
         """Number of graphs built for evaluation since the Trainer began; 0 where it runs eagerly."""
         return 0 if self._evaluation is None else self._evaluation.captures
+
+    @property
+    def rechecks(self) -> tuple[int, float]:
+        """How often a step was traced again and found to be what its graph does, and the seconds that took."""
+        schedules = [graphs.rechecks.schedule for graphs in (self._iteration, self._evaluation) if graphs is not None]
+        return sum(s.count for s in schedules), sum(s.spent for s in schedules)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._iteration is not None:
+            self._iteration.rechecks.tell()
 
     # ------------------------------------------------------------------ ranks with different numbers of batches
     @override

@@ -51,6 +51,7 @@ class GraphTable:
         self._trainer = trainer
         self._gradients = gradients
         self._indices: dict[tuple[Any, ...], list[int]] = {}
+        self._dropped: set[tuple[Any, ...]] = set()
         self._told_about_shapes = False
 
     def find(self, request: StepRequest, split: tuple[int, ...]) -> Found:
@@ -75,10 +76,20 @@ class GraphTable:
         accumulated = self._trainer.accumulate_grad_batches
         return request.variant, tuple(request.arguments), accumulated, tuple(self._gradients)
 
-    def add(self, key: tuple[Any, ...], executable: Executable) -> None:
-        """File a new graph."""
+    def add(self, key: tuple[Any, ...], executable: Executable) -> int:
+        """File a new graph; gives its index."""
         self.executables.append(executable)
         self._indices.setdefault(key, []).append(len(self.executables) - 1)
+        return len(self.executables) - 1
+
+    def drop(self, found: Found) -> bool:
+        """Never use a graph again; says whether it is the first one of its key to go."""
+        if found.index is None:
+            raise ValueError("no graph was found that could be dropped")
+        self._indices[found.key].remove(found.index)
+        known = found.key in self._dropped
+        self._dropped.add(found.key)
+        return not known
 
     def surplus(self, found: Found) -> str | None:
         """Why no further graph should be built for such a step; None where one may be."""

@@ -13,14 +13,15 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.errors import ConfigurationError, StaleGraphError
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder
 from lightning_spmd.strategy.choice import agreed_choice
-from lightning_spmd.strategy.graph_table import GraphTable
+from lightning_spmd.strategy.graph_table import Found, GraphTable
+from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import replay, resolve
 from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
 
@@ -39,6 +40,7 @@ class TrainingIteration:
         self._arguments: dict[str, Any] = {}  # of the step that runs; graphs read them from here
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
         self._pending: Pending | None = None
+        self.rechecks = Rechecks(context, self._builder.capture)
 
     @property
     def captures(self) -> int:
@@ -116,7 +118,7 @@ class TrainingIteration:
             found = table.find(request, () if request.batch is None else request.batch.first_sizes())
         else:
             found = agreed_choice(context.control, context.mesh, table, request)
-        if found.index is not None:
+        if found.index is not None and self._is_up_to_date(found, request):
             return table.executables[found.index], sum(found.split)
         if (surplus := table.surplus(found)) is not None:
             self._fall_back(surplus)
@@ -127,8 +129,28 @@ class TrainingIteration:
             executable = self._builder.build(request, found.split)
         except CannotBeBuilt as error:
             self._fall_back(str(error))
-        table.add(found.key, executable)
+        self.rechecks.begin(table.add(found.key, executable))
         return executable, sum(found.split)
+
+    def _is_up_to_date(self, found: Found, request: StepRequest) -> bool:
+        """Whether a graph may run; now and then the step is traced again to tell. If not, it will never be asked again.
+
+        Raises:
+            StaleGraphError: on all ranks; it is not, and steps have run with it.
+            FellBack: on all ranks; graphs of this step are out of date as soon as they are built.
+        """
+        if found.index is None or not self.rechecks.is_due(found.index):
+            return found.index is not None
+        self.flush()  # all that the step could read is as eager training has it
+        stale = self.rechecks.look(found.index, self.table.executables[found.index], request, found.split)
+        if stale is None:
+            return True
+        if not stale.harmless:
+            raise StaleGraphError(stale.text)
+        if not self.table.drop(found):
+            self._fall_back(stale.text)
+        warn(f"strategy='spmd' builds a graph anew before it was ever used with an old value: {stale.text}")
+        return False
 
     def _run(self, executable: Executable, tensors: Sequence[Tensor]) -> Sequence[Any]:
         if self._pending is not None and not executable.can_follow(self._pending):

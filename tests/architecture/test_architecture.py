@@ -45,6 +45,7 @@ PUBLIC_NAMES = {
     "RankDisagreementError",
     "SPMDError",
     "SPMDStrategy",
+    "StaleGraphError",
     "VerificationError",
     "__version__",
 }

@@ -104,7 +104,8 @@ class LogRecorder:
     def record(self, target: str, method: str, role: OutputRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Remember one call; returns its position."""
         name = f"{method} {len(self.calls)}" + (f" of {target}" if target else "")
-        call = RecordedCall(target, method, self.lift(args, role, name), self.lift(kwargs, role, name))
+        lifted = self.lift(args, role, name), self.lift(kwargs, role, name)
+        call = RecordedCall(target, method, *lifted, user_location() or "")
         self.calls.append(call)
         return len(self.calls) - 1
 

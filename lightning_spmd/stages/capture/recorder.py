@@ -150,7 +150,7 @@ class Recorder(private.TorchDispatchMode):
                 return NodeInfo(Section.BACKWARD, known.module, known.source)
             return NodeInfo(Section.BACKWARD, self.module_path[-1], "")
         if self.section is not Section.FORWARD:
-            return NodeInfo(self.section)
+            return NodeInfo(self.section, source=user_location() or "")
         info = NodeInfo(Section.FORWARD, self.module_path[-1], user_location() or "")
         self._forward_info[private.next_sequence_number() - 1] = info
         return info
@@ -334,6 +334,10 @@ _LIBRARY_PARTS = (
 )
 
 
+# where a capture calls what the user wrote
+_OUTERMOST = "/lightning_spmd/stages/capture/trace.py"
+
+
 def _is_user_code(filename: str) -> bool:
     if filename.startswith("<"):
         return False
@@ -341,9 +345,13 @@ def _is_user_code(filename: str) -> bool:
 
 
 def user_location() -> str | None:
-    """``file:line`` of the innermost frame outside torch, Lightning and this package, or None."""
+    """``file:line`` of the innermost frame outside torch, Lightning and this package, or None.
+
+    While something is captured, frames outside the capture do not count: the line that calls ``fit`` says nothing about
+    what an optimizer of torch does.
+    """
     frame = inspect.currentframe()
-    while frame is not None:
+    while frame is not None and not frame.f_code.co_filename.endswith(_OUTERMOST):
         if _is_user_code(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back

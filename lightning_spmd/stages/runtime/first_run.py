@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from lightning_spmd.ir.aliasing import storage_roots
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.same_step import REPAIR
 
 _aten = torch.ops.aten
 
@@ -63,6 +64,7 @@ def insert_repairs(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:
             copy = graph.call_function(_aten.copy_.default, (empty, node))
         for new in (empty, copy):
             new.meta.update({k: v for k, v in node.meta.items() if k in ("val", "info", "placements")})
+            new.meta[REPAIR] = True
         for reader in readers:
             reader.replace_input_with(node, copy)
     graph_module.recompile()

@@ -1,0 +1,236 @@
+"""The net below the guards: now and then the step is traced again and compared with the graph that is in use.
+
+Guards see Python values that they know of. What hides from them (a value behind a C object, a file, a clock) would stay
+in the graph as it was at capture. So a graph's second use, then each time that the number of its uses has doubled, and
+the first use in every epoch, are traced again on fake tensors before they run. If the trace differs from the graph:
+
+* no step ran since it was known to be right: no number is wrong yet. The graph is built anew, with a warning that names
+  the line; where that does not help either, the iteration runs eagerly from there on.
+* steps ran in between: they may have used the old value, which nobody can mend. An error names the line and the steps.
+
+The cost is bounded by :class:`Schedule`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_spmd.ir.same_step import Difference, first_difference
+from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.messages import place_of, tell
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.run_context import RunContext, StepRequest
+
+# Tracing again may take these seconds and this share of the run; 1 % is what it and the guards may cost together.
+ALLOWANCE_SECONDS = 0.4
+SHARE = 0.004
+# However long an epoch is: never longer than this without a look (where steps take that long).
+LONGEST_GAP_SECONDS = 3600.0
+
+
+@dataclass
+class Watch:
+    """What is known about one graph.
+
+    Args:
+        step: ``global_step`` when it was last known to be right.
+        epoch: the epoch then.
+        uses: how often it was asked for.
+        right: the last use of which it is known to be right; the first one was captured for it.
+        again: the use at which to look again.
+    """
+
+    step: int
+    epoch: int
+    uses: int = 1
+    right: int = 1
+    again: int = 2
+
+
+class Schedule:
+    """When to trace again: the same on all ranks, because it counts steps and knows only times that all agreed on.
+
+    A graph's second use is always looked at: a value that changes from step to step is found before it did harm. The
+    others wait until the time spent is at most :data:`ALLOWANCE_SECONDS` and :data:`SHARE` of the run, then they are
+    made up for.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.spent = 0.0
+        self.elapsed = 0.0
+        self._steps = 0
+        self._seconds_a_step = 0.0
+        self._cost = 0.0
+        self._counted = 0
+
+    def is_due(self, watch: Watch, epoch: int) -> bool:
+        """Count one use of a graph; whether to look at it before it runs."""
+        watch.uses += 1
+        self._steps += 1
+        if watch.uses < watch.again and epoch == watch.epoch:
+            return False
+        return watch.right == 1 or self.spent + self._cost <= ALLOWANCE_SECONDS + SHARE * self.time_so_far()
+
+    def time_so_far(self) -> float:
+        """The run's seconds, estimated from the last ones that the ranks agreed on."""
+        return self.elapsed + self._seconds_a_step * (self._steps - self._counted)
+
+    def looked(self, watch: Watch, step: int, epoch: int, seconds: float, elapsed: float) -> None:
+        """A graph was found to be right.
+
+        Args:
+            watch: of the graph.
+            step: ``global_step``.
+            epoch: the current epoch.
+            seconds: that looking took.
+            elapsed: of the run.
+        """
+        self.count += 1
+        self.spent += seconds
+        self._cost = seconds
+        self._seconds_a_step = (elapsed - self.elapsed - seconds) / max(1, self._steps - self._counted)
+        self.elapsed, self._counted = elapsed, self._steps
+        watch.step, watch.epoch, watch.right = step, epoch, watch.uses
+        longest = LONGEST_GAP_SECONDS / self._seconds_a_step if self._seconds_a_step > 0 else math.inf
+        watch.again = watch.uses + max(1, int(min(watch.uses, longest)))
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A graph that does not do any more what Python would do.
+
+    Args:
+        text: the difference, for the user.
+        harmless: whether no step can have used what is out of date.
+    """
+
+    text: str
+    harmless: bool
+
+
+class Rechecks:
+    """Looks after the graphs of one run.
+
+    Args:
+        context: what they were made in.
+        capture: captures a step, given the rows of the global batch by data rank.
+    """
+
+    def __init__(self, context: RunContext, capture: Callable[[StepRequest, tuple[int, ...]], CapturedStep]) -> None:
+        self.schedule = Schedule()
+        self._context = context
+        self._capture = capture
+        self._watches: dict[int, Watch] = {}
+        self._started: float | None = None
+
+    def begin(self, index: int) -> None:
+        """A graph was built for the step that runs now."""
+        if self._started is None:
+            self._started = time.perf_counter()
+        trainer = self._context.trainer
+        self._watches[index] = Watch(trainer.global_step, trainer.current_epoch)
+
+    def is_due(self, index: int) -> bool:
+        """Whether to look at a graph before this use of it; all ranks say the same."""
+        return self.schedule.is_due(self._watches[index], self._context.trainer.current_epoch)
+
+    def look(self, index: int, executable: Executable, request: StepRequest, split: tuple[int, ...]) -> Stale | None:
+        """Trace a step again, whose guards hold, and compare; all ranks do so together and get the same answer.
+
+        Args:
+            index: of the graph that would run it.
+            executable: that graph.
+            request: the step.
+            split: rows of the global batch by data rank.
+        """
+        control, watch = self._context.control, self._watches[index]
+        begun = time.perf_counter()
+        found = self._difference(executable, request, split)
+        now = time.perf_counter()
+        mine = (now - begun, now - (self._started or begun), None if found is None else str(found))
+        sides = [mine] if control is None else control.gather(mine)
+        texts = {rank: text for rank, (_, _, text) in enumerate(sides) if text is not None}
+        if not texts:
+            trainer = self._context.trainer
+            seconds = max(seconds for seconds, _, _ in sides)
+            self.schedule.looked(watch, trainer.global_step, trainer.current_epoch, seconds, sides[0][1])
+            return None
+        rank, text = min(texts.items())
+        where = "" if len(texts) == len(sides) else f" (on rank {rank})"
+        return Stale(self._told(request, watch, text, where), watch.uses == watch.right + 1)
+
+    def tell(self) -> None:
+        """At the end of a run: how often that was, and what it cost."""
+        if self._started is not None and self.schedule.count:
+            spent, elapsed = self.schedule.spent, time.perf_counter() - self._started
+            tell(
+                f"strategy='spmd' traced the step again {self.schedule.count} times and found its graphs up to date "
+                f"({spent:.2f} s, {spent / elapsed:.1%} of the run)"
+            )
+
+    # ------------------------------------------------------------------ pieces
+    def _difference(
+        self, executable: Executable, request: StepRequest, split: tuple[int, ...]
+    ) -> Difference | str | None:
+        tensors = [] if request.batch is None else request.batch.tensor_values
+        try:
+            with _silent():
+                traced = self._capture(request, split)
+            found = first_difference(executable.captured, traced, live=lambda: executable.inputs(tensors))
+            if found is None or found.source:
+                return found
+            method = getattr(type(self._context.module), request.variant.method)
+            return dataclasses.replace(found, source=place_of(method).strip(" ()"))
+        except Exception as error:  # the others wait for this rank's answer, whatever happened
+            return f"  now it cannot be captured any more: {error}"
+
+    def _told(self, request: StepRequest, watch: Watch, text: str, where: str) -> str:
+        name = request.variant.method if request.variant.forward else "the optimizer's step"
+        told = f"{name} does something else than its graph{where}, and no value that is watched has changed:\n{text}\n"
+        unsure = watch.uses - watch.right - 1
+        if unsure:
+            steps = "1 step was" if unsure == 1 else f"{unsure} steps were"
+            told += f"The graph was right at step {watch.step}; {steps} made with it since, perhaps with an old value. "
+        return told + (
+            "Values behind objects of C, files, clocks and iterators cannot be watched: keep what changes in a buffer "
+            "or a plain attribute of the module, or move the statement to a hook such as on_train_batch_end"
+        )
+
+
+class _Others:
+    """Standard output for the other threads.
+
+    Args:
+        target: where they write to.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._muted = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def write(self, text: str) -> int:
+        """As of a file, but what this thread writes is dropped."""
+        return len(text) if threading.get_ident() == self._muted else self._target.write(text)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What the step prints was printed before."""
+    before: Any = sys.stdout
+    sys.stdout = _Others(before)
+    try:
+        yield
+    finally:
+        sys.stdout = before
