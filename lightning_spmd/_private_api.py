@@ -6,6 +6,8 @@ Seen to work on torch 2.11 and 2.13 and lightning 2.6. A name that disappears fa
 from __future__ import annotations
 
 import contextlib
+import linecache
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -38,7 +40,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.constants import default_pg_timeout as default_process_group_timeout
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
+
+# Where the text of compiled graphs is kept.
+from torch.fx.graph_module import _loader as _graph_sources
 
 # Nested arguments of operators are taken apart and put together at every recorded call; the public
 # torch.utils.pytree is newer than 2.11.
@@ -51,6 +57,7 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "GraphModule",
     "OpOverload",
     "OpOverload",
     "SubprocessScriptLauncher",
@@ -58,13 +65,16 @@ __all__ = [
     "after_closure",
     "autograd_hooks",
     "child_tables",
+    "collectives_begun",
     "current_backward_sequence_number",
     "default_backend",
     "default_generator",
     "default_process_group_timeout",
+    "default_store",
     "detects_anomaly",
     "disable_dispatch_modes",
     "dtensor_strategies",
+    "give_groups",
     "has_dtensor_strategy",
     "init_process_group",
     "is_within_training_epoch",
@@ -107,6 +117,57 @@ def local_tensor(tensor: Tensor) -> Tensor:
     ``to_local`` costs 20 times as much for every tensor and step where gradients are enabled.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class GraphModule(fx.GraphModule):
+    """A graph module whose source text ends with it.
+
+    torch keeps the text of every graph that was ever compiled, for tracebacks: without this many fits in one process
+    would keep all of their graphs as text, megabytes a fit for a large model.
+    """
+
+    def recompile(self) -> Any:
+        """Compile the graph; its text replaces the one before."""
+        code = super().recompile()
+        before = self.__dict__.get("_text")
+        if before is not None:
+            before()
+        text = weakref.finalize(self, _forget_source, type(self).forward.__code__.co_filename)
+        text.atexit = False
+        self.__dict__["_text"] = text
+        return code
+
+
+def _forget_source(filename: str) -> None:
+    _graph_sources.eval_cache.pop(filename, None)
+    linecache.cache.pop(filename, None)
+
+
+def collectives_begun(group: Any) -> int:
+    """How many collectives this rank has begun in a process group; unequal numbers mean that one of them hangs."""
+    return int(group._get_sequence_number_for_group())
+
+
+def default_store() -> Any:
+    """The key-value store in which the default process group found its ranks: messages without a collective."""
+    return _get_default_store()
+
+
+def give_groups(mesh: Any, other: Any) -> None:
+    """Let a device mesh work on the process groups of an equal one; they end with the default group, not with it.
+
+    A mesh is a constant of every DTensor on it and of torch's cache of DTensor operators, groups may have to change.
+    """
+    mesh._dim_group_names = other._dim_group_names
+    mesh._pg_registry = dict(other._pg_registry)
+    groups = [weakref.ref(group) for group in mesh._pg_registry.values()]
+    weakref.finalize(torch.distributed.group.WORLD, _drop_groups, mesh, groups).atexit = False
+
+
+def _drop_groups(mesh: Any, groups: list[Any]) -> None:
+    for name, group in list(mesh._pg_registry.items()):
+        if any(group is known() for known in groups):
+            del mesh._pg_registry[name]
 
 
 def next_sequence_number() -> int:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError, ConfigurationError
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, GRAPH_ORDER, TENSOR, ParallelOptions
@@ -138,6 +138,11 @@ class Mesh:
         mesh = self.state_mesh if name in (SHARD, REPLICA) else self.device_mesh
         return mesh.get_group(name)
 
+    def groups(self) -> dict[str, Any]:
+        """This rank's process groups, by the name of their axis."""
+        meshes = (self.device_mesh, self.state_mesh)
+        return {name: mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()}
+
     def axes(self, split: Sequence[int] = ()) -> tuple[ShardAxis, ...]:
         """The axes as graphs use them; one of a single rank is left out beside others.
 
@@ -235,7 +240,6 @@ def make_mesh(
     rank: int,
     device_type: str,
     backend: str,
-    timeout: timedelta | None,
     shard: int | None = None,
 ) -> Mesh:
     """Make the mesh on all ranks together.
@@ -248,7 +252,6 @@ def make_mesh(
         rank: this rank.
         device_type: of the tensors that lie on the mesh.
         backend: of the process groups.
-        timeout: of their collectives.
         shard: among how many neighbours on the data axis state is split; None: among all.
     """
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == DATA.name}
@@ -263,15 +266,15 @@ def make_mesh(
     groups: dict[str, Any] = {}
     for name in dict.fromkeys([*names, *state_names]):
         for ranks in grid.arranged([name]).t().tolist():
-            made = dist.new_group(ranks, backend=backend, timeout=timeout)
+            made = dist.new_group(ranks, backend=backend)
             groups[name] = made if rank in ranks else groups.get(name)
 
     def device_mesh(names: Sequence[str]) -> DeviceMesh:
         if len(names) == 1:
-            return DeviceMesh.from_group(groups[names[0]], device_type, mesh_dim_names=tuple(names))
+            return known_mesh(DeviceMesh.from_group(groups[names[0]], device_type, mesh_dim_names=tuple(names)))
         ranks = grid.arranged(names).squeeze(-1).contiguous()
         own = [groups[name] for name in names]
-        return DeviceMesh.from_group(own, device_type, mesh=ranks, mesh_dim_names=tuple(names))
+        return known_mesh(DeviceMesh.from_group(own, device_type, mesh=ranks, mesh_dim_names=tuple(names)))
 
     outside = device_mesh(names)
     return Mesh(sizes, rank, outside, outside if names == state_names else device_mesh(state_names), shard)
@@ -299,6 +302,21 @@ class _Grid:
         sizes = [math.prod(self._ranks.shape[d] for d in self._dims[name]) for name in names]
         rest = [d for d in range(self._ranks.ndim) if d not in named]
         return self._ranks.permute(*named, *rest).reshape(*sizes, -1)
+
+
+_KNOWN: dict[DeviceMesh, DeviceMesh] = {}
+
+
+def known_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The one object for all meshes that equal this one, with its process groups.
+
+    torch's cache of DTensor operators gives a result any equal mesh that it ever saw. With two of them a tensor could
+    come to lie on groups that have ended, or on others than on the next rank; with one, what was left by a Trainer
+    whose groups broke can still be gathered and trained.
+    """
+    known = _KNOWN.setdefault(mesh, mesh)
+    private.give_groups(known, mesh)
+    return known
 
 
 def tensor_parallel_axis(size: int, rank: int, group: str) -> ShardAxis:

@@ -210,8 +210,7 @@ def shard_module(module: nn.Module, plan: ParallelPlan, state: StateMesh, stagin
                     continue
                 if _lies_as(parameter, placements, state):
                     continue
-                value = _whole_of(parameter, staging).detach()
-                new = state.shard(value, placements)
+                new = _laid_out(parameter, placements, state, staging)
                 if isinstance(parameter, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=parameter.requires_grad)
                 replaced[id(parameter)] = replaced[id(new)] = new
@@ -221,18 +220,26 @@ def shard_module(module: nn.Module, plan: ParallelPlan, state: StateMesh, stagin
 
 
 def _lies_as(parameter: Tensor, placements: Placements, state: StateMesh) -> bool:
-    if not isinstance(parameter, DTensor) or parameter.device_mesh != state.mesh.state_mesh:
+    if not isinstance(parameter, DTensor) or parameter.device_mesh is not state.mesh.state_mesh:
         return False
     return state.placements_of(parameter) == placements
 
 
-def _whole_of(parameter: Tensor, staging: StateMesh | None) -> Tensor:
-    """All of a parameter: plain, in chunks from when it was built, or on the mesh of an earlier Trainer."""
+def _laid_out(parameter: Tensor, placements: Placements, state: StateMesh, staging: StateMesh | None) -> Tensor:
+    """The values of a parameter as the plan wants them.
+
+    It is plain, in chunks from when it was built, or on the mesh of an earlier Trainer. An equal mesh counts as ours
+    whatever its process groups are: they may have ended, or broken in an exception.
+    """
     if not isinstance(parameter, DTensor):
-        return parameter
+        return state.shard(parameter.detach(), placements)
+    if parameter.device_mesh == state.mesh.state_mesh:
+        if state.placements_of(parameter) == placements:
+            return state.wrap(private.local_tensor(parameter).detach(), parameter.shape, placements)
+        return state.shard(state.whole(parameter), placements)
     if staging is not None and parameter.device_mesh == staging.mesh.state_mesh:
-        return staging.whole(parameter)
-    return parameter.full_tensor()
+        return state.shard(staging.whole(parameter), placements)
+    return state.shard(parameter.full_tensor().detach(), placements)
 
 
 def _placements_of(plan: ParallelPlan, axes: tuple[ShardAxis, ...], name: str, tensor: Tensor) -> Placements:

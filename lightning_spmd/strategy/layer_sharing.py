@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.steps import CapturedStep
@@ -72,10 +71,3 @@ class LayerSharing:
         if self._resolved is None:
             return TensorParallelPlan(ResolvedPlan({}, {}))
         return TensorParallelPlan(self._resolved)
-
-
-def metrics_among(module: nn.Module, group: Any) -> None:
-    """Metrics add up what data-parallel ranks saw: ranks that share layers saw the same."""
-    for part in module.modules():
-        if isinstance(part, Metric) and part.process_group is None:
-            part.process_group = group

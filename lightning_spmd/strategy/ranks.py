@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError
 from lightning_spmd.parallel.axes import DATA, ParallelOptions
 from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mesh_sizes, shard_size
+from lightning_spmd.parallel.shared_groups import Lease, lease_groups, make_host_group
 from lightning_spmd.stages.capture.recorder import user_location
 from lightning_spmd.stages.runtime.agreement import ControlPlane
 
@@ -52,6 +54,8 @@ class RankedStrategy(ParallelStrategy):
         self._control: ControlPlane | None = None
         self._mesh: Mesh | None = None
         self._traced_split: tuple[int, ...] | None = None
+        self._leases: list[Lease] = []
+        self._metrics: list[Metric] = []
 
     # ------------------------------------------------------------------ what Lightning asks by name
     @property
@@ -99,8 +103,21 @@ class RankedStrategy(ParallelStrategy):
             raise ConfigurationError("one device has no mesh")
         if len(mesh.sizes) == 1:
             return mesh
+        key, make = self._mesh_wanted({DATA.name: self.world_size})
+        return self._lease({key: make})[0]
+
+    def _mesh_wanted(self, sizes: Mapping[str, int], shard: int | None = None) -> tuple[Hashable, Callable[[], Mesh]]:
+        """Everything about a mesh, and how it is made."""
         backend = self.process_group_backend or private.default_backend(self.root_device)
-        return make_mesh({DATA.name: self.world_size}, mesh.rank, self.root_device.type, backend, self.timeout)
+        arguments = (sizes, self.global_rank, self.root_device.type, backend, shard)
+        axes = tuple((name, size) for name, size in sizes.items() if size > 1)
+        shard = sizes[DATA.name] if shard is None else shard
+        return ("mesh", axes, shard, self.root_device.type, backend), lambda: make_mesh(*arguments)
+
+    def _lease(self, wanted: Mapping[Hashable, Callable[[], Any]]) -> list[Any]:
+        """Process groups until teardown, on all ranks together."""
+        self._leases.append(lease_groups(wanted, self.timeout))
+        return self._leases[-1].owners
 
     def _mesh_sizes(self) -> dict[str, int]:
         return mesh_sizes(self.parallel_options, self.num_nodes * self.num_processes)
@@ -128,10 +145,30 @@ class RankedStrategy(ParallelStrategy):
         if self.cluster_environment is None:
             raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
         private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
-        if self._control is None:
-            self._control = ControlPlane(self.timeout)
-            device_type = self.root_device.type
-            self._mesh = make_mesh(sizes, self.global_rank, device_type, backend, self.timeout, shard)
+        self._end_leases()  # of a Trainer that was never torn down
+        key, make = self._mesh_wanted(sizes, shard)
+        host, self._mesh = self._lease({"host": make_host_group, key: make})
+        self._control = ControlPlane(host.group)
+
+    def _end_leases(self) -> None:
+        while self._leases:
+            self._leases.pop().end()
+        while self._metrics:
+            self._metrics.pop().process_group = None
+
+    def _sync_metrics(self, module: nn.Module, group: Any) -> None:
+        """Until teardown metrics add up what data-parallel ranks saw: ranks that share layers saw the same."""
+        for part in module.modules():
+            if isinstance(part, Metric) and part.process_group is None:
+                part.process_group = group
+                self._metrics.append(part)
+
+    @override
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self._end_leases()
 
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:

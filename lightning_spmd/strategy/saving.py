@@ -109,6 +109,11 @@ class SavingStrategy(RankedStrategy):
             self._flat = StateMesh(self._flat_mesh())
         return Shelf(self._state, self._flat, None if self._control is None else self._control.group)
 
+    @override
+    def _end_leases(self) -> None:
+        super()._end_leases()
+        self._flat = None
+
     def _named_parameters(self) -> Iterator[tuple[str, Any]]:
         return iter(()) if self.lightning_module is None else self.lightning_module.named_parameters()
 

@@ -37,7 +37,7 @@ from lightning_spmd.strategy.evaluating import EvaluatingStrategy
 from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.iteration import TrainingIteration
-from lightning_spmd.strategy.layer_sharing import LayerSharing, metrics_among
+from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.options import checked_options
 from lightning_spmd.strategy.overlap import FinishPendingWork, explain, finish_in_time, readers_between_batches
@@ -168,7 +168,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         if self._mesh is not None and self.layer_sharing.size > 1:
             self.layer_sharing.resolve(self.model)
         if self._mesh is not None and self._mesh.shares_batches:
-            metrics_among(self.model, self._mesh.batch_group())
+            self._sync_metrics(self.model, self._mesh.batch_group())
         self._shard_module(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -15,9 +15,9 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -57,6 +57,7 @@ class RankPool:
         self.timeout = timeout
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
+        self._bells: list[Any] = []
         self._folder = tempfile.TemporaryDirectory()
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
@@ -125,9 +126,10 @@ class RankPool:
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         for rank in ranks:
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        if ranks:
-            time.sleep(1.0)
+            self._bells[rank].send_bytes(b"stacks")
+        deadline = time.monotonic() + 5.0
+        while not all(self._stack_file(rank).read_text() for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.2)
         return {rank: self._stack_file(rank).read_text() for rank in ranks}
 
     def _stack_file(self, rank: int) -> Path:
@@ -138,13 +140,16 @@ class RankPool:
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
+            button, bell = context.Pipe()
             self._stack_file(rank).write_text("")
             with mock.patch.dict(os.environ, environment(rank, self.size, port)):
-                process = context.Process(target=_serve, args=(theirs, str(self._stack_file(rank))), daemon=True)
+                process = context.Process(target=_serve, args=(theirs, bell, str(self._stack_file(rank))), daemon=True)
                 process.start()
             theirs.close()
+            bell.close()
             self._processes.append(process)
             self._pipes.append(ours)
+            self._bells.append(button)
 
     def close(self) -> None:
         """End the workers."""
@@ -152,9 +157,9 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
-        for pipe in self._pipes:
+        for pipe in (*self._pipes, *self._bells):
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._bells = [], [], []
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -186,10 +191,20 @@ def _summary(answer: tuple[str, Any]) -> str:
     return "finished" if kind == "value" else f"{content[0]}: {content[1]}"
 
 
-def _serve(pipe: Any, stack_file: str) -> None:
+def _tell_stacks(bell: Any, stacks: Any) -> None:
+    """Write the stacks of all threads when asked. Not at a signal: every Trainer puts signals back to their default."""
+    while True:
+        try:
+            bell.recv_bytes()
+        except EOFError:
+            return
+        faulthandler.dump_traceback(file=stacks, all_threads=True)
+
+
+def _serve(pipe: Any, bell: Any, stack_file: str) -> None:
     """A worker's life: take a job, answer, until the parent goes."""
     with open(stack_file, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        threading.Thread(target=_tell_stacks, args=(bell, stacks), daemon=True).start()
         faulthandler.enable(file=stacks, all_threads=True)
         import torch  # after the environment is set, which limits its threads
 

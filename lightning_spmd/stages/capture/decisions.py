@@ -66,7 +66,7 @@ def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> Decision
         answers.setdefault(copies[node], (where, value))
     out.output(tuple(answers))
     names, expected = zip(*answers.values(), strict=True)
-    return DecisionProgram(fx.GraphModule(nn.Module(), out), tuple(inputs), names, expected)
+    return DecisionProgram(private.GraphModule(nn.Module(), out), tuple(inputs), names, expected)
 
 
 def _slice(graph: fx.Graph, targets: Sequence[fx.Node]) -> set[fx.Node]:

@@ -318,7 +318,7 @@ class _Capture:
         leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
         predicate = program.guard([node for node, _ in inputs]) if program else None
         signature = Signature(_with_mutations(graph, inputs), tuple(self.outputs.entries))
-        module = fx.GraphModule(nn.Module(), graph)
+        module = private.GraphModule(nn.Module(), graph)
         return CapturedStep(
             module,
             signature,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import FakeTensorMode
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
@@ -135,7 +136,7 @@ class LocalProgram:
     def finish(self, outputs: list[Any]) -> fx.GraphModule:
         """Close the graph."""
         self.graph.output(tuple(outputs))
-        return fx.GraphModule(torch.nn.Module() if not self.attributes else _holder(self.attributes), self.graph)
+        return private.GraphModule(torch.nn.Module() if not self.attributes else _holder(self.attributes), self.graph)
 
 
 def _compute(op: Any, args: Any, kwargs: Any) -> Any:

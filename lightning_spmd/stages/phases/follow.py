@@ -21,6 +21,7 @@ from collections import defaultdict
 
 from torch import fx
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.aliasing import storage_regions, written_arguments
 from lightning_spmd.ir.first import last
@@ -65,7 +66,7 @@ def follow(cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
             _copy(graph, node, made)
     output = last(setup.graph_module.graph.nodes, "output")
     graph.output(fx.map_arg(output.args[0], made.__getitem__))
-    module = fx.GraphModule(setup.graph_module, graph)
+    module = private.GraphModule(setup.graph_module, graph)
     signature = Signature(tuple(inputs), setup.signature.outputs)
     main = dataclasses.replace(setup, graph_module=module, signature=signature)
     verify_sharded(main, stamp=True)

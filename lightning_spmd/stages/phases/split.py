@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.dependence import Tail
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of
@@ -96,7 +97,7 @@ class _Cut:
                 _copy(graph, node, local, index)
         graph.output(())
         signature = Signature(tuple(inputs), ())
-        return ShardedStep(fx.GraphModule(self.step.graph_module, graph), signature, self.step.axes)
+        return ShardedStep(private.GraphModule(self.step.graph_module, graph), signature, self.step.axes)
 
     def _boxed(self, node: fx.Node) -> bool:
         """Tensors that one tail reads: it takes them out of a box, so that they are freed after their last use."""
@@ -132,7 +133,7 @@ class _Cut:
             for index, node in enumerate(self.crossing)
         ]
         signature = dataclasses.replace(self.step.signature, outputs=(*self.step.signature.outputs, *pending))
-        module = fx.GraphModule(self.step.graph_module, graph)
+        module = private.GraphModule(self.step.graph_module, graph)
         return dataclasses.replace(self.step, graph_module=module, signature=signature)
 
     def _handed_on(self, graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:

@@ -57,13 +57,13 @@ class ControlPlane:
     """Small host messages among all ranks.
 
     Args:
-        timeout: how long to wait for the others, as ``datetime.timedelta``.
+        group: a gloo process group of all ranks.
     """
 
-    def __init__(self, timeout: Any) -> None:
+    def __init__(self, group: Any) -> None:
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group = group
         self._message = torch.zeros(7, dtype=torch.int64)
 
     def vote(self, graph: int | None, rows: int, shape: int) -> StepVote:
