@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_spmd.ir.same_step import Difference, first_difference
+from lightning_spmd.ir.same_value import shown
 from lightning_spmd.ir.steps import CapturedStep
-from lightning_spmd.messages import place_of, tell
+from lightning_spmd.messages import place_of, tell, warn
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.run_context import RunContext, StepRequest
 
@@ -131,6 +132,7 @@ class Rechecks:
         self._capture = capture
         self._watches: dict[int, Watch] = {}
         self._started: float | None = None
+        self._told_about_prints = False
 
     def begin(self, index: int) -> None:
         """A graph was built for the step that runs now."""
@@ -183,8 +185,9 @@ class Rechecks:
     ) -> Difference | str | None:
         tensors = [] if request.batch is None else request.batch.tensor_values
         try:
-            with _silent():
+            with _silent() as printed:
                 traced = self._capture(request, split)
+            self._tell_about_prints(request, "".join(printed))
             found = first_difference(executable.captured, traced, live=lambda: executable.inputs(tensors))
             if found is None or found.source:
                 return found
@@ -192,6 +195,15 @@ class Rechecks:
             return dataclasses.replace(found, source=place_of(method).strip(" ()"))
         except Exception as error:  # the others wait for this rank's answer, whatever happened
             return f"  now it cannot be captured any more: {error}"
+
+    def _tell_about_prints(self, request: StepRequest, printed: str) -> None:
+        if not printed.strip() or self._told_about_prints:
+            return
+        self._told_about_prints = True
+        warn(
+            f"{request.variant.method} prints ({shown(printed.strip().splitlines()[0], 60)}): that happens when it is "
+            "traced and not at each step; self.print happens at each step"
+        )
 
     def _told(self, request: StepRequest, watch: Watch, text: str, where: str) -> str:
         name = request.variant.method if request.variant.forward else "the optimizer's step"
@@ -211,26 +223,32 @@ class _Others:
 
     Args:
         target: where they write to.
+        dropped: receives what this thread writes.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, dropped: list[str]) -> None:
         self._target = target
+        self._dropped = dropped
         self._muted = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
     def write(self, text: str) -> int:
-        """As of a file, but what this thread writes is dropped."""
-        return len(text) if threading.get_ident() == self._muted else self._target.write(text)
+        """As of a file."""
+        if threading.get_ident() != self._muted:
+            return self._target.write(text)
+        self._dropped.append(text)
+        return len(text)
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """What the step prints was printed before."""
+def _silent() -> Iterator[list[str]]:
+    """What this thread prints inside goes into the list, and nowhere else."""
     before: Any = sys.stdout
-    sys.stdout = _Others(before)
+    printed: list[str] = []
+    sys.stdout = _Others(before, printed)
     try:
-        yield
+        yield printed
     finally:
         sys.stdout = before
