@@ -3,7 +3,8 @@
 * the graph is in topological order, its placeholders and outputs are those of the signature, every node has its facts;
 * nothing moved across a write to the storage that it reads (:func:`stamp_writes` remembers which side it was on);
 * the memory of a collective under way is left alone;
-* every collective is waited exactly once, and nobody reads it before.
+* every collective is waited exactly once, and nobody reads it before;
+* operators that walk memory take tensors that are dense and lie alike, index by index (``ir.layout``).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
-from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, written_arguments
+from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, storage_roots, written_arguments
 from lightning_spmd.ir.first import first
-from lightning_spmd.ir.node_info import NodeInfo, TensorSpec
+from lightning_spmd.ir.layout import is_dense, lies_as, walked
+from lightning_spmd.ir.node_info import NodeInfo, TensorSpec, spec_of
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 
@@ -147,11 +149,32 @@ def _verify_graph(graph: fx.Graph, signature: Signature) -> None:
         raise VerificationError("the graph does not end in a flat tuple of outputs")
     if len(output.args[0]) != len(signature.outputs):
         raise VerificationError(f"{len(output.args[0])} outputs, {len(signature.outputs)} in the signature")
+    names = {node: entry.name for node, entry in zip(placeholders, signature.inputs, strict=True)}
+    for node in graph.nodes:
+        for column in walked(node):
+            _verify_column(node, column, names)
 
 
 def _verify_facts(node: fx.Node) -> None:
     if "val" not in node.meta or not isinstance(node.meta.get("info"), NodeInfo):
         raise VerificationError(f"{node.name} ({node.target}) lacks meta['val'] or meta['info']")
+
+
+def _verify_column(node: fx.Node, column: list[fx.Node], names: dict[fx.Node, str]) -> None:
+    """What ``node`` walks side by side, the parameter first."""
+    wanted = spec_of(column[0])
+    other = next((n for n in column if not lies_as(spec_of(n), wanted)), None)
+    if other is None and is_dense(wanted):
+        return
+    roots = storage_roots(node.graph)
+    parameter = names.get(roots[column[0]], column[0].name)
+    where = f"{node.name} ({node.target}) walks memory, and {parameter} of shape {list(wanted.shape)} has strides"
+    if other is None:
+        raise VerificationError(f"{where} {list(wanted.stride)}, with gaps")
+    raise VerificationError(
+        f"{where} {list(wanted.stride)} while {names.get(roots[other], other.name)} beside it has "
+        f"{list(spec_of(other).stride)}"
+    )
 
 
 def _verify_collectives(graph: fx.Graph, signature: Signature) -> None:

@@ -1,4 +1,8 @@
-"""State in pieces: from the whole tensor to what one rank of a mesh holds, and back. Placements in the mesh's order."""
+"""Tensors in pieces: from the whole to what one rank of a mesh holds, and back. Placements in the mesh's order.
+
+A piece lies in memory as the whole does, dimension by dimension, except that a chunk's dimension is the outermost: so
+chunks are one range each of what a collective sends, and parameter, gradient and state have theirs alike.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_spmd.ir.layout import memory_order, strides_in_order
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Chunk, Partial, Placement, Shard, ShardAxis, block_sizes
+
+
+def local_shape(shape: Sequence[int], placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> tuple[int, ...]:
+    """This rank's shape of a tensor of global ``shape``."""
+    local = list(shape)
+    for placement, axis in zip(placements, axes, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] = axis.shard_size(local[placement.dim], placement.outer)
+        elif isinstance(placement, Chunk):
+            local[placement.dim] = axis.chunk(local[placement.dim])[1]
+    return tuple(local)
+
+
+def order_of_pieces(spec: TensorSpec, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Dimensions of a rank's piece from the outermost in memory to the innermost."""
+    chunked = dict.fromkeys(p.dim for p in placements if isinstance(p, Chunk))
+    return (*chunked, *(d for d in memory_order(spec) if d not in chunked))
+
+
+def local_spec(spec: TensorSpec, placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> TensorSpec:
+    """This rank's spec of a tensor: as the tensor itself where the rank has all of it, else a dense piece."""
+    if not any(isinstance(p, (Shard, Chunk)) for p in placements):
+        return spec
+    shape = local_shape(spec.shape, placements, axes)
+    stride = strides_in_order(shape, order_of_pieces(spec, placements))
+    return TensorSpec(shape, stride, spec.dtype, spec.device)
 
 
 def local_piece(tensor: Tensor, placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> Tensor:

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -26,7 +25,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.placement import CHUNK
-from lightning_spmd.parallel.state import StateMesh
+from lightning_spmd.parallel.state import StateMesh, broadcast_from_first
 
 _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -66,7 +65,7 @@ def stage(module: nn.Module, state: StateMesh) -> None:
         if isinstance(parameter, DTensor) or parameter.ndim == 0 or parameter.is_meta:
             continue
         value = parameter.detach()
-        dist.broadcast(value, 0)
+        broadcast_from_first(value)
         placements = (CHUNK,) * len(state.axes)
         setattr(module, key, nn.Parameter(state.shard(value, placements), requires_grad=parameter.requires_grad))
 

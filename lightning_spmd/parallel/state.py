@@ -28,13 +28,14 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
+from lightning_spmd.ir.layout import densely, in_layout
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Blocks, Chunk, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.parallel.axes import AXIS_KINDS
 from lightning_spmd.parallel.mesh import REPLICA, SHARD, Mesh
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
-from lightning_spmd.parallel.pieces import joined, local_piece
+from lightning_spmd.parallel.pieces import joined, local_piece, local_spec
 
 Placements = tuple[Placement, ...]
 _CHUNKED = {kind.name for kind in AXIS_KINDS if kind.holds_chunks}
@@ -96,28 +97,27 @@ class StateMesh:
 
     # ------------------------------------------------------------------ to parts
     def part(self, tensor: Tensor, placements: Placements) -> Tensor:
-        """This rank's part of a whole tensor, in storage of its own."""
-        return local_piece(tensor, placements, self.axes).clone(memory_format=torch.contiguous_format)
+        """This rank's part of a whole tensor, in storage of its own, laid out as graphs take it."""
+        spec = local_spec(densely(TensorSpec.of(tensor)), placements, self.axes)
+        new = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+        return new.copy_(local_piece(tensor, placements, self.axes))
 
-    def wrap(self, local: Tensor, shape: torch.Size | tuple[int, ...], placements: Placements) -> Tensor:
-        """The DTensor of global ``shape`` of which ``local`` is this rank's part."""
-        strides, step = [0] * len(shape), 1
-        for dim in reversed(range(len(shape))):
-            strides[dim], step = step, step * max(shape[dim], 1)
+    def wrap(self, local: Tensor, whole: TensorSpec, placements: Placements) -> Tensor:
+        """The DTensor of which ``local`` is this rank's part. It says of itself that it lies as the whole does."""
         return DTensor.from_local(
             local,
             self.mesh.state_mesh,
             self._torch_placements(placements),
             run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(strides),
+            shape=torch.Size(whole.shape),
+            stride=densely(whole).stride,
         )
 
     def shard(self, tensor: Tensor, placements: Placements) -> Tensor:
         """The DTensor of a whole tensor; the tensor itself where every rank keeps all of it."""
         if not is_sharded(placements):
             return tensor
-        return self.wrap(self.part(tensor, placements), tensor.shape, placements)
+        return self.wrap(self.part(tensor, placements), TensorSpec.of(tensor), placements)
 
     def _torch_placements(self, placements: Placements) -> list[Any]:
         by_name = dict(zip([axis.name for axis in self.axes], zip(placements, self.axes, strict=True), strict=True))
@@ -148,7 +148,7 @@ class StateMesh:
 
     # ------------------------------------------------------------------ back to wholes
     def whole(self, tensor: Tensor) -> Tensor:
-        """The whole of a sharded tensor on every rank, a collective; other tensors as they are."""
+        """The whole of a sharded tensor on every rank, laid out as it was, a collective; other tensors as they are."""
         if not isinstance(tensor, DTensor):
             return tensor
         value = private.local_tensor(tensor).detach()
@@ -162,7 +162,7 @@ class StateMesh:
                         size = a.shard_size(size, p.outer)
                 holders = axis.chunks if isinstance(placement, Chunk) else axis
                 value = _joined(value, placement, holders, size, self.mesh.group(holders.name))
-        return value
+        return in_layout(value, TensorSpec.of(tensor))
 
 
 def _axis_of(dimension: str) -> str | None:
@@ -188,6 +188,17 @@ def _joined(value: Tensor, placement: Chunk | Shard, axis: ShardAxis, size: int,
 
 
 # ---------------------------------------------------------------------- modules
+def broadcast_from_first(tensor: Tensor) -> None:
+    """Give all ranks rank 0's values. Backends send memory as it is, so what has gaps goes as a plain copy."""
+    value = tensor.detach()
+    for dim, stride in enumerate(value.stride()):
+        value = value.narrow(dim, 0, min(1, value.shape[dim])) if stride == 0 else value  # an expanded dimension
+    plain = value.contiguous()
+    dist.broadcast(plain, 0)
+    if plain is not value:
+        value.copy_(plain)
+
+
 def shard_module(module: nn.Module, plan: ParallelPlan, state: StateMesh, staging: StateMesh | None = None) -> None:
     """Replace the parameters and buffers that the plan shards by DTensors; tied ones stay tied.
 

@@ -25,6 +25,7 @@ from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
 from lightning_spmd.strategy.graph_table import creates_state
+from lightning_spmd.strategy.memory import check_writes, lay_out_state
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
 
 Tell = Callable[[str, int | None], None]
@@ -115,6 +116,8 @@ class GraphBuilder:
 
     def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context
+        if context.optimizer is not None:
+            lay_out_state(context.optimizer, self._state_mesh)
         captured = self._without_first_step(lambda: self.capture(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
         graphs = build(
@@ -135,10 +138,15 @@ class GraphBuilder:
             context.streams,
             None if self._state_mesh is None else self._state_mesh.wrap,
         )
+        captured.guards.values.append(state.layout_guard(graphs.main))
         if not graphs.deferrable:
             self._tell_about_overlap(captured, graphs)
         finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
-        return Executable(captured, graphs, state, finish_graphs, functools.partial(self._follow, captured))
+        executable = Executable(captured, graphs, state, finish_graphs, functools.partial(self._follow, captured))
+        if context.mesh is not None:
+            tensors = () if request.batch is None else request.batch.tensor_values
+            check_writes(captured.signature.inputs, executable.inputs(tensors), context.module)
+        return executable
 
     def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
         """What ``capture_step`` gives once the optimizer has the state that its first step would create."""

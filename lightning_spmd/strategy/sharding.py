@@ -14,6 +14,7 @@ from lightning_spmd.ir.steps import Variant
 from lightning_spmd.parallel.staged_init import materialize, sharded_as_built
 from lightning_spmd.parallel.state import StateMesh, shard_module, sharded_tensors_as
 from lightning_spmd.strategy.checkpoints import shard_optimizer_state, tensors_changed
+from lightning_spmd.strategy.memory import check_parameters
 from lightning_spmd.strategy.saving import SavingStrategy
 
 
@@ -91,6 +92,7 @@ class ShardingStrategy(SavingStrategy):
         self._shard_optimizers()
 
     def _shard_optimizers(self) -> None:
+        check_parameters(self.optimizers, {id(p): name for name, p in self._named_parameters()})
         if self._state is not None and self._plan(Variant()).needs_graphs:
             names = {id(p): name for name, p in self._named_parameters()}
             for optimizer in self.optimizers:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -38,6 +36,7 @@ from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
+from lightning_spmd.strategy.memory import begin_alike, gradients_of
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.options import checked_options
 from lightning_spmd.strategy.overlap import FinishPendingWork, explain, finish_in_time, readers_between_batches
@@ -162,9 +161,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self.is_distributed:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                if not isinstance(tensor, DTensor):
-                    dist.broadcast(tensor.detach(), 0)
+            begin_alike(self.model)
         if self._mesh is not None and self.layer_sharing.size > 1:
             self.layer_sharing.resolve(self.model)
         if self._mesh is not None and self._mesh.shares_batches:
@@ -440,7 +437,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         module = self.lightning_module
         if iteration is None or module is None:
             return
-        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        gradients = gradients_of(module, self._state)
         if not self._eager_apply:
             try:
                 iteration.apply(gradients, None, reduced=True)

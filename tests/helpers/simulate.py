@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_spmd.ir.layout import has_layout
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Chunk, Partial, Placement, Shard, ShardAxis, block_sizes
+from lightning_spmd.ir.signature import GraphInput
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.stages.expand import expand
+from lightning_spmd.stages.runtime.first_run import LayoutCheck
 
 _functional = torch.ops._c10d_functional
 
@@ -67,13 +71,20 @@ class Rendezvous:
         return everyone
 
 
-class RankInterpreter(fx.Interpreter):
-    """Runs one rank's graph."""
+class RankInterpreter(LayoutCheck):
+    """Runs one rank's graph; every value must lie in memory as its node says, as after the runtime's first run."""
 
     def __init__(self, step: ShardedStep, meetings: Mapping[str, Rendezvous]) -> None:
         super().__init__(step.graph_module)
         self.ranks = {part.group: part.rank for axis in step.axes for part in axis.parts}
         self.meetings = meetings
+
+    def run_node(self, n: fx.Node) -> Any:
+        value, spec = super().run_node(n), n.meta.get("val")
+        if isinstance(value, Tensor) and isinstance(spec, TensorSpec):
+            assert value.shape == spec.shape, f"{n.name}: {tuple(value.shape)} where {spec.shape} is written"
+            assert has_layout(value, spec), f"{n.name}: strides {value.stride()} where {spec.stride} is written"
+        return value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is _functional.wait_tensor.default:
@@ -145,6 +156,14 @@ def pieces(tensor: Tensor, placements: Sequence[Placement], axes: Sequence[Shard
     return tensor
 
 
+def laid_out(tensor: Tensor, entry: GraphInput, axes: Sequence[ShardAxis]) -> Tensor:
+    """A rank's part of the live value of an input, in memory as the rank's graph expects it."""
+    spec: TensorSpec = entry.value
+    storage = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    new = torch.full((max(storage, 0),), math.nan if spec.dtype.is_floating_point else 0, dtype=spec.dtype)
+    return new.as_strided(spec.shape, spec.stride).copy_(pieces(tensor, entry.placements, axes))
+
+
 def assembled(parts: Sequence[Tensor], placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> Tensor:
     """The global tensor of what all ranks of a mesh hold, in the order of :func:`meshes_for`."""
     for placement, axis in reversed(list(zip(placements, axes, strict=True))):
@@ -167,7 +186,7 @@ def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[A
     locals_: list[list[Any]] = []
     for step in steps:
         entries = zip(live, step.signature.inputs, strict=True)
-        locals_.append([pieces(v, e.placements, step.axes) if isinstance(v, Tensor) else v for v, e in entries])
+        locals_.append([laid_out(v, e, step.axes) if isinstance(v, Tensor) else v for v, e in entries])
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:

@@ -24,6 +24,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, SPMDError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.guards import BatchGuard, Guards, ValueGuard
+from lightning_spmd.ir.layout import densely, has_layout, row_major
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, Variant
@@ -271,7 +272,7 @@ class _Capture:
         for name, parameter in trained:
             if name in self.request.accumulators:
                 held = self.inputs.fresh_tensor(
-                    TensorSpec.of(parameter), InputRole.GRADIENT, (name,), f"gradient of {name}"
+                    densely(TensorSpec.of(parameter)), InputRole.GRADIENT, (name,), f"gradient of {name}"
                 )
                 gradients[name] = self._accumulated(held, gradients.get(name))
         return gradients
@@ -359,13 +360,16 @@ def frozen_guard(module: nn.Module) -> ValueGuard:
 
 
 def in_memory_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in the parameter's memory order, as autograd's accumulation into ``p.grad`` leaves it."""
-    sizes = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
-    if all(size == 1 or wanted == got for size, wanted, got in sizes):
+    """The gradient in the parameter's memory order, as autograd's accumulation into ``p.grad`` leaves it.
+
+    Of a parameter with gaps, or one that is expanded, it is a plain tensor.
+    """
+    spec = densely(TensorSpec.of(parameter))
+    if has_layout(gradient, spec):
         return gradient
-    if parameter.is_contiguous():
+    if spec.stride == row_major(spec.shape):
         return gradient.clone(memory_format=torch.contiguous_format)
-    return gradient.new_empty_strided(parameter.shape, parameter.stride()).copy_(gradient)
+    return gradient.new_empty_strided(spec.shape, spec.stride).copy_(gradient)
 
 
 def remove_dead_nodes(graph: fx.Graph) -> None:

@@ -19,7 +19,8 @@ from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Placement, Shard, ShardAxis
-from lightning_spmd.ir.signature import Signature
+from lightning_spmd.ir.signature import OutputRole, Signature
+from lightning_spmd.parallel.pieces import local_shape, local_spec
 from lightning_spmd.stages.expand.call import (
     Emit,
     Layout,
@@ -29,7 +30,8 @@ from lightning_spmd.stages.expand.call import (
     flatten_values,
     is_tensor,
 )
-from lightning_spmd.stages.expand.program import LocalProgram, local_shape, local_spec
+from lightning_spmd.stages.expand.memory import as_captured, looks_at_memory
+from lightning_spmd.stages.expand.program import LocalProgram
 from lightning_spmd.stages.expand.propagate import AxisPlan
 from lightning_spmd.stages.expand.redistribute import cost, redistribute
 from lightning_spmd.stages.expand.rules import LOCALIZERS, lookup
@@ -173,7 +175,7 @@ class Emitter:
             if node.op == "placeholder":
                 self._input(node, first(inputs, "input in the signature").value)
             elif node.op == "output":
-                return self._output(node)
+                return self._output(node, signature)
             else:
                 self._node(node)
         raise ExpansionError("the captured graph has no output node")
@@ -237,6 +239,8 @@ class Emitter:
         operands = self.plans[0].operands[node]
         local = [self._version(o, tuple(layout.inputs[i] for layout in layouts)) for i, o in enumerate(operands)]
         written = written_arguments(node)
+        if looks_at_memory(node):
+            local = [self._as_captured(node, layouts, i, new) for i, new in enumerate(local)]
         for operand, new in zip(operands, local, strict=True):
             if operand in written:
                 self._written(operand, new)
@@ -311,10 +315,21 @@ class Emitter:
             return sum(cost(spec, h, w, section) for h, w in zip(have, want, strict=True))
 
         have = min(versions, key=distance)
-        versions.update(redistribute(self.program, versions[have], spec.shape, have, want))
+        versions.update(redistribute(self.program, versions[have], spec, have, want))
         if want not in versions:
             raise ExpansionError(f"no way from {have} to {want} for {node.name}")
         return versions[want]
+
+    def _as_captured(self, node: fx.Node, layouts: Sequence[Layout], index: int, local: fx.Node) -> fx.Node:
+        """Operand ``index`` of ``node``, which is ``local`` here, laid out as at capture; later readers take it too."""
+        operand = self.plans[0].operands[node][index]
+        placements = tuple(layout.inputs[index] for layout in layouts)
+        new = as_captured(self.program, operand, local, placements, node)
+        if new is not local:
+            if operand in written_arguments(node) and self.roots[operand] is not operand:
+                raise EmissionError(node, f"{operand.name} is written through a view that lies otherwise on this rank")
+            self.versions[operand][placements] = new
+        return new
 
     def _written(self, node: fx.Node, new: fx.Node) -> None:
         """``node`` is about to be written through its version ``new``: every other version is stale."""
@@ -339,13 +354,17 @@ class Emitter:
                 self.program.info = info_of(versions[first(versions, "placement")])
                 self.program.call(torch.ops.aten.copy_.default, self.inputs[node], self._version(node, placements))
 
-    def _output(self, node: fx.Node) -> fx.GraphModule:
+    def _output(self, node: fx.Node, signature: Signature) -> fx.GraphModule:
         self._restore_inputs()
         outputs: list[Any] = []
-        for i, value in enumerate(node.args[0]):  # type: ignore[arg-type]
+        for i, (value, entry) in enumerate(zip(node.args[0], signature.outputs, strict=True)):  # type: ignore[arg-type]
             if is_tensor(value):
                 self.program.info = info_of(value)
-                outputs.append(self._version(value, tuple(plan.results[i] for plan in self.plans)))
+                placements = tuple(plan.results[i] for plan in self.plans)
+                local = self._version(value, placements)
+                kept = entry.role in (OutputRole.GRADIENT, OutputRole.OPTIMIZER_STATE, OutputRole.BUFFER)
+                # what is kept is an input of other graphs, which take it to lie as it did at capture
+                outputs.append(as_captured(self.program, value, local, placements, node) if kept else local)
             else:
                 outputs.append(self.numbers[value] if isinstance(value, fx.Node) else value)
         return self.program.finish(outputs)

@@ -15,9 +15,9 @@ from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import stamp_writes
 from lightning_spmd.messages import warn
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan
+from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.associate import partial_sums_first
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
-from lightning_spmd.stages.expand.program import local_spec
 from lightning_spmd.stages.expand.propagate import AxisPlan, propagate
 from lightning_spmd.stages.expand.shared_casts import share_casts
 

@@ -11,32 +11,9 @@ from torch import fx
 from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import FakeTensorMode
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
-from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
+from lightning_spmd.ir.placement import Placement, ShardAxis
 
 _functional = torch.ops._c10d_functional
-
-
-def local_shape(shape: Sequence[int], placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> tuple[int, ...]:
-    """This rank's shape of a tensor of global ``shape``."""
-    local = list(shape)
-    for placement, axis in zip(placements, axes, strict=True):
-        if isinstance(placement, Shard):
-            local[placement.dim] = axis.shard_size(local[placement.dim], placement.outer)
-        elif isinstance(placement, Chunk):
-            local[placement.dim] = axis.chunk(local[placement.dim])[1]
-    return tuple(local)
-
-
-def local_spec(spec: TensorSpec, placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> TensorSpec:
-    """This rank's spec of a dense tensor: local shape, strides in the same order."""
-    shape = local_shape(spec.shape, placements, axes)
-    if shape == spec.shape:
-        return spec
-    stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (spec.stride[d], -d)):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return TensorSpec(shape, tuple(stride), spec.dtype, spec.device)
 
 
 class LocalProgram:

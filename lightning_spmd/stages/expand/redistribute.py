@@ -16,6 +16,10 @@ S → S', C → S, ...  through R
 ==================  ====================================================  ==================================
 
 Every change is a constant number of nodes at any number of ranks.
+
+What a collective sends is dense, its outermost dimension in memory first: elements travel in the order in which the
+captured tensor has them, so that a channels-last gradient needs no copy and comes back channels-last. Pieces lie as
+``parallel.pieces`` says.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
+from lightning_spmd.ir.layout import is_dense, memory_order
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.placement import (
     REPLICATE,
@@ -39,11 +44,19 @@ from lightning_spmd.ir.placement import (
     ShardAxis,
     block_sizes,
 )
-from lightning_spmd.stages.expand.program import LocalProgram, local_shape
+from lightning_spmd.parallel.pieces import local_shape, order_of_pieces
+from lightning_spmd.stages.expand.program import LocalProgram
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
 
+_UNINITIALIZED = (
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.empty_like.default,
+)
 LATENCY = 1000.0
 """Bytes that a collective costs before its first byte: makes one collective dearer than any local work."""
 
@@ -67,9 +80,9 @@ def cost(spec: TensorSpec, have: Placement, want: Placement, section: Section) -
 
 
 def redistribute(
-    program: LocalProgram, node: fx.Node, shape: Sequence[int], have: Sequence[Placement], want: Sequence[Placement]
+    program: LocalProgram, node: fx.Node, spec: TensorSpec, have: Sequence[Placement], want: Sequence[Placement]
 ) -> dict[tuple[Placement, ...], fx.Node]:
-    """Write the change of a tensor of global ``shape`` from ``have`` to ``want``, axis by axis.
+    """Write the change of a tensor of this global spec from ``have`` to ``want``, axis by axis.
 
     What is split is put together from the innermost axis outwards, sums are reduced and pieces taken from the outermost
     inwards: so a dimension that two axes split is always split by the outer one first, as :func:`local_shape` says.
@@ -91,28 +104,29 @@ def redistribute(
         if not isinstance(source, (Shard, Chunk)) or (source == want[i] and not _in_the_way(now, want, i, program)):
             continue
         if isinstance(source, Chunk):
-            whole = _unsharded_size(shape, now, i, program.axes)
-            node = step(i, REPLICATE, _gather_chunks(program, node, source, whole, axis))
+            whole = _unsharded_size(spec.shape, now, i, program.axes)
+            node = step(i, REPLICATE, _gather_chunks(program, node, source, whole, axis, spec))
         else:
-            node = step(i, REPLICATE, _gather(program, node, shape, tuple(now), i))
+            node = step(i, REPLICATE, _gather(program, node, spec.shape, tuple(now), i))
     for i, axis in enumerate(program.axes):
         source, target = now[i], want[i]
         if source == target:
             continue
         if isinstance(source, Partial):
             if isinstance(target, Chunk):
-                node = step(i, target, _reduce_scatter_chunks(program, node, target, axis))
+                node = step(i, target, _reduce_scatter_chunks(program, node, target, axis, spec))
                 continue
             if isinstance(target, Shard) and _can_reduce_scatter(source, target, axis):
-                node = step(i, target, _reduce_scatter(program, node, axis, target.dim))
+                node = step(i, target, _reduce_scatter_shards(program, node, axis, target.dim, spec))
                 continue
-            node = step(i, REPLICATE, program.all_reduce(node, axis, source.op))
+            order = order_of_pieces(spec, now)
+            reduced = program.all_reduce(_permuted(program, node, order), axis, source.op)
+            node = step(i, REPLICATE, _permuted_back(program, reduced, order))
         if isinstance(target, Shard):
             local = Shard(target.dim, _local_blocks(target, now, i, program.axes))
             node = step(i, target, _slice(program, node, local, axis))
         elif isinstance(target, Chunk):
-            start, length = axis.chunk(program.shape(node)[target.dim])
-            node = step(i, target, _rank_dependent_slice(program, node, target.dim, start, length))
+            node = step(i, target, _chunk(program, node, target, axis, spec))
         elif isinstance(target, Partial):
             node = step(i, target, _keep_on_first(program, node, target, axis))
     return versions
@@ -156,16 +170,35 @@ def _can_reduce_scatter(source: Partial, target: Shard, axis: ShardAxis) -> bool
     return source.op == "sum" and target.outer == 1 and axis.is_even
 
 
-def _reduce_scatter(program: LocalProgram, node: fx.Node, axis: ShardAxis, dim: int = 0) -> fx.Node:
-    """This rank's piece of a sum; the collective knows the first dimension alone, so another one goes there."""
+def _permuted(program: LocalProgram, node: fx.Node, order: Sequence[int]) -> fx.Node:
+    """A view whose first dimension is the one named first: row-major where ``node`` lies in that order."""
+    return node if list(order) == sorted(order) else program.call(aten.permute.default, node, list(order))
+
+
+def _permuted_back(program: LocalProgram, node: fx.Node, order: Sequence[int]) -> fx.Node:
+    """The inverse of :func:`_permuted`."""
+    return _permuted(program, node, [order.index(d) for d in range(len(order))])
+
+
+def _reduce_scatter(program: LocalProgram, node: fx.Node, axis: ShardAxis) -> fx.Node:
+    """This rank's piece of a sum along the first dimension, the only one that the collective knows."""
     op = _functional.reduce_scatter_tensor.default
-    front = program.call(aten.transpose.int, node, 0, dim) if dim else node
-    rows, *rest = program.shape(front)
-    piece = program.collective(op, front, (rows // axis.size, *rest), "sum", axis.size, axis.group)
-    if not dim:
+    rows, *rest = program.shape(node)
+    return program.collective(op, node, (rows // axis.size, *rest), "sum", axis.size, axis.group)
+
+
+def _reduce_scatter_shards(
+    program: LocalProgram, node: fx.Node, axis: ShardAxis, dim: int, spec: TensorSpec
+) -> fx.Node:
+    """This rank's piece of a sum along any dimension, in the order of the whole."""
+    order = memory_order(spec)
+    outermost = (dim, *(d for d in order if d != dim))
+    piece = _reduce_scatter(program, _permuted(program, node, outermost), axis)
+    piece = _permuted_back(program, piece, outermost)
+    if outermost == order:
         return piece
-    back = program.call(aten.transpose.int, piece, 0, dim)
-    return program.call(aten.clone.default, back, memory_format=torch.contiguous_format)
+    dense = program.call(aten.clone.default, _permuted(program, piece, order), memory_format=torch.contiguous_format)
+    return _permuted_back(program, dense, order)
 
 
 def _rank_dependent_slice(program: LocalProgram, node: fx.Node, dim: int, start: int, length: int) -> fx.Node:
@@ -183,12 +216,15 @@ def _padded(program: LocalProgram, node: fx.Node, dim: int, size: int) -> fx.Nod
     return padded
 
 
-def _reduce_scatter_chunks(program: LocalProgram, node: fx.Node, target: Chunk, axis: ShardAxis) -> fx.Node:
+def _reduce_scatter_chunks(
+    program: LocalProgram, node: fx.Node, target: Chunk, axis: ShardAxis, spec: TensorSpec
+) -> fx.Node:
     """This rank's chunk of a sum. Where chunks are not equal they are padded: a collective moves equal parts."""
     if target.dim != 0:
         raise ExpansionError(f"no way to chunks of dimension {target.dim}: they are of the first dimension")
-    size, chunks = program.shape(node)[0], axis.chunks
+    size, chunks, order = program.shape(node)[0], axis.chunks, order_of_pieces(spec, (target,))
     longest = axis.chunk_size(size)
+    node = _permuted(program, node, order)
     if longest * chunks.size != size:
         node = _padded(program, node, 0, longest * chunks.size)
     piece = _reduce_scatter(program, node, chunks)
@@ -196,20 +232,39 @@ def _reduce_scatter_chunks(program: LocalProgram, node: fx.Node, target: Chunk, 
         piece = program.all_reduce(piece, axis.across)
     if longest * chunks.size != size:
         piece = _rank_dependent_slice(program, piece, 0, 0, axis.chunk(size)[1])
-    return piece
+    return _permuted_back(program, piece, order)
 
 
-def _gather_chunks(program: LocalProgram, node: fx.Node, source: Chunk, size: int, axis: ShardAxis) -> fx.Node:
+def _chunk(program: LocalProgram, node: fx.Node, target: Chunk, axis: ShardAxis, spec: TensorSpec) -> fx.Node:
+    """This rank's chunk of a whole tensor: a view, or a copy where the chunk is no range of memory.
+
+    Which of them follows from the whole: ranks with one row or none must take the same operators.
+    """
+    start, length = axis.chunk(program.shape(node)[target.dim])
+    piece = _rank_dependent_slice(program, node, target.dim, start, length)
+    order = order_of_pieces(spec, (target,))
+    if is_dense(spec) and order == memory_order(spec):
+        return piece
+    dense = program.call(aten.clone.default, _permuted(program, piece, order), memory_format=torch.contiguous_format)
+    dense.meta["rank_dependent"] = True
+    return _permuted_back(program, dense, order)
+
+
+def _gather_chunks(
+    program: LocalProgram, node: fx.Node, source: Chunk, size: int, axis: ShardAxis, spec: TensorSpec
+) -> fx.Node:
     """The whole of a dimension of global ``size`` of which every rank holds a chunk."""
     if source.dim != 0:
         raise ExpansionError(f"no way from chunks of dimension {source.dim}: they are of the first dimension")
-    longest, chunks = axis.chunk_size(size), axis.chunks
+    longest, chunks, order = axis.chunk_size(size), axis.chunks, order_of_pieces(spec, (source,))
     equal = longest * chunks.size == size
+    node = _permuted(program, node, order)
     piece = node if equal else _padded(program, node, 0, longest)
     shape = (longest * chunks.size, *program.shape(piece)[1:])
     op = _functional.all_gather_into_tensor.default
     gathered = program.collective(op, piece, shape, chunks.size, chunks.group)
-    return gathered if equal else program.call(aten.slice.Tensor, gathered, 0, 0, size)
+    whole = gathered if equal else program.call(aten.slice.Tensor, gathered, 0, 0, size)
+    return _permuted_back(program, whole, order)
 
 
 def _slice(program: LocalProgram, node: fx.Node, target: Shard, axis: ShardAxis) -> fx.Node:
@@ -231,6 +286,8 @@ def _slice(program: LocalProgram, node: fx.Node, target: Shard, axis: ShardAxis)
 
 
 def _keep_on_first(program: LocalProgram, node: fx.Node, target: Partial, axis: ShardAxis) -> fx.Node:
+    if node.target in _UNINITIALIZED:  # somebody is about to write all of it; a node of its own, for this placement
+        return program.call(node.target, *node.args, **node.kwargs)
     if target.op != "sum":
         return node
     return zero_unless(program, node, axis.rank == 0)

@@ -32,7 +32,6 @@ The idea is DDP's (arXiv:2006.15704), applied to the graph.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,8 +43,8 @@ from torch import fx
 
 from lightning_spmd.cost.collectives import MIB, Kind, bucket_bytes, link_of
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of, spec_of
-from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.stages.passes.bucket_operands import after_getitems, is_gradient, loosen, move_behind, shaping
 from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState
 from lightning_spmd.stages.passes.flat_buffers import (
     Memory,
@@ -147,7 +146,7 @@ class _Bucket:
 def bucket_collectives(step: ShardedStep, state: PassState) -> None:
     """Fuse the collectives of a step; see the module docstring for what it does and when it does nothing."""
     graph = step.graph_module.graph
-    _loosen(graph)
+    loosen(graph, _KINDS)
     memory = Memory(graph)
     members = _find(step, memory, None if state.reduce_dtype is None else REDUCE_DTYPES[state.reduce_dtype])
     if not members:
@@ -170,28 +169,6 @@ def _note(members: Sequence[_Member], buckets: Sequence[_Bucket], caps: dict[tup
 
 
 # ---------------------------------------------------------------- which
-def _loosen(graph: fx.Graph) -> None:
-    """Pad operands as soon as they exist and cut padding off where results are read first.
-
-    Expansion writes pad, collective, wait and cut side by side; in that place the cut of one gradient would be read
-    before the next one is padded, so that none could share a bucket. Padded inputs move with their bucket.
-    """
-    memory = Memory(graph)
-    for index, node in enumerate(memory.order):
-        wait = next(iter(node.users), None)
-        if node.target not in _KINDS or wait is None or wait.target is not _WAIT:
-            continue
-        pad = node.all_input_nodes[0]
-        source = next(iter(pad.all_input_nodes), pad)
-        if pad.target is aten.constant_pad_nd.default and len(pad.users) == 1 and source.target is not _WAIT:
-            made = max(memory.position[source], memory.last_write(source, index))
-            if memory.order[made].op != "placeholder":
-                _after_getitems(memory.order[made]).append(pad)
-        cut = next(iter(wait.users), None)
-        if cut is not None and cut.target is aten.slice.Tensor and len(wait.users) == 1 and cut.users:
-            min(cut.users, key=memory.position.__getitem__).prepend(cut)
-
-
 def _find(step: ShardedStep, memory: Memory, reduce_dtype: torch.dtype | None) -> list[_Member]:
     found: list[_Member] = []
     end = len(memory.order) - 1
@@ -207,7 +184,7 @@ def _find(step: ShardedStep, memory: Memory, reduce_dtype: torch.dtype | None) -
         of_input = node.target is _ALL_GATHER and _is_input(memory, value, index)
         ready = last_input if of_input else ready
         dtype = spec_of(value).dtype
-        if reduce_dtype is not None and _KINDS[node.target] != "all_gather" and _is_gradient(step, memory, wait):
+        if reduce_dtype is not None and _KINDS[node.target] != "all_gather" and is_gradient(step, memory, node, wait):
             dtype = reduce_dtype
         expires = memory.next_write(value, index)
         section = info_of(memory.order[needed]).section
@@ -216,33 +193,9 @@ def _find(step: ShardedStep, memory: Memory, reduce_dtype: torch.dtype | None) -
 
 
 def _is_input(memory: Memory, value: fx.Node, index: int) -> bool:
-    """Whether a value, read at ``index``, is an input that was not written before, or a padded one: it can move."""
-    source = value.all_input_nodes[0] if value.target is aten.constant_pad_nd.default else value
+    """Whether a value, read at ``index``, is an input that was not written before, permuted or padded: it can move."""
+    source, _ = shaping(value)
     return source.op == "placeholder" and memory.last_write(source, index) <= memory.position[source]
-
-
-def _is_gradient(step: ShardedStep, memory: Memory, wait: fx.Node) -> bool:
-    """Whether a result has the size of a parameter and only clipping, the optimizer or ``p.grad`` see it."""
-    parameters = step.signature.inputs_of(InputRole.PARAMETER, InputRole.GRADIENT)
-    sizes = {entry.value.shape for _, entry in parameters if isinstance(entry.value, TensorSpec)}
-    if spec_of(wait).shape not in sizes or not spec_of(wait).dtype.is_floating_point:
-        return False
-    todo, read = [wait], False
-    while todo:
-        node = todo.pop()
-        for user in node.users:
-            if user.op == "output":
-                values: Any = user.args[0]
-                roles = {e.role for v, e in zip(values, step.signature.outputs, strict=True) if v is node}
-                if roles != {OutputRole.GRADIENT}:
-                    return False
-            elif info_of(user).section not in (Section.CLIP, Section.OPTIMIZER):
-                if memory.roots[user] is not memory.roots[wait]:
-                    return False
-                todo.append(user)
-                continue
-            read = True
-    return read
 
 
 def _caps(members: Sequence[_Member], ranks: dict[str, int], wanted: float | str) -> dict[tuple[Any, str], int]:
@@ -327,7 +280,7 @@ def _write(graph: fx.Graph, memory: Memory, buckets: Sequence[_Bucket]) -> None:
             with graph.inserting_before(node):
                 _finish(graph, bucket)
         if index in starts:
-            following = _with_padding(_after_getitems(node), starts[index]).next
+            following = _with_padding(after_getitems(node), starts[index]).next
             for bucket in starts[index]:
                 with graph.inserting_before(following):
                     _start(graph, memory, bucket)
@@ -338,19 +291,11 @@ def _write(graph: fx.Graph, memory: Memory, buckets: Sequence[_Bucket]) -> None:
         _erase_views(graph, memory, value)
 
 
-def _after_getitems(node: fx.Node) -> fx.Node:
-    """The last node of the block that makes a value: getitems of a multi-output operator belong to it."""
-    while node.next.target is operator.getitem:
-        node = node.next
-    return node
-
-
 def _with_padding(anchor: fx.Node, buckets: Sequence[_Bucket]) -> fx.Node:
     """Move the padding of gathered inputs behind ``anchor``; gives the last node that was moved."""
     for member in (m for bucket in buckets for m in bucket.members):
-        if member.of_input and member.value.op != "placeholder":
-            anchor.append(member.value)
-            anchor = member.value
+        if member.of_input:
+            anchor = move_behind(anchor, shaping(member.value)[1])
     return anchor
 
 

@@ -14,23 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd.ir.aliasing import storage_roots
+from lightning_spmd.ir.layout import has_layout, in_layout
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.same_step import REPAIR
 
 _aten = torch.ops.aten
-
-
-def has_layout(tensor: Tensor, spec: TensorSpec) -> bool:
-    """Whether strides agree in every dimension where they matter (size above one)."""
-    sizes = zip(tensor.shape, tensor.stride(), spec.stride, strict=True)
-    return tensor.numel() == 0 or all(size == 1 or got == wanted for size, got, wanted in sizes)
-
-
-def in_layout(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """The tensor itself, or a copy in the layout of ``spec``."""
-    if has_layout(tensor, spec):
-        return tensor
-    return torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class LayoutCheck(fx.Interpreter):

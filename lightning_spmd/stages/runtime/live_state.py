@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.guards import ValueGuard
+from lightning_spmd.ir.layout import has_layout
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Chunk, Placement, Shard
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 Reader = Callable[[], Any]
-Wrap = Callable[[Tensor, tuple[int, ...], tuple[Placement, ...]], Tensor]
+Wrap = Callable[[Tensor, TensorSpec, tuple[Placement, ...]], Tensor]
 
 
 def in_parts(placements: tuple[Placement, ...]) -> bool:
@@ -38,7 +42,7 @@ class LiveState:
         host_values: readers of host values by name (``batch_idx``, ``trainer.global_step``).
         gradients: where gradients are held between micro-batches, by parameter name.
         streams: random numbers of several ranks, or None.
-        wrap: makes the tensor of global shape of this rank's part: ``(part, shape, placements)``.
+        wrap: makes the tensor of this rank's part: ``(part, spec of the whole, placements)``.
     """
 
     def __init__(
@@ -115,6 +119,30 @@ class LiveState:
         group, name = key
         return lambda: optimizer.param_groups[group][name]
 
+    def layout_guard(self, step: ShardedStep) -> ValueGuard:
+        """A guard on how parameters, buffers and state lie in memory: kernels, views and collectives depend on it.
+
+        Args:
+            step: this rank's graph.
+
+        Raises:
+            VerificationError: a tensor does not lie as the graph has it now.
+        """
+        kept = (InputRole.PARAMETER, InputRole.BUFFER, InputRole.OPTIMIZER_STATE)
+        entries = [entry for _, entry in step.signature.inputs_of(*kept) if getattr(entry.value, "shape", ())]
+        reads = [read for read in self.readers(entries, ()) if callable(read)]
+
+        def strides() -> list[tuple[int, ...]]:
+            return [read().stride() for read in reads]
+
+        for entry, read in zip(entries, reads, strict=True):
+            if not has_layout(read(), entry.value):
+                raise VerificationError(
+                    f"{entry.name} lies in memory with strides {read().stride()}, and its graph expects "
+                    f"{entry.value.stride}"
+                )
+        return ValueGuard("the memory layout of parameters, buffers or optimizer state", strides, strides())
+
     # ------------------------------------------------------------------ outputs
     def writers(self, step: CapturedStep, local: ShardedStep) -> list[tuple[int, Callable[[Any], None]]]:
         """(output position, function that stores the value) for every output that is state.
@@ -137,7 +165,7 @@ class LiveState:
         wrap = self._wrap
         if wrap is None or not in_parts(placements):
             return write
-        return lambda value: write(wrap(value, entry.value.shape, placements))
+        return lambda value: write(wrap(value, entry.value, placements))
 
     def _writer(self, entry: GraphOutput) -> Callable[[Any], None] | None:
         key = entry.key

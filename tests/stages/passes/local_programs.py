@@ -14,7 +14,8 @@ from lightning_spmd.ir.placement import REPLICATE, Placement
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import stamp_writes, verify_sharded
-from lightning_spmd.stages.expand.program import LocalProgram, local_spec
+from lightning_spmd.parallel.pieces import local_spec
+from lightning_spmd.stages.expand.program import LocalProgram
 from tests.helpers.simulate import axes_for
 
 functional = torch.ops._c10d_functional

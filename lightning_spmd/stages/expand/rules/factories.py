@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_spmd.ir.placement import REPLICATE, Shard
+from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule
 
 if TYPE_CHECKING:
@@ -45,12 +46,9 @@ RULES: dict[Any, Rule] = dict.fromkeys(
 
 
 def _size_and_stride(call: LocalCall) -> dict[str, Any]:
-    size = call.output_shape()
-    stride, step = [0] * len(size), 1
-    for dim in sorted(range(len(size)), key=lambda d: (call.outputs[0].stride[d], -d)):
-        stride[dim] = step
-        step *= max(size[dim], 1)
-    return {"size": size, "stride": stride}
+    placements = [layout.outputs[0] for layout in call.layouts]
+    spec = local_spec(call.outputs[0], placements, call.program.axes)
+    return {"size": list(spec.shape), "stride": list(spec.stride)}
 
 
 LOCALIZERS: dict[Any, Localizer] = {

@@ -1,0 +1,102 @@
+"""How a tensor's elements lie in memory, read off shape and strides.
+
+A tensor is *dense* where its elements fill their memory without gaps and overlaps, in any order of dimensions: plain
+(row by row), channels-last, transposed. Most operators do not care. Some walk memory and do: the fused optimizers on
+the host take parameter, gradient and state side by side in the order of memory, whatever their strides say. So the rule
+is that a graph's tensors lie as those of the captured graph, and :func:`walked` tells where it is checked.
+
+Strides of dimensions of size one say nothing; tensors without elements lie in every way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_spmd.ir.node_info import TensorSpec, spec_of
+
+_FUSED = [getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")]
+_WALKERS = {getattr(packet, overload) for packet in _FUSED for overload in packet.overloads()}
+"""Operators on lists whose kernels on the host walk the memory of an index's tensors side by side."""
+
+
+def is_dense(spec: TensorSpec) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    if spec.numel == 0:
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(spec.shape, spec.stride, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def memory_order(spec: TensorSpec) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost; in order where it is not dense.
+
+    Dimensions of size one stay where they are if the others are in order: then memory is row-major.
+    """
+    plain = tuple(range(len(spec.shape)))
+    large = [d for d in plain if spec.shape[d] != 1]
+    if not is_dense(spec) or large == sorted(large, key=lambda d: -spec.stride[d]):
+        return plain
+    return tuple(sorted(plain, key=lambda d: (-spec.stride[d], d)))
+
+
+def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the dense tensor of this shape whose dimensions lie in this order, the outermost first."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the plain tensor of this shape."""
+    return strides_in_order(shape, range(len(shape)))
+
+
+def densely(spec: TensorSpec) -> TensorSpec:
+    """The dense tensor in the same order; a plain one where the tensor has gaps or overlaps itself."""
+    return TensorSpec(spec.shape, strides_in_order(spec.shape, memory_order(spec)), spec.dtype, spec.device)
+
+
+def lies_as(tensor: TensorSpec, other: TensorSpec) -> bool:
+    """Whether two tensors of one shape have the same strides wherever they matter."""
+    if 0 in tensor.shape:
+        return True
+    sizes = zip(tensor.shape, tensor.stride, other.stride, strict=True)
+    return all(size == 1 or one == two for size, one, two in sizes)
+
+
+def has_layout(tensor: Tensor, spec: TensorSpec) -> bool:
+    """As :func:`lies_as`, for a tensor."""
+    sizes = zip(tensor.shape, tensor.stride(), spec.stride, strict=True)
+    return tensor.numel() == 0 or all(size == 1 or got == wanted for size, got, wanted in sizes)
+
+
+def in_layout(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """The tensor itself, or a copy in the layout of ``spec``."""
+    if has_layout(tensor, spec):
+        return tensor
+    return torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def walked(node: fx.Node) -> Iterator[list[fx.Node]]:
+    """For every index of an operator that walks memory the tensors that it takes side by side; nothing for others."""
+    if not walks_memory(node.target):
+        return
+    lists: list[Any] = [a for a in node.args if isinstance(a, (list, tuple)) and a]
+    for first, *others in zip(*lists, strict=True):
+        # a step counter is one number, whatever the parameter is
+        yield [first, *(n for n in others if spec_of(n).shape == spec_of(first).shape)]
+
+
+def walks_memory(target: Any) -> bool:
+    """Whether an operator is one of those."""
+    return target in _WALKERS

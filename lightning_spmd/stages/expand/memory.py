@@ -1,0 +1,85 @@
+"""Operators that look at how their operands lie in memory: they get them as the captured graph has them.
+
+Most operators take tensors as they are, and expansion need not care how a gathered or reduced value lies. Three kinds
+do look:
+
+* fused optimizers walk the memory of parameter, gradient and state side by side;
+* ``as_strided`` addresses the storage behind its operand;
+* kernels of libraries and users may do anything.
+
+For these a value that lies otherwise is copied into the captured layout first. What must be the same in every rank's
+graph is decided by what all ranks see: where shapes differ from rank to rank, a dimension of size one on this rank may
+be a larger one elsewhere, so there a wrong layout is an error, which replicates the operator, and no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from lightning_spmd.errors import ExpansionError
+from lightning_spmd.ir.layout import lies_as, walks_memory
+from lightning_spmd.ir.node_info import spec_of
+from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
+from lightning_spmd.parallel.pieces import local_spec
+from lightning_spmd.stages.expand.program import LocalProgram
+
+aten = torch.ops.aten
+_STRIDED = (aten.as_strided, aten.as_strided_, aten.as_strided_copy, aten.as_strided_scatter)
+_PLAIN_NAMESPACES = ("aten", "prims", "_c10d_functional")
+
+
+def looks_at_memory(node: fx.Node) -> bool:
+    """Whether the operator is one of those."""
+    if walks_memory(node.target) or _is_strided(node):
+        return True
+    return getattr(node.target, "namespace", "aten") not in _PLAIN_NAMESPACES
+
+
+def as_captured(
+    program: LocalProgram, operand: fx.Node, local: fx.Node, placements: Sequence[Placement], reader: fx.Node
+) -> fx.Node:
+    """``local``, this rank's part of ``operand``, laid out as at capture; a copy where it lies otherwise.
+
+    Args:
+        program: where a copy is appended.
+        operand: the global value.
+        local: this rank's part.
+        placements: how it is a part.
+        reader: an operator that looks at memory, or the graph's output.
+
+    Raises:
+        ExpansionError: it lies otherwise, and a copy would not do.
+    """
+    wanted = local_spec(spec_of(operand), placements, program.axes)
+    if lies_as(spec_of(local), wanted) and not _is_moved(program, reader, local):
+        return local
+    varies = any(_varies(p, axis) for p, axis in zip(placements, program.axes, strict=True))
+    if varies and not (walks_memory(reader.target) or _is_strided(reader)):
+        return local
+    if varies or local.op == "placeholder":
+        raise ExpansionError(
+            f"{operand.name} lies in memory with strides {spec_of(local).stride} on this rank and would have to with "
+            f"{wanted.stride}"
+        )
+    new = program.call(aten.new_empty_strided.default, local, list(wanted.shape), list(wanted.stride))
+    copy = program.call(aten.copy_.default, new, local)
+    copy.meta["placements"] = tuple(placements)
+    return copy
+
+
+def _is_strided(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _STRIDED
+
+
+def _is_moved(program: LocalProgram, node: fx.Node, local: fx.Node) -> bool:
+    """Whether an offset from the start of the storage, as ``as_strided`` takes one, would miss."""
+    addressed = node.kwargs.get("storage_offset", node.args[3] if len(node.args) > 3 else None)
+    return _is_strided(node) and addressed is not None and bool(program.fakes[local].storage_offset())
+
+
+def _varies(placement: Placement, axis: ShardAxis) -> bool:
+    """Whether the shapes of pieces may differ from rank to rank."""
+    return isinstance(placement, Chunk) or (isinstance(placement, Shard) and not axis.is_even)

@@ -1,0 +1,207 @@
+"""How parameters and state lie in memory: what cannot be trained is refused, what would come out wrong is put right.
+
+Eager training is silent about this: a fused optimizer walks over gaps, or past the end of an expanded parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.ir.layout import densely, has_layout, in_layout, is_dense
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.signature import GraphInput, InputRole
+from lightning_spmd.parallel.pieces import local_spec
+from lightning_spmd.parallel.state import StateMesh, broadcast_from_first
+
+Named = tuple[str, Tensor]
+
+
+def begin_alike(module: nn.Module) -> None:
+    """Give all ranks rank 0's values of what is not in parts.
+
+    Raises:
+        ConfigurationError: parameters share memory in a way that several ranks cannot keep.
+    """
+    check_shared_memory(module)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor):
+            broadcast_from_first(tensor)
+
+
+# ---------------------------------------------------------------------- what is refused
+def check_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+    """Check that every parameter of an optimizer can be updated where it lies.
+
+    Args:
+        optimizers: those of the run.
+        names: of parameters, by ``id``.
+
+    Raises:
+        ConfigurationError: naming the parameter.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter), "a parameter of the optimizer")
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    _check_parameter(name, parameter.detach(), fused=bool(group.get("fused")))
+
+
+def _check_parameter(name: str, parameter: Tensor, *, fused: bool) -> None:
+    spec = TensorSpec.of(parameter)
+    if is_dense(spec):
+        return
+    where = f"parameter {name} of shape {list(spec.shape)} has strides {list(spec.stride)}"
+    if _overlaps_itself(parameter):
+        raise ConfigurationError(
+            f"{where}: several of its elements are the same place in memory (expand, or overlapping windows), so no "
+            "optimizer can update it. Make the parameter of the tensor before it is expanded, or of a .clone() of it"
+        )
+    if fused:
+        raise ConfigurationError(
+            f"{where}: there are gaps between its elements, and the optimizer's fused=True walks memory as if there "
+            "were none (torch does not check that). Make the parameter of a .contiguous() tensor, or leave out fused"
+        )
+
+
+def check_shared_memory(module: nn.Module) -> None:
+    """Check that no trained parameter shares memory with another parameter or buffer: several ranks would part them.
+
+    Raises:
+        ConfigurationError: naming both.
+    """
+    tensors = {id(t): (n, t) for n, t in (*module.named_parameters(), *module.named_buffers())}
+    for (name, one), (other_name, other) in shared(tensors.values()):
+        if one.requires_grad or other.requires_grad:
+            raise ConfigurationError(
+                f"{name} and {other_name} share memory but are two tensors: on several devices an update of one would "
+                "not reach the other. Tie them by assigning the same nn.Parameter to both modules, or .clone() one"
+            )
+
+
+def check_writes(entries: Sequence[GraphInput], values: Sequence[object], module: nn.Module) -> None:
+    """Check that what a graph of several ranks writes is no other input of it too: passes take inputs to be apart.
+
+    Args:
+        entries: the graph's inputs.
+        values: their live values.
+        module: whose attributes some of them are.
+
+    Raises:
+        ConfigurationError: naming both.
+    """
+    pairs = zip(entries, values, strict=True)
+    tensors = {id(v): (e, v) for e, v in pairs if isinstance(v, Tensor) and e.role is not InputRole.BATCH}
+    written = {id(v) for e, v in tensors.values() if e.mutated}
+    for (name, one), (other_name, other) in shared((e.name, v) for e, v in tensors.values()):
+        if written & {id(one), id(other)}:
+            both = (_attribute(module, t) or n for n, t in ((name, one), (other_name, other)))
+            raise ConfigurationError(
+                f"{' and '.join(both)} share memory but are two tensors, and a training step writes into it: on "
+                "several devices that cannot be kept in order. Use one tensor object in both places, or .clone() one"
+            )
+
+
+def _attribute(module: nn.Module, tensor: Tensor) -> str | None:
+    """Where on a module a tensor is that is neither parameter nor buffer."""
+    for path, part in module.named_modules():
+        for key, value in vars(part).items():
+            if value is tensor:
+                return f"{path}.{key}" if path else key
+    return None
+
+
+def shared(tensors: Iterable[Named]) -> list[tuple[Named, Named]]:
+    """Pairs of tensors with an element in common."""
+    plain = [named for named in tensors if _has_memory(named[1])]
+    ordered = sorted(plain, key=lambda named: (str(named[1].device), named[1].data_ptr()))
+    found: list[tuple[Named, Named]] = []
+    for index, (name, tensor) in enumerate(ordered):
+        end = tensor.data_ptr() + _reach(tensor) * tensor.element_size()
+        for other_name, other in ordered[index + 1 :]:
+            if other.data_ptr() >= end or other.device != tensor.device:
+                break
+            if _meet(tensor, other):
+                found.append(((name, tensor), (other_name, other)))
+    return found
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    return plain and not tensor.is_meta and tensor.numel() > 0
+
+
+def _reach(tensor: Tensor) -> int:
+    """Number of elements from the first one in memory to the last one."""
+    return int(1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether the elements of two tensors meet where their memory overlaps: columns of one matrix do not."""
+    offset, rest = divmod(other.data_ptr() - one.data_ptr(), one.element_size())
+    if rest or one.element_size() != other.element_size():
+        return True
+    taken = _places(one, max(_reach(one), offset + _reach(other)))
+    return bool(taken.as_strided(other.shape, other.stride(), offset).any())
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements are the same place in memory."""
+    return int(_places(tensor, _reach(tensor)).sum()) != tensor.numel()
+
+
+def _places(tensor: Tensor, length: int) -> Tensor:
+    """Which of so many places from the tensor's first element on are elements of it."""
+    taken = torch.zeros(length, dtype=torch.bool)
+    shape = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    taken.as_strided(shape, tensor.stride()).fill_(True)
+    return taken
+
+
+# ---------------------------------------------------------------------- what is put right
+def lay_out_state(optimizer: Optimizer, mesh: StateMesh | None) -> None:
+    """Let state lie as its parameter does where a fused kernel will walk both.
+
+    A checkpoint may come from a run with another memory format, or from one whose state was put together of parts.
+
+    Args:
+        optimizer: with ``fused=True`` in some group; others are left alone.
+        mesh: the mesh of the run; None on one device.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            wanted = TensorSpec.of(parameter)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and is_dense(wanted):
+                    optimizer.state[parameter][key] = _laid_out(value, wanted, mesh)
+
+
+def gradients_of(module: nn.Module, mesh: StateMesh | None) -> dict[str, Tensor]:
+    """``p.grad`` by parameter name, each as its parameter lies; a hook may have put another tensor there."""
+    named = {name: p for name, p in module.named_parameters() if p.grad is not None}
+    return {name: _as_gradient(p.grad, p, mesh) for name, p in named.items() if p.grad is not None}
+
+
+def _as_gradient(gradient: Tensor, parameter: Tensor, mesh: StateMesh | None) -> Tensor:
+    if gradient.layout is not torch.strided or gradient.shape != parameter.shape:
+        return gradient
+    return _laid_out(gradient, densely(TensorSpec.of(parameter)), mesh)
+
+
+def _laid_out(value: Tensor, wanted: TensorSpec, mesh: StateMesh | None) -> Tensor:
+    """The tensor with the strides of ``wanted``; a part of it as graphs take parts."""
+    if mesh is None or not isinstance(value, DTensor):
+        return in_layout(value, wanted)
+    placements = mesh.placements_of(value)
+    local = private.local_tensor(value)
+    part = local_spec(wanted, placements, mesh.axes)
+    if has_layout(value, wanted) and has_layout(local, part):
+        return value
+    return mesh.wrap(in_layout(local, part), wanted, placements)
