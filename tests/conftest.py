@@ -1,4 +1,9 @@
-"""Few threads, because tests start several processes on one machine; ranks for the session; a text to train on."""
+"""Few threads, because tests start several processes on one machine; ranks for the session; a text to train on.
+
+``.ci/test`` runs the tests in two processes (pytest-xdist). Tests of a file stay together, for they share captured
+graphs and the runs of one device that they compare with; those on four ranks stay together too, so that one process
+alone starts four.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -8,6 +13,13 @@ import pytest
 import torch
 
 from tests.helpers.ranks import RankPool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        four = "four_ranks" in getattr(item, "fixturenames", ()) or parameters.get("ranks") == 4
+        item.add_marker(pytest.mark.xdist_group("four ranks" if four else item.path.stem))
 
 
 @pytest.fixture(autouse=True)

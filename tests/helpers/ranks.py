@@ -29,6 +29,8 @@ from unittest import mock
 
 # Once a rank failed, the others are given this long to fail or finish too.
 GRACE_SECONDS = 20.0
+FEW_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Set before torch is imported, which takes the number of its threads from there."""
 
 
 class RankError(AssertionError):
@@ -136,14 +138,17 @@ class RankPool:
         return Path(self._folder.name) / f"stacks_{rank}"
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # workers are forked from a process that has imported what they need, which takes each of them 4 s otherwise
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.helpers.training"])
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             button, bell = context.Pipe()
             self._stack_file(rank).write_text("")
-            with mock.patch.dict(os.environ, environment(rank, self.size, port)):
-                process = context.Process(target=_serve, args=(theirs, bell, str(self._stack_file(rank))), daemon=True)
+            told = (environment(rank, self.size, port), theirs, bell, str(self._stack_file(rank)))
+            process = context.Process(target=_serve, args=told, daemon=True)
+            with mock.patch.dict(os.environ, FEW_THREADS):
                 process.start()
             theirs.close()
             bell.close()
@@ -174,8 +179,7 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "tests",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
+        **FEW_THREADS,
     }
 
 
@@ -201,12 +205,13 @@ def _tell_stacks(bell: Any, stacks: Any) -> None:
         faulthandler.dump_traceback(file=stacks, all_threads=True)
 
 
-def _serve(pipe: Any, bell: Any, stack_file: str) -> None:
+def _serve(settings: dict[str, str], pipe: Any, bell: Any, stack_file: str) -> None:
     """A worker's life: take a job, answer, until the parent goes."""
+    os.environ.update(settings)
     with open(stack_file, "w") as stacks:
         threading.Thread(target=_tell_stacks, args=(bell, stacks), daemon=True).start()
         faulthandler.enable(file=stacks, all_threads=True)
-        import torch  # after the environment is set, which limits its threads
+        import torch  # not above: the parent needs none
 
         torch.set_num_threads(1)
         while True:
