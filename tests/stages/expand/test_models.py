@@ -61,8 +61,16 @@ def captured_model(name: str, update: Any = None) -> tuple[CapturedStep, list[An
     return capture_module(make(), loss, batch(), update=update)
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("update", [None, sgd, clipped])
+@pytest.mark.parametrize(
+    ("update", "split"),
+    [
+        # every model with every update and with every split; all triples take minutes
+        pytest.param(update, split, marks=() if u == s else pytest.mark.long)
+        for u, update in enumerate((None, sgd, clipped))
+        for s, split in enumerate(SPLITS)
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_train_like_one_device_without_moving_activations(name: str, update: Any, split: tuple[int, ...]) -> None:
     captured, live = captured_model(name, update)

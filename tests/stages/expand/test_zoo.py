@@ -18,7 +18,7 @@ COUPLED = {"clip": 7}
 """Architectures whose loss couples rows, and how many collectives that takes at most."""
 
 
-@pytest.mark.parametrize("split", [(3, 3), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("split", [pytest.param((3, 3), marks=pytest.mark.long), (1, 3, 2)], ids=str)
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_architecture_equals_one_device_without_moving_activations(name: str, split: tuple[int, ...]) -> None:
     model, batch = zoo.build(name, 6)
