@@ -176,8 +176,12 @@ class _Comparison:
         return self._same_number(one, other)
 
     def _same_number(self, one: Any, other: Any) -> bool:
-        now = _value(other)
-        return now is not _UNKNOWN and same_plain(self._number(one), now)
+        was, now = self._number(one), _value(other)
+        if _UNKNOWN in (was, now):
+            return False
+        if isinstance(one, fx.Node) != isinstance(other, fx.Node) and {type(was), type(now)} == {int, float}:
+            return was == now  # an operator took the one as it is, and the other as the float that it wanted
+        return same_plain(was, now)
 
     def _number(self, value: Any) -> Any:
         """What a number of the first graph is now."""

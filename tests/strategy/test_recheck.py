@@ -346,17 +346,13 @@ def test_looking_leaves_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class SameNumberTwice(Net):
-    """The learning rate becomes the number that stands beside it: then nobody can tell which of the two is which."""
+    """A counter becomes the number that stands beside it: then nobody can tell which of the two is which."""
 
     def loss(self, batch: Any) -> Tensor:
-        rate = self.lr_schedulers().get_last_lr()[0]  # type: ignore[union-attr]
-        x, *_ = torch.native_batch_norm(batch[0], None, None, None, None, True, rate, 0.025)  # momentum and epsilon
-        return super().loss((x, batch[1]))
+        return super().loss((torch.group_norm(batch[0], 2, None, None, self.global_step), batch[1]))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.usefixtures("at_every_use")

@@ -22,6 +22,7 @@ from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
+from lightning_spmd.stages.capture.named_numbers import NumbersByName
 
 aten = torch.ops.aten
 _READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
@@ -59,6 +60,7 @@ class Recorder(private.TorchDispatchMode):
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self._shadows: dict[int, Tensor] = {}
         self._exposed: list[HostScalar] = []
+        self._names = NumbersByName()
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
 
@@ -125,20 +127,34 @@ class Recorder(private.TorchDispatchMode):
     def reclaim(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Put recorded numbers back where torch's parser turned them into ``float``/``int`` arguments of ``func``.
 
-        Matched by value in schema order; an ambiguous match freezes the number (a guard on its value) instead.
+        By the names under which they were handed over where those are known, else by value; an ambiguous value freezes
+        the number (a guard on it) instead.
         """
         exposed, self._exposed = self._exposed, []
+        args, kwargs, named = self._names.put_back(func, args, kwargs)
+        return self._reclaim_by_value([s for s in exposed if s not in named], args, kwargs)
+
+    def _reclaim_by_value(self, exposed: list[HostScalar], args: Any, kwargs: Any) -> tuple[Any, Any]:
         flat, tree = pytree.tree_flatten((args, kwargs))
         for value in {type(s.value)(s.value) for s in exposed}:
             same = [s for s in exposed if s.value == value]
-            places = [i for i, a in enumerate(flat) if type(a) in (float, int) and a == value]
-            if len(places) == len(same):
-                for i, scalar in zip(places, same, strict=True):
-                    flat[i] = scalar.as_symbol()
+            kinds = (float,) if isinstance(value, float) else (float, int)  # an int is handed on as either
+            places = [i for i, a in enumerate(flat) if type(a) in kinds and a == value]
+            if len(places) == len(same) and len({s.node for s in same}) == 1:
+                for i in places:
+                    flat[i] = same[0].as_symbol()
             else:
                 for scalar in same:
                     self.decide(scalar)
         return pytree.tree_unflatten(flat, tree)
+
+    def __enter__(self) -> Any:
+        self._names.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._names.__exit__(*error)
 
     # ------------------------------------------------------------------ recording
     def info(self) -> NodeInfo:
