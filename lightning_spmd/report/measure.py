@@ -130,6 +130,7 @@ class SideResult:
 @dataclass
 class _Turn:
     seconds: list[float]
+    batch: int  # ranks that share layers have the same one
     rows: int
     memory: int | None
     loss: float | None
@@ -251,7 +252,7 @@ def _take_turn(side: Side, build: Build, plan: Plan, result: SideResult, bytes_s
         result.reason = reasons[0]
         return
     result.seconds += turns[0].seconds
-    result.rows = sum(t.rows for t in turns)
+    result.rows = sum({t.batch: t.rows for t in turns}.values())
     result.memory += [max(t.memory or 0 for t in turns)] if turns[0].memory is not None else []
     losses = [t.loss for t in turns if t.loss is not None]
     result.sent += [turns[0].sent] if turns[0].sent is not None else []
@@ -266,7 +267,8 @@ def _train(side: Side, build: Build, plan: Plan, bytes_sent: Callable[[], int] |
     trainer, module, data = build(side.strategy(), flags, [marks])
     trainer.fit(side.prepare(module), data)
     loss = None if marks.loss is None else float(marks.loss)
-    turn = _Turn(marks.seconds(), marks.rows, memory.peak(), loss, marks.sent())
+    batch = getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("rank", 0)
+    turn = _Turn(marks.seconds(), batch, marks.rows, memory.peak(), loss, marks.sent())
     side.finish()
     return turn
 
@@ -286,6 +288,9 @@ def _in_short(error: BaseException) -> str:
     return message if len(message) <= LONGEST_REASON else message[:LONGEST_REASON] + " ..."
 
 
+_OURS = ("strategy='spmd'", "overlap_iterations")
+
+
 class _Keep(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +298,7 @@ class _Keep(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if message.startswith(("strategy='spmd'", "overlap_iterations")):
+        if message.startswith(_OURS):
             self.messages.append(message)
 
 
@@ -310,9 +315,11 @@ def _notes() -> Iterator[list[str]]:
     for logger in banners:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             yield kept.messages
+        texts = [str(warning.message) for warning in warned]
+        kept.messages += [" ".join(text.split()) for text in texts if text.startswith(_OURS)]
     finally:
         spoken.removeHandler(kept)
         spoken.propagate = propagates
