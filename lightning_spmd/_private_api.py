@@ -96,6 +96,7 @@ __all__ = [
     "set_rank_zero_only",
     "skips_backward",
     "step_hooks",
+    "stop_signal_sent_by_lightning",
     "storage_elements",
     "storage_of",
     "tensor_slots",
@@ -306,6 +307,19 @@ def detects_anomaly(trainer: Any) -> bool:
 def mark_stepped(optimizer: Any) -> None:
     """Tell LR schedulers that the optimizer stepped: its Python ``step`` never ran, and they would warn."""
     optimizer._opt_called = True
+
+
+def stop_signal_sent_by_lightning(trainer: Any, sent: bool) -> None:
+    """Whether Lightning broadcasts before each batch whether rank 0 received SIGTERM.
+
+    It does so on the default process group, swallows every exception, and knows rank 0 alone; a rank whose data ended
+    earlier does not take part, so that the others wait there.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if sent:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+    elif hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = lambda: None
 
 
 def set_rank_zero_only(rank: int) -> None:

@@ -67,3 +67,11 @@ class RankDisagreementError(SPMDError):
     sides. Usual cause: Python code that depends on the rank (``if self.global_rank == 0``) inside ``training_step``,
     ``configure_optimizers`` or a hook that stops or skips something on one rank alone.
     """
+
+
+class RankLostError(SPMDError):
+    """Another rank failed or its process ended, so that nothing can go on.
+
+    The message names the rank and what is known of it: the error that it raised, the signal that ended it. Its own
+    output says more. Processes that end without a word were often killed because memory ran out.
+    """

@@ -20,12 +20,11 @@ def tell(text: str) -> None:
     rank_zero_info(text)
 
 
-def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """A warning; shown at the first ``at file:line`` in the text, if there is one."""
-    _warn(text, category)
+def warn(text: str, category: type[Warning] = UserWarning, *, everywhere: bool = False) -> None:
+    """A warning; shown at the first ``at file:line`` in the text, if there is one; on ``everywhere`` by every rank."""
+    (_warn if everywhere else rank_zero_only(_warn))(text, category)
 
 
-@rank_zero_only
 def _warn(text: str, category: type[Warning]) -> None:
     found = _LOCATION.search(text)
     file, line = (found[1], int(found[2])) if found else (__file__, 1)

@@ -67,9 +67,21 @@ class LeafRef(OutputRef):
 
 
 class CallRef(OutputRef):
-    """Stands for what the recorded call at ``position`` returns (a metric's value, known only after the graph ran)."""
+    """Stands for what the recorded call at ``position`` returns (a metric's value, known only after the graph ran).
 
-    __slots__ = ()
+    Args:
+        position: of the call.
+        key: of an entry of what it returns, the values of a collection of metrics; None: all of it.
+    """
+
+    __slots__ = ("key",)
+
+    def __init__(self, position: int, key: str | None = None) -> None:
+        super().__init__(position)
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"<result {self.position}{'' if self.key is None else f'[{self.key!r}]'}>"
 
 
 @dataclass(frozen=True)
@@ -78,8 +90,8 @@ class RecordedCall:
 
     Args:
         target: module path of the object, ``""`` for the LightningModule.
-        method: ``"log"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"``, ``"reset"`` of a metric;
-            ``"append"`` of any module: its arguments are the name of a list on it and the item.
+        method: ``"log"``, ``"log_dict"``, ``"print"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"``,
+            ``"reset"`` of a metric; ``"append"`` of any module: its arguments: the name of a list on it, and the item.
         args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, what
             came with the batch and is not a tensor by :class:`LeafRef`.
         source: ``file:line`` of the call, empty where unknown.

@@ -19,6 +19,7 @@ from lightning_spmd.stages import announce, build, finish
 from lightning_spmd.stages.capture.python_state import learning_rate_name
 from lightning_spmd.stages.capture.trace import CaptureRequest, capture, parameter_names
 from lightning_spmd.stages.phases import follow
+from lightning_spmd.stages.runtime.agreement import agree_on
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.profile import agree
@@ -187,7 +188,7 @@ class GraphBuilder:
 
     def _check_agreement(self, step: ShardedStep, captured: CapturedStep) -> None:
         if self._context.control is not None:
-            self._context.control.agree_on(step, captured)
+            agree_on(self._context.control, step, captured)
 
     def _agree(self, executable: Executable | None, problem: SPMDError | None, tell: Tell) -> None:
         """All ranks go on with the graph, or all of them raise the same."""

@@ -7,28 +7,39 @@ import dataclasses
 from lightning_spmd.errors import BatchError, RankDisagreementError
 from lightning_spmd.parallel.mesh import Mesh
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.runtime.agreement import ControlPlane, stable_hash
+from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
 from lightning_spmd.strategy.graph_table import Found, GraphTable
+from lightning_spmd.strategy.places import Moment
 from lightning_spmd.strategy.run_context import StepRequest
 
 
-def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request: StepRequest) -> Found:
+def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request: StepRequest, moment: Moment) -> Found:
     """The split and the graph on which all ranks agree; no graph if one of them has none.
 
     Raises:
         BatchError: on every rank; the batches cannot be one.
+        RankDisagreementError: on every rank; they are not at the same batch, or have different numbers of batches.
+        SIGTERMException: on every rank; one of them was told to stop.
     """
     batch = request.batch
     rows, problem = _rows(batch)
     found = table.find(request, (rows,) * mesh.batch_size)
     shape = stable_hash((table.step_key(request), None if batch is None else batch.shared_key()))
-    vote = control.vote(None if problem else found.index, rows, -1 if problem else shape)
+    vote = control.vote(
+        moment.place,
+        None if problem else found.index,
+        rows,
+        -1 if problem else shape,
+        ends=moment.ends,
+        stop=moment.told_to_stop,
+    )
+    moment.check(control, vote)
     if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
         _reconcile(control, table, request, problem)
-        return agreed_choice(control, mesh, table, request)
+        return agreed_choice(control, mesh, table, request, moment)
     if vote.rows[0] != vote.rows[1]:
         found = table.find(request, mesh.split(control.gather(rows)))
-        vote = control.vote(found.index, 0, 0)
+        vote = control.vote(moment.place, found.index, 0, 0)
     same = not vote.missing and vote.graph[0] == vote.graph[1]
     return found if same else dataclasses.replace(found, index=None)
 

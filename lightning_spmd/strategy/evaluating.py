@@ -18,6 +18,8 @@ from typing_extensions import override
 
 from lightning_spmd.errors import BatchError, ConfigurationError
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.ranks import RankedStrategy
@@ -89,14 +91,17 @@ class EvaluatingStrategy(RankedStrategy):
 
     # ------------------------------------------------------------------ Lightning's steps
     @override
+    @names_lost_ranks
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated("validation_step", super().validation_step, args, kwargs)
 
     @override
+    @names_lost_ranks
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated("test_step", super().test_step, args, kwargs)
 
     @override
+    @names_lost_ranks
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._turns is not None:
             self._take_part(upto=args[2] if len(args) > 2 else 0)
@@ -109,7 +114,7 @@ class EvaluatingStrategy(RankedStrategy):
         if kwargs:
             raise ConfigurationError(f"{method} was called with keywords ({', '.join(kwargs)}); Lightning passes none")
         try:
-            output = self._graphs().evaluate(method, args)
+            output = self._graphs().evaluate(method, args, turns=self._turns is not None and method == "predict_step")
         except FellBack:
             with self._eager_evaluation():
                 return self._eagerly(method, eager, args)
@@ -189,7 +194,7 @@ class EvaluatingStrategy(RankedStrategy):
         """The largest number of batches of a rank, by dataloader, where the ranks differ; None where they do not."""
         if self._control is None or not self._evaluates_in_graphs():
             return None
-        everyone = self._control.gather(list(batches))
+        everyone = self._control.gather(list(batches), Place(f"the start of {stage}"))
         if all(counts == everyone[0] for counts in everyone):
             return None
         known = all(len(counts) == len(everyone[0]) and math.inf not in counts for counts in everyone)
@@ -212,7 +217,7 @@ class EvaluatingStrategy(RankedStrategy):
                 batch, *numbers = turns.last
                 turns.last = (batch, *[numbers[0] + 1, *numbers[1:]]) if numbers else (batch,)
                 try:
-                    self._graphs().evaluate("predict_step", turns.last, discard=True)
+                    self._graphs().evaluate("predict_step", turns.last, turns=True, discard=True)
                 except FellBack:
                     with self._eager_evaluation():
                         pass

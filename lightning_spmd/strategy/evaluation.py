@@ -22,10 +22,11 @@ from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import warn
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.runtime.agreement import stable_hash
+from lightning_spmd.stages.runtime.control import stable_hash
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.iteration import TrainingIteration
-from lightning_spmd.strategy.run_context import FellBack, RunContext
+from lightning_spmd.strategy.places import Moment, evaluation_moment
+from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 # As Lightning names the hooks around each step, for messages that send the user there.
@@ -44,14 +45,16 @@ class EvaluationSteps(TrainingIteration):
         self._eager: set[str] = set()
         self._method = ""
         self._discard = False
+        self._now: Moment | None = None
         self._row_outputs: dict[int, list[int]] = {}
 
-    def evaluate(self, method: str, args: tuple[Any, ...], *, discard: bool = False) -> Any:
+    def evaluate(self, method: str, args: tuple[Any, ...], *, turns: bool = False, discard: bool = False) -> Any:
         """Run one step.
 
         Args:
             method: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
             args: its arguments as Lightning passes them: batch, batch index, index of the dataloader.
+            turns: ranks whose batches have ended take part in the steps of others.
             discard: nothing is logged, no metric is updated and nothing returned: the step is for the other ranks.
 
         Returns:
@@ -60,13 +63,16 @@ class EvaluationSteps(TrainingIteration):
         Raises:
             FellBack: the step must run eagerly; nothing has been changed.
         """
-        if method in self._eager:
-            raise FellBack
         self._method, self._discard = method, discard
-        if "dataloader_iter" in inspect.signature(getattr(self.context.module, method)).parameters:
-            self._fall_back("it takes dataloader_iter, so it fetches its own data")
         arguments: dict[str, Any] = dict(zip(_ARGUMENTS, args, strict=False))
         batch = arguments.pop("batch")
+        self._now = evaluation_moment(self.context.trainer, method, arguments, turns=turns)
+        if method in self._eager:
+            if self.context.control is not None:  # whole parameters are put together for the step by all ranks
+                self._now.meet(self.context.control)
+            raise FellBack
+        if "dataloader_iter" in inspect.signature(getattr(self.context.module, method)).parameters:
+            self._fall_back("it takes dataloader_iter, so it fetches its own data")
         if self.context.streams is not None:
             # a function of the place in the run: evaluation leaves no trace in training's random numbers, and a
             # resumed run evaluates with the numbers of the uninterrupted one
@@ -77,6 +83,10 @@ class EvaluationSteps(TrainingIteration):
             return self.run(batch, arguments, Variant.evaluation(method), None)
         except BatchError as error:  # training asks for other batches; here each rank can go on with its own
             self._fall_back(str(error))
+
+    @override
+    def _moment(self, request: StepRequest) -> Moment:
+        return self._now or super()._moment(request)
 
     @override
     def _answer(self, executable: Executable, outputs: Sequence[Any], batch: Batch, rows: int) -> Any:

@@ -17,10 +17,13 @@ from lightning_spmd.errors import ConfigurationError, StaleGraphError
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
+from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder
 from lightning_spmd.strategy.choice import agreed_choice
 from lightning_spmd.strategy.graph_table import Found, GraphTable
+from lightning_spmd.strategy.places import Moment, training_moment
 from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import replay, resolve
 from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
@@ -47,6 +50,7 @@ class TrainingIteration:
         """Number of graphs built."""
         return self._builder.captures
 
+    @ends_no_loop
     def run(
         self, batch_tree: Any, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
     ) -> Any:
@@ -71,6 +75,7 @@ class TrainingIteration:
         self._after(variant)
         return self._answer(executable, outputs, batch, rows)
 
+    @ends_no_loop
     def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:
         """Run the optimizer alone on gradients that are there already.
 
@@ -111,13 +116,21 @@ class TrainingIteration:
         self._arguments.update(arguments)
         return StepRequest(batch, variant, arguments, clip)
 
+    def _moment(self, request: StepRequest) -> Moment:
+        """Where in the run a step is."""
+        trainer = self.context.trainer
+        moment = training_moment(trainer, applies=request.variant.apply)
+        if request.variant.forward:
+            return moment
+        return Moment(Place("the update after training", moment.place.epoch, moment.place.batch))
+
     def _executable(self, request: StepRequest) -> tuple[Executable, int]:
         """The graph of a step, found or built, and the rows of the global batch."""
         context, table = self.context, self.table
         if context.control is None or context.mesh is None:
             found = table.find(request, () if request.batch is None else request.batch.first_sizes())
         else:
-            found = agreed_choice(context.control, context.mesh, table, request)
+            found = agreed_choice(context.control, context.mesh, table, request, self._moment(request))
         if found.index is not None and self._is_up_to_date(found, request):
             return table.executables[found.index], sum(found.split)
         if (surplus := table.surplus(found)) is not None:
@@ -171,8 +184,8 @@ class TrainingIteration:
         captured = executable.captured
         with self.context.step_context(captured.variant.method):
             is_global = self.context.control is not None
-            replay(self.context.module, captured.calls, outputs, batch.values, rows, is_global=is_global)
-        return resolve(captured.returned, outputs, batch.values)
+            results = replay(self.context.module, captured.calls, outputs, batch.values, rows, is_global=is_global)
+        return resolve(captured.returned, outputs, batch.values, results)
 
     def _fall_back(self, reason: str) -> NoReturn:
         if self.context.mesh is not None and self.context.plan(Variant()).needs_graphs:

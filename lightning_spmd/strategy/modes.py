@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import tell
-from lightning_spmd.stages.runtime.agreement import ControlPlane
+from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.support import Context, Mode, classify
 
 _IN_WORDS = {
@@ -44,7 +44,7 @@ class ModeOfRun:
         reasons = [str(finding) for finding in findings]
         step_hooks = any(f.feature.name == "optimizer step hooks" for f in findings)
         if control is not None:
-            everyone = control.gather((mode, reasons, step_hooks))
+            everyone = control.gather((mode, reasons, step_hooks), Place("the choice of how to train"))
             mode, reasons, _ = max(everyone, key=lambda found: list(Mode).index(found[0]))
             step_hooks = any(hooks for _, _, hooks in everyone)
         if mode is Mode.REJECTED:

@@ -17,12 +17,14 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError, ConfigurationError
+from lightning_spmd.errors import CaptureError, ConfigurationError, RankLostError
 from lightning_spmd.parallel.axes import DATA, ParallelOptions
 from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mesh_sizes, shard_size
 from lightning_spmd.parallel.shared_groups import Lease, lease_groups, make_host_group
 from lightning_spmd.stages.capture.recorder import user_location
-from lightning_spmd.stages.runtime.agreement import ControlPlane
+from lightning_spmd.stages.runtime.control import ControlPlane, Place
+from lightning_spmd.stages.runtime.peers import is_communication_failure
+from lightning_spmd.strategy.boundary import names_lost_ranks
 
 
 class RankedStrategy(ParallelStrategy):
@@ -170,6 +172,17 @@ class RankedStrategy(ParallelStrategy):
         finally:
             self._end_leases()
 
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the others why this rank ends; and if that is because of one of them, say so where nobody else could."""
+        super().on_exception(exception)
+        control = self._control
+        if control is None:
+            return
+        if is_communication_failure(exception) and not isinstance(exception, RankLostError):
+            exception.add_note(str(control.peers.explain(exception, str(control.place))))
+        control.peers.note(exception)
+
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -196,20 +209,27 @@ class RankedStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ collectives
     @override
+    @names_lost_ranks
     def barrier(self, name: str | None = None) -> None:
         if self.is_distributed and dist.is_initialized():
+            if self._control is not None:
+                self._control.meet(Place(f"the barrier {name!r}" if name else "a barrier"))
             devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=devices)
 
     @override
+    @names_lost_ranks
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not (self.is_distributed and dist.is_initialized()):
             return obj
+        if self._control is not None:
+            self._control.meet(Place(f"a broadcast from rank {src}"))
         objects = [obj]
         dist.broadcast_object_list(objects, src)
         return objects[0]
 
     @override
+    @names_lost_ranks
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks; inside training_step values are global already and come back as they are."""
         if not isinstance(tensor, Tensor) or self._traced_split is not None:
@@ -217,14 +237,16 @@ class RankedStrategy(ParallelStrategy):
         return private.reduce_over_ranks(tensor, self._of_all_batches(group), reduce_op)
 
     @override
+    @names_lost_ranks
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """What all ranks decide, those that have the same batch included: each of them acts on it."""
         if self._control is None:
             return decision
-        decisions = self._control.gather(bool(decision))
+        decisions = self._control.gather(bool(decision), Place("a decision of all ranks"))
         return False not in decisions if all else True in decisions
 
     @override
+    @names_lost_ranks
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of ranks with different batches: inside training_step a view of the global tensor.
 

@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 
@@ -29,7 +30,7 @@ def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: S
         if isinstance(value, LeafRef):
             return leaves[value.position]
         if isinstance(value, CallRef):
-            return results[value.position]
+            return _result(results[value.position], value.key)
         return outputs[value.position] if isinstance(value, OutputRef) else value
 
     return map_leaves(leaf, tree)
@@ -67,6 +68,11 @@ def replay(
             results.append(getattr(target, args[0]).append(args[1]))
         elif is_global and call.method == "log":
             results.append(_log_global(target, args, kwargs, rows))
+        elif is_global and call.method == "log_dict":
+            said = {**dict(zip(_LOG_DICT_ARGUMENTS, args, strict=False)), **kwargs}
+            for name, value in said.pop("dictionary").items():
+                _log_global(target, (name, value), said, rows)
+            results.append(None)
         elif is_global and call.method == "forward":
             results.append(_forward_with_sync(target, args, kwargs))
         else:
@@ -74,7 +80,25 @@ def replay(
     return results
 
 
+def _result(result: Any, key: str | None) -> Any:
+    """What a recorded call returned, or an entry of it.
+
+    Raises:
+        CaptureError: a metric of the collection returns a dictionary, so that its values have other names.
+    """
+    if key is None:
+        return result
+    try:
+        return result[key]
+    except KeyError:
+        raise CaptureError(
+            f"a collection of metrics has no value {key!r} but {', '.join(map(repr, result))}: a metric in it returns "
+            "a dictionary. Log all of them with self.log_dict(self.collection(...))"
+        ) from None
+
+
 _LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
+_LOG_DICT_ARGUMENTS = tuple(inspect.signature(LightningModule.log_dict).parameters)[1:]
 
 
 def _log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None) -> None:

@@ -15,7 +15,7 @@ from lightning_spmd.parallel.mesh import Mesh
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.runtime.agreement import ControlPlane
+from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 

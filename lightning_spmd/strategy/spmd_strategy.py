@@ -29,7 +29,9 @@ from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, ParallelOptions
 from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
+from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.evaluating import EvaluatingStrategy
 from lightning_spmd.strategy.evaluation import EvaluationSteps
@@ -40,6 +42,13 @@ from lightning_spmd.strategy.memory import begin_alike, gradients_of
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.options import checked_options
 from lightning_spmd.strategy.overlap import FinishPendingWork, explain, finish_in_time, readers_between_batches
+from lightning_spmd.strategy.places import (
+    compare_training_batches,
+    leave_borders,
+    meet_after_backward,
+    meet_at_borders,
+    meet_in_training,
+)
 from lightning_spmd.strategy.run_context import BuildEvent, FellBack, RunContext
 from lightning_spmd.strategy.sharding import ShardingStrategy
 from lightning_spmd.strategy.support import Context, Mode
@@ -147,6 +156,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         self._stepping = False
         self._ran_forward = False
         self._sync_blocked = False
+        self._backward_passes = 0  # of the current batch, on the eager path
         self._eager_apply = False
         self._modes = ModeOfRun()
         self._held: dict[str, Tensor] = {}
@@ -172,6 +182,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         self.setup_precision_plugin()
         self._evaluation = None
         self._modes.begin()
+        meet_at_borders(trainer, self._control)
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
             self._shard_optimizers()
@@ -265,7 +276,8 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
         if self._control is None or self.build_options.overlap_iterations is False:
             return False
-        readers = sum(self._control.gather(readers_between_batches(module, trainer.callbacks)), [])
+        place = Place("the choice whether iterations overlap")
+        readers = sum(self._control.gather(readers_between_batches(module, trainer.callbacks), place), [])
         if readers and self.mode is Mode.COMPILED:
             tell(explain(list(dict.fromkeys(readers)), insisted=self.build_options.overlap_iterations is True))
         if readers and self.build_options.overlap_iterations is not True:
@@ -322,9 +334,12 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     # ------------------------------------------------------------------ the training iteration
     @override
+    @names_lost_ranks
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         iteration = self._compiled_iteration()
+        self._backward_passes = 0
         if iteration is None:
+            meet_in_training(self.lightning_module, self._control)
             return self._eagerly("training_step", super().training_step, args, kwargs)
         variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
         self._drop_zeroed_gradients(iteration)
@@ -385,6 +400,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             parameters[name].grad = gradient * scale
 
     @override
+    @names_lost_ranks
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         if module is None:
@@ -396,7 +412,9 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             self._held = {}
         else:
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-            if self.is_distributed and not self._sync_blocked:
+            if self._control is not None and not self._sync_blocked:
+                self._backward_passes += 1
+                meet_after_backward(module, self._control, self._backward_passes)
                 average_gradients(list(module.parameters()))
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -412,6 +430,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             self._sync_blocked = False
 
     @override
+    @names_lost_ranks
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         if self._iteration is None:
             return super().optimizer_step(
@@ -452,6 +471,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         if module is not None:
             callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
             callbacks[:] = [c for c in callbacks if not isinstance(c, FinishPendingWork)]
+            leave_borders(module.trainer)
         # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept
         # it there is on its way to the user
         unfinished = module is not None and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
@@ -461,6 +481,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
     @override
     def on_train_start(self) -> None:
         self._look_again()
+        compare_training_batches(self.lightning_module, self._control)
         super().on_train_start()
 
     def __repr__(self) -> str:

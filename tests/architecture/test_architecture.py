@@ -43,6 +43,7 @@ PUBLIC_NAMES = {
     "ConfigurationError",
     "ExpansionError",
     "RankDisagreementError",
+    "RankLostError",
     "SPMDError",
     "SPMDStrategy",
     "StaleGraphError",

@@ -2,8 +2,7 @@
 
 ``log`` and ``print`` of a LightningModule and ``update``/``forward``/``compute``/``reset`` of every metric are shadowed
 on the *instances*, so no class is patched and callbacks, which hold their own ``log``, are untouched. Tensors among the
-arguments become graph outputs. What a metric returns does not exist before the graph ran: it may be logged or
-returned, nothing else.
+arguments become graph outputs. What a metric returns does not exist before the graph ran (``later_value.py``).
 """
 
 from __future__ import annotations
@@ -17,50 +16,16 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.ir.first import first
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.appended_lists import AppendOnly
 from lightning_spmd.stages.capture.batch import UnreadLeaf, position_of
 from lightning_spmd.stages.capture.host_scalar import scalar_of
+from lightning_spmd.stages.capture.later_value import LaterValue, LaterValues, reference_to
 from lightning_spmd.stages.capture.recorder import user_location
 
 _METRIC_METHODS = ("update", "forward", "compute", "reset")
-
-
-class LaterValue:
-    """What a metric returns inside training_step: a value that exists only after the graph ran."""
-
-    def __init__(self, call: int, metric: str) -> None:
-        object.__setattr__(self, "_call", call)
-        object.__setattr__(self, "_metric", metric)
-
-    def misuse(self) -> CaptureError:
-        """The error for any use but logging and returning."""
-        return CaptureError(
-            f"the value of metric {object.__getattribute__(self, '_metric')!r} is used inside training_step; metrics "
-            "are updated after the graph ran, so their values can only be logged or returned there",
-            user_location(),
-        )
-
-    def _used(self, *_: Any, **__: Any) -> Any:
-        raise self.misuse()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("detach", "clone", "cpu"):  # harmless on what is only logged
-            return lambda: self
-        return self._used()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __float__ = __int__ = (
-        _used
-    )
-    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __iter__ = __len__ = __getitem__ = __neg__ = _used
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        later = first((a for a in (*args, *(kwargs or {}).values()) if isinstance(a, LaterValue)), "metric's value")
-        raise later.misuse()
 
 
 class LogRecorder:
@@ -85,7 +50,7 @@ class LogRecorder:
             if type(item) is UnreadLeaf:
                 return LeafRef(position_of(item))
             if isinstance(item, LaterValue):
-                return CallRef(object.__getattribute__(item, "_call"))
+                return reference_to(item)
             if isinstance(item, Tensor):
                 return OutputRef(self._add_output(item.detach(), role, (), name + path))
             if scalar_of(item) is not None:
@@ -116,16 +81,30 @@ class LogRecorder:
             for path, part in module.named_modules():
                 if isinstance(part, (Metric, MetricCollection)):
                     for method in _METRIC_METHODS:
-                        stack.enter_context(_shadow(part, method, self._metric_method(path, method)))
+                        stack.enter_context(_shadow(part, method, self._metric_method(path, part, method)))
                 elif callable(getattr(type(part), "log_dict", None)) and hasattr(part, "automatic_optimization"):
                     stack.enter_context(_shadow(part, "log", self._log_method(path)))
+                    stack.enter_context(_shadow(part, "log_dict", self._log_dict_method(path, part)))
                     stack.enter_context(_shadow(part, "print", self._print_method(path)))
             yield
 
-    def _metric_method(self, path: str, method: str) -> Callable[..., Any]:
+    def _metric_method(self, path: str, metric: nn.Module, method: str) -> Callable[..., Any]:
         def shadow(*args: Any, **kwargs: Any) -> Any:
             call = self.record(path, method, OutputRole.METRIC_INPUT, args, kwargs)
-            return LaterValue(call, path) if method in ("forward", "compute") else None
+            if method not in ("forward", "compute"):
+                return None
+            if isinstance(metric, MetricCollection):
+                return LaterValues(call, path, [str(name) for name in metric.keys(keep_base=False)])
+            return LaterValue(CallRef(call), path)
+
+        return shadow
+
+    def _log_dict_method(self, path: str, module: Any) -> Callable[..., None]:
+        def shadow(dictionary: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(dictionary, LaterValue):  # with the names that it will have: metrics may return dictionaries
+                self.record(path, "log_dict", OutputRole.LOGGED, (dictionary, *args), kwargs)
+            else:
+                type(module).log_dict(module, dictionary, *args, **kwargs)
 
         return shadow
 

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -363,32 +364,47 @@ def _is_user_code(filename: str) -> bool:
 def user_location() -> str | None:
     """``file:line`` of the innermost frame outside torch, Lightning and this package, or None.
 
-    While something is captured, frames outside the capture do not count: the line that calls ``fit`` says nothing about
-    what an optimizer of torch does.
+    Only what capture called counts: behind it the stack holds the script's line with ``trainer.fit``. Where there is no
+    code of the user's, as in an optimizer or a layer of torch's own, its line there is taken.
     """
-    frame = inspect.currentframe()
-    while frame is not None and not frame.f_code.co_filename.endswith(_OUTERMOST):
-        if _is_user_code(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    frame, else_taken = inspect.currentframe(), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_user_code(file):
+            return f"{file}:{frame.f_lineno}"
+        if file == _CAPTURE:
+            break
+        if else_taken is None and _is_stated_in_torch(file):
+            else_taken = f"{file}:{frame.f_lineno}"
         frame = frame.f_back
-    return None
+    return else_taken
 
 
 def location_of(error: BaseException) -> str | None:
-    """``file:line`` of the user's code closest to where ``error`` was raised, or None."""
-    found, trace = None, error.__traceback__
+    """``file:line`` of the user's code, else of torch's optimizer or layer, closest to where ``error`` was raised."""
+    found, else_taken, trace = None, None, error.__traceback__
     while trace is not None:
-        if _is_user_code(trace.tb_frame.f_code.co_filename):
-            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        file = trace.tb_frame.f_code.co_filename
+        if _is_user_code(file):
+            found = f"{file}:{trace.tb_lineno}"
+        elif _is_stated_in_torch(file):
+            else_taken = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return found or else_taken
+
+
+_CAPTURE = str(Path(__file__).with_name("trace.py"))
+
+
+def _is_stated_in_torch(file: str) -> bool:
+    """Whether a file of torch holds code that a user chose by name; not what every optimizer or layer has in common."""
+    chosen = "/torch/optim/" in file or "/torch/nn/modules/" in file
+    return chosen and not file.endswith(("/optimizer.py", "/module.py"))
 
 
 @contextlib.contextmanager
 def in_section(recorder: Recorder, section: Section) -> Iterator[None]:
-    """Nodes recorded inside belong to ``section``."""
+    """Nodes recorded inside belong to ``section``; after an error the recorder still says in which it was raised."""
     before, recorder.section = recorder.section, section
-    try:
-        yield
-    finally:
-        recorder.section = before
+    yield
+    recorder.section = before

@@ -47,6 +47,8 @@ from lightning_spmd.stages.capture.python_state import (
 from lightning_spmd.stages.capture.recorder import Recorder, in_section, location_of
 from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
 
+_IN_WORDS = {Section.BACKWARD: "the backward pass", Section.CLIP: "gradient clipping"}
+
 
 @dataclass
 class CaptureRequest:
@@ -162,13 +164,19 @@ class _Capture:
             stack.enter_context(self.spy.active())
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
-            with _explained():
+            with _explained(self._what):
                 if request.optimizer is None:
                     self._step_alone(batch)
                 else:
                     self._iteration(batch, trained, request.optimizer)
                 self._collect(slots)
         return self._finish()
+
+    def _what(self) -> str:
+        """What is being captured, for messages."""
+        if self.recorder.section is Section.OPTIMIZER:
+            return f"{type(self.request.optimizer).__name__}.step"
+        return _IN_WORDS.get(self.recorder.section, "training_step")
 
     def _appended(self, place: Place, item: Any) -> None:
         self.logs.record(place[0], "append", OutputRole.STEP_OUTPUT, (place[1], item), {})
@@ -436,7 +444,7 @@ def _modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explained(what: Callable[[], str]) -> Iterator[None]:
     """Whatever goes wrong under fake tensors becomes a CaptureError with the user's line."""
     try:
         yield
@@ -444,4 +452,4 @@ def _explained() -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        raise CaptureError(f"training_step could not be captured ({reason})", location_of(error)) from error
+        raise CaptureError(f"{what()} could not be captured ({reason})", location_of(error)) from error

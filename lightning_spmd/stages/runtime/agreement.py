@@ -1,22 +1,15 @@
-"""Ranks decide together: which graph runs, whether to build one, whether to fall back. Nothing hangs.
-
-All messages go through a process group of their own on the host, so they never wait behind bulk collectives (a
-broadcast on the default group was seen to return after 149 ms with 20 MB in flight, after 1.2 ms on its own group).
-"""
+"""All ranks have built the same graph, or all of them learn where theirs begin to differ, and whose fault it is."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import linecache
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.fx.node import map_aggregate
 
@@ -25,79 +18,31 @@ from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.node_info import info_of
 from lightning_spmd.ir.placement import Chunk
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
+from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLACE = "  # "
 """Between what a node does and where the code says so."""
 
 
-def stable_hash(value: Any) -> int:
-    """A 62-bit hash of ``repr(value)`` that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 2
-
-
-@dataclass(frozen=True)
-class StepVote:
-    """What all ranks said before a step: extremes over the ranks of three numbers.
+def agree_on(control: ControlPlane, step: ShardedStep, captured: CapturedStep) -> None:
+    """Check that all ranks built the same graph before the first collective of it runs.
 
     Args:
-        missing: some rank has no graph for its batch.
-        graph: (smallest, largest) index of the graph that the ranks would run.
-        rows: (smallest, largest) number of rows in a rank's batch.
-        shape: (smallest, largest) hash of everything else about the batch.
+        control: the other ranks.
+        step: this rank's graph.
+        captured: what it was made of.
+
+    Raises:
+        RankDisagreementError: on every rank, naming the first node that differs and both sides.
     """
-
-    missing: bool
-    graph: tuple[int, int]
-    rows: tuple[int, int]
-    shape: tuple[int, int]
-
-
-class ControlPlane:
-    """Small host messages among all ranks.
-
-    Args:
-        group: a gloo process group of all ranks.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self.world_size = dist.get_world_size()
-        self.rank = dist.get_rank()
-        self.group = group
-        self._message = torch.zeros(7, dtype=torch.int64)
-
-    def vote(self, graph: int | None, rows: int, shape: int) -> StepVote:
-        """Exchange what this rank would do; one all-reduce of seven numbers."""
-        index = -1 if graph is None else graph
-        message = self._message
-        message.copy_(torch.tensor([graph is None, index, -index, rows, -rows, shape, -shape], dtype=torch.int64))
-        dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group)
-        missing, high, low, most, fewest, up, down = message.tolist()
-        return StepVote(bool(missing), (-low, high), (-fewest, most), (-down, up))
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, by rank."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def agree_on(self, step: ShardedStep, captured: CapturedStep) -> None:
-        """Check that all ranks built the same graph before the first collective of it runs.
-
-        Args:
-            step: this rank's graph.
-            captured: what it was made of.
-
-        Raises:
-            RankDisagreementError: on every rank, naming the first node that differs and both sides.
-        """
-        # both: programs of uneven splits are compared without numbers, which the capture has
-        lines = describe_capture(captured), describe(step)
-        digest = stable_hash([_without_place(line) for line in itertools.chain(*lines)])
-        if len(set(self.gather(digest))) == 1:
-            return
-        everyone = self.gather((*lines, [axis.split for axis in step.axes]))
-        raise RankDisagreementError(_explain(everyone))
+    # both: programs of uneven splits are compared without numbers, which the capture has
+    lines = describe_capture(captured), describe(step)
+    digest = stable_hash([_without_place(line) for line in itertools.chain(*lines)])
+    if len(set(control.gather(digest))) == 1:
+        return
+    everyone = control.gather((*lines, [axis.split for axis in step.axes]))
+    raise RankDisagreementError(_explain(everyone))
 
 
 def describe(step: ShardedStep) -> list[str]:

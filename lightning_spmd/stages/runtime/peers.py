@@ -1,0 +1,185 @@
+"""The other processes of a run: which of them is gone, and what those that failed said before.
+
+When a process ends, its peers' collectives fail with a line about a socket. Who it was is known elsewhere: a rank that
+raises leaves a note in the store through which the process groups met, and of a process on this machine the kernel
+knows whether it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_spmd.errors import RankLostError, SPMDError
+
+# Processes that end leave their notes and their sockets at about the same time, in any order.
+PATIENCE = 5.0
+_SOCKETS = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused|was)|broken pipe|socket|timed out waiting|operation timed out", re.I
+)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank's process.
+
+    Args:
+        machine: its host's name and its namespace of processes.
+        pid: its number there.
+    """
+
+    machine: str
+    pid: int
+
+    @classmethod
+    def this(cls) -> Process:
+        """The process that asks."""
+        with contextlib.suppress(OSError):
+            return cls(f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}", os.getpid())
+        return cls(socket.gethostname(), os.getpid())
+
+    @property
+    def host(self) -> str:
+        """Its machine, for messages."""
+        return self.machine.partition(" ")[0]
+
+    def ended(self) -> str | None:
+        """How it ended, if it did; None as long as it runs, or runs on another machine."""
+        if self.machine != Process.this().machine:
+            return None
+        with contextlib.suppress(ChildProcessError, AttributeError):  # no child of ours; macOS
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None:
+                return _how(found.si_code, found.si_status)
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return "has ended"
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):  # macOS has no /proc
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return "has ended" if state in "ZX" else None
+        return None
+
+
+def _how(code: int, status: int) -> str:
+    if code == os.CLD_EXITED:
+        return f"has ended with code {status}"
+    name = signal.Signals(status).name if status in set(signal.Signals) else str(status)
+    hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    return f"was ended by signal {name}{hint}"
+
+
+class Peers:
+    """What one rank knows of the others.
+
+    Args:
+        store: a key-value store that all ranks reach, as ``torch.distributed`` makes one.
+        run: number of the run: notes of others do not count.
+        rank: this rank.
+        processes: of all ranks.
+    """
+
+    def __init__(self, store: Any, run: int, rank: int, processes: Sequence[Process]) -> None:
+        self._store = store
+        self._run = run
+        self._rank = rank
+        self._processes = processes
+        self._noted = False
+
+    def note(self, error: BaseException) -> None:
+        """Tell the others that this rank fails, and of what. The end of another rank is no news."""
+        if not self._noted:
+            self._noted = True
+            lost = isinstance(error, RankLostError) or is_communication_failure(error)
+            text = "\n".join(f"{type(error).__name__}: {error}".splitlines()[:3])
+            self._set("lost" if lost else "failed", text + _raised_at(error))
+
+    def wait_at(self, place: str) -> None:
+        """Tell the others where this rank has been waiting for a while."""
+        self._set("waits", place)
+
+    def news(self) -> str | None:
+        """What is known of ranks that failed or are gone; None if nothing is."""
+        for rank in self._others():
+            if (text := self._get("failed", rank)) is not None:
+                return f"rank {rank} failed with {text}"
+        for rank in self._others():
+            process = self._processes[rank]
+            if self._get("lost", rank) is None and (how := process.ended()) is not None:
+                return f"rank {rank} is gone: its process {process.pid} {how}"
+        return None
+
+    def waiting(self) -> dict[int, str]:
+        """Ranks that have been waiting for a while, and where."""
+        return {rank: text for rank in self._others() if (text := self._get("waits", rank)) is not None}
+
+    def explain(self, error: BaseException, place: str = "") -> RankLostError:
+        """The error that says whose end broke a collective, as far as that can be known.
+
+        Args:
+            error: what the collective raised.
+            place: where this rank was.
+        """
+        self._set("lost", str(error))
+        deadline, known = time.monotonic() + PATIENCE, self.news()
+        while known is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            known = self.news()
+        self._noted = True
+        where = f" This rank was at {place}." if place else ""
+        return RankLostError(f"{known or self._suspects()}.{where} (torch says: {str(error).splitlines()[0]})")
+
+    def _suspects(self) -> str:
+        silent = [r for r in self._others() if self._get("lost", r) is None]
+        waiting = [f"rank {rank} waits at {text}" for rank, text in self.waiting().items()]
+        named = ", ".join(f"rank {r} (process {self._processes[r].pid} on {self._processes[r].host})" for r in silent)
+        parts = [f"no sign of life of {named}" if named else "the connection to another rank broke", *waiting]
+        return "; ".join(parts)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self._processes)) if rank != self._rank]
+
+    def _key(self, kind: str, rank: int) -> str:
+        return f"lightning_spmd/run {self._run}/{kind}/{rank}"
+
+    def _set(self, kind: str, text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store lives in rank 0's process, which may be the one that ended
+            self._store.set(self._key(kind, self._rank), text)
+
+    def _get(self, kind: str, rank: int) -> str | None:
+        key = self._key(kind, rank)
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError:
+            return None
+
+
+def is_communication_failure(error: BaseException) -> bool:
+    """Whether a collective failed for the sake of another rank or of the network."""
+    if isinstance(error, SPMDError):
+        return isinstance(error, RankLostError)
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and _SOCKETS.search(str(error)) is not None
+
+
+def _raised_at(error: BaseException) -> str:
+    """The line that raised it."""
+    trace = error.__traceback__
+    if trace is None:
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return f" (at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"

@@ -1,0 +1,50 @@
+"""What may leave this package: no exception that Lightning swallows, none that hides which rank is gone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning_spmd.errors import SPMDError
+from lightning_spmd.stages.capture.recorder import location_of
+from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.peers import is_communication_failure
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def ends_no_loop(method: F) -> F:
+    """Turn a StopIteration, which Lightning's loops take for the end of the data, into an error that is seen.
+
+    For what runs in place of the user's step. A step that runs as the user wrote it may raise one to end its epoch.
+    """
+
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except StopIteration as error:
+            where = location_of(error)
+            raise SPMDError(
+                "a StopIteration was raised while a graph was built or run, or its metrics updated; Lightning would "
+                f"take it for the end of the data{'' if where is None else f' at {where}'}"
+            ) from error
+
+    return guarded  # type: ignore[return-value]
+
+
+def names_lost_ranks(method: F) -> F:
+    """Let a strategy's method say which rank is gone where a collective broke off."""
+
+    @functools.wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            control: ControlPlane | None = self._control
+            if control is None or isinstance(error, SPMDError) or not is_communication_failure(error):
+                raise
+            raise control.peers.explain(error, str(control.place)) from error
+
+    return guarded  # type: ignore[return-value]

@@ -1,0 +1,56 @@
+"""One rank of a training in which rank 1 ends badly; prints how this rank ended. Started by ``test_lost_ranks.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import lightning as L
+
+from tests.helpers.training import QUIET
+from tests.strategy.small import Quiet, loader_of, rows
+
+
+class Ends(L.Callback):
+    """Ends rank 1, or rank 0, in its third step."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step != 2:
+            return
+        if self.how == "killed" and trainer.global_rank == 1 or self.how == "first killed" and trainer.global_rank == 0:
+            os.kill(os.getpid(), 9)
+        if self.how == "raises" and trainer.global_rank == 1:
+            raise ValueError("a hook of rank 1 failed")
+
+
+class EndsInStep(Quiet):
+    """Rank 1 is killed while rank 0 waits in the gradients' reduction."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 2:
+            os._exit(7)
+        super().optimizer_step(*args, **kwargs)
+
+
+def main(how: str) -> None:
+    trainer = L.Trainer(
+        strategy="spmd", devices=2, max_epochs=1, limit_val_batches=0, callbacks=[Ends(how)],
+        use_distributed_sampler=False, **QUIET,
+    )  # fmt: skip
+    begun = time.monotonic()
+    try:
+        trainer.fit((EndsInStep if how == "exits" else Quiet)(), loader_of(rows(64), 4))
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        print(f"{type(error).__name__}: {error} {notes}", flush=True)
+        print(f"seconds {time.monotonic() - begun}", flush=True)
+        os._exit(3)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

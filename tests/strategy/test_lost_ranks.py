@@ -1,0 +1,73 @@
+"""What a rank says when another one is gone: which, and how it ended, not a line about a socket."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import lightning as L
+import pytest
+
+from lightning_spmd import SPMDStrategy
+from lightning_spmd.stages.runtime import control, peers
+from tests.helpers.ranks import RankPool, environment, free_port
+from tests.helpers.training import QUIET
+from tests.strategy.losing import Ends
+from tests.strategy.small import Quiet, loader_of, rows
+
+FOLDER = Path(__file__).parents[2]
+
+
+def _lose(how: str) -> list[str]:
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.strategy.losing", how],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=FOLDER,
+            env={**os.environ, **environment(rank, 2, port)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    return [process.communicate(timeout=120)[0] for process in processes]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "survivor", "words"),
+    [
+        ("killed", 0, ["RankLostError: rank 1 is gone: its process", "has ended"]),
+        ("first killed", 1, ["RankLostError: rank 0 is gone: its process"]),
+        ("exits", 0, ["RankLostError: rank 1 is gone: its process"]),
+        ("raises", 0, ["RankLostError: rank 1 failed with ValueError: a hook of rank 1 failed (at ", "losing.py:"]),
+    ],
+)  # fmt: skip
+def test_the_rank_that_is_gone_is_named(how: str, survivor: int, words: list[str]) -> None:
+    output = _lose(how)[survivor]
+    for word in [*words, "This rank was "]:
+        assert word in output, output
+
+
+def _raising() -> tuple[str, str]:
+    """Rank 1 raises and its process goes on, so that no connection breaks."""
+    strategy = SPMDStrategy()
+    trainer = L.Trainer(
+        strategy=strategy, devices=2, max_epochs=1, limit_val_batches=0, callbacks=[Ends("raises")], **QUIET
+    )
+    with mock.patch.object(control, "LOOK_AROUND", timedelta(seconds=0.2)), mock.patch.object(peers, "PATIENCE", 0.3):
+        try:
+            trainer.fit(Quiet(), loader_of(rows(64), 4))
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_rank_that_waits_learns_what_another_one_raised(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_raising)
+    assert second == ("ValueError", "a hook of rank 1 failed")
+    assert first[0] == "RankLostError"
+    assert "rank 1 failed with ValueError: a hook of rank 1 failed (at " in first[1]
+    assert "training batch 2 of epoch 0" in first[1]
