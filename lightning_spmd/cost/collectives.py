@@ -6,6 +6,7 @@ collective of N ranks  bytes through each rank's link  ``size`` is
 ``all_reduce``         2 (N - 1) / N × size            the tensor
 ``all_gather``         (N - 1) × size                  what one rank contributes
 ``reduce_scatter``     (N - 1) / N × size              the tensor that is reduced
+``all_to_all``         (N - 1) / N × size              what one rank sends, its own piece included
 =====================  ==============================  =====================================
 
 These are the bytes of the ring algorithms, which are optimal in bandwidth (Patarasuk and Yuan 2009, "Bandwidth optimal
@@ -19,7 +20,7 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 MIB = 1 << 20
 LARGEST_BUCKET = 25 * MIB
@@ -31,6 +32,13 @@ iteration's layers.
 """
 LATENCY_SHARE = 0.1
 """How much of a bucket's time may be latency."""
+
+LATENCY = 1000.0
+"""Bytes that a collective counts before its first one, where placements are chosen: more than any local work."""
+LOCAL_WORK = 1e-3
+"""What a byte that a rank only copies counts there."""
+SPLIT_ACTIVATION = 4.0
+"""Factor on moving what is split: it usually is an activation, and whoever reads it next wants it split again."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,16 @@ def wire_bytes(kind: Kind, size: int, ranks: int) -> float:
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks * size
     return (ranks - 1) * size if kind == "all_gather" else (ranks - 1) / ranks * size
+
+
+def relative_bytes(kind: Kind, ranks: int) -> float:
+    """Bytes through each rank's link for a byte of the whole tensor; gathering it counts 1 at any number of ranks.
+
+    So gatherings, reductions and scatterings compare alike, and graphs are the same, at any number of ranks.
+    """
+    if kind == "all_reduce":
+        return 2.0
+    return 1.0 / ranks if kind == "all_to_all" else 1.0
 
 
 def seconds(kind: Kind, size: int, ranks: int, link: Link) -> float:

@@ -16,13 +16,14 @@ A *placement* describes one (tensor, mesh axis) pair; a tensor on an n-axis mesh
 =============================  =======================================================================
 
 GSPMD (arXiv:2105.04663) and DTensor use the same algebra; ``Chunk`` is DTensor's ``Shard``, and ``outer`` is its
-strided shard restricted to what view operators produce.
+strided shard restricted to what view operators produce. Which part of a split dimension is a rank's is its axis' to
+say: :meth:`ShardAxis.pieces`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -112,6 +113,8 @@ class ShardAxis:
             other dimension is asked for.
         within: the neighbours of this rank among which chunks lie; None: all ranks of the axis.
         across: the ranks of the axis that hold the chunk that this rank holds; None: it alone.
+        folded: whether what is split lies folded: of 2N pieces rank r holds the r-th and the r-th from the end (the
+            zigzag order of context parallelism, in which causal attention is the same work on every rank).
     """
 
     name: str
@@ -121,6 +124,7 @@ class ShardAxis:
     split: tuple[int, ...]
     within: ShardAxis | None = None
     across: ShardAxis | None = None
+    folded: bool = False
 
     @property
     def chunks(self) -> ShardAxis:
@@ -144,14 +148,21 @@ class ShardAxis:
 
     def divides(self, size: int) -> bool:
         """Whether a dimension of global ``size`` can be split over this axis in the proportions of ``split``."""
-        return size > 0 and all(size * rows % self.total == 0 for rows in self._distinct)
+        parts = 2 if self.folded else 1
+        return size > 0 and all(size * rows % (self.total * parts) == 0 for rows in self._distinct)
 
     @cached_property
     def _distinct(self) -> frozenset[int]:
         return frozenset(self.split)
 
     def local_size(self, size: int, rank: int | None = None) -> int:
-        """Size of this rank's piece of a dimension of global ``size``."""
+        """Size of this rank's piece of a dimension of global ``size``.
+
+        Raises:
+            ValueError: if the dimension cannot be split over this axis.
+        """
+        if size and not self.divides(size):
+            raise ValueError(f"a dimension of {size} cannot be split over {self.name} like {self.split}")
         return size * self.split[self.rank if rank is None else rank] // self.total
 
     def splits(self, size: int, blocks: Blocks) -> bool:
@@ -161,11 +172,16 @@ class ShardAxis:
         sizes = block_sizes(size, blocks)
         return sizes is not None and all(self.divides(block) for block in sizes)
 
-    def shard_size(self, size: int, blocks: Blocks) -> int:
+    def shard_size(self, size: int, blocks: Blocks, rank: int | None = None) -> int:
         """Size of this rank's piece of a dimension of global ``size`` that is split in blocks."""
         if isinstance(blocks, int):
-            return blocks * self.local_size(size // blocks)
-        return sum(self.local_size(size // sum(blocks) * part) for part in blocks)
+            return blocks * self.local_size(size // blocks, rank)
+        return sum(self.local_size(size // sum(blocks) * part, rank) for part in blocks)
+
+    def shard_sizes(self, sizes: Iterable[int], blocks: Blocks) -> set[int]:
+        """All sizes that ranks' pieces of dimensions of these sizes have."""
+        ranks = [self.split.index(rows) for rows in self._distinct]
+        return {self.shard_size(size, blocks, rank) for size in sizes for rank in ranks}
 
     def chunk_size(self, size: int) -> int:
         """Size of the longest chunk of a dimension of global ``size``."""
@@ -177,7 +193,31 @@ class ShardAxis:
         start = min((self.chunks.rank if rank is None else rank) * longest, size)
         return start, min(longest, size - start)
 
+    def pieces(self, size: int, rank: int | None = None) -> tuple[tuple[int, int], ...]:
+        """(start, length) of what this rank holds of a dimension of global ``size``, in the order in which it lies."""
+        at = self.rank if rank is None else rank
+        length = self.local_size(size, at)
+        if self.folded:
+            half = length // 2
+            return (at * half, half), (size - (at + 1) * half, half)
+        return ((size * sum(self.split[:at]) // self.total, length),)
+
     def offset(self, size: int, rank: int | None = None) -> int:
-        """Where this rank's piece of a dimension of global ``size`` starts."""
-        upto = self.rank if rank is None else rank
-        return size * sum(self.split[:upto]) // self.total
+        """Where this rank's piece of a dimension of global ``size`` starts.
+
+        Raises:
+            ValueError: on a folded axis, where a rank has two pieces.
+        """
+        (piece,) = self.pieces(size, rank)
+        return piece[0]
+
+    def find(self, size: int, index: int, blocks: Blocks = 1) -> int | None:
+        """Where this rank holds ``index`` of a dimension of global ``size`` split in blocks; None: it does not."""
+        before = 0
+        for block in block_sizes(size, blocks) or ():
+            for start, length in self.pieces(block):
+                if start <= index < start + length:
+                    return before + index - start
+                before += length
+            index -= block
+        return None

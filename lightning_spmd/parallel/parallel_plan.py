@@ -1,7 +1,8 @@
 """Which placement each graph input has on each mesh axis, and which placement each output must get.
 
 A plan is asked by role, never by position. :class:`ReplicatedPlan` is plain data parallelism, :class:`ShardedStatePlan`
-ZeRO's, ``tensor_parallel.TensorParallelPlan`` splits layers; :class:`MeshPlan` asks another plan on every axis.
+ZeRO's, ``tensor_parallel.TensorParallelPlan`` splits layers, ``context_parallel.ContextParallelPlan`` sequences;
+:class:`MeshPlan` asks another plan on every axis.
 """
 
 from __future__ import annotations
@@ -54,6 +55,20 @@ class PlansActivations(Protocol):
 def activations_between(plan: ParallelPlan, axis: ShardAxis) -> Placement | None:
     """How the plan wants activations between split layers, or None if it does not say."""
     return plan.between_blocks(axis) if isinstance(plan, PlansActivations) else None
+
+
+@runtime_checkable
+class SplitsSequences(Protocol):
+    """What a plan may say in addition, for axes over which sequences are split."""
+
+    def splits_sequence(self, axis: ShardAxis) -> int | None:
+        """Which dimension of a leaf of the batch is its sequence, to be split; None: nothing is split for that."""
+        ...
+
+
+def sequence_dim(plan: ParallelPlan, axis: ShardAxis) -> int | None:
+    """The dimension of a leaf of the batch that the plan splits over ``axis`` as a sequence, if it does."""
+    return plan.splits_sequence(axis) if isinstance(plan, SplitsSequences) else None
 
 
 @dataclass(frozen=True)
@@ -215,3 +230,7 @@ class MeshPlan:
     def between_blocks(self, axis: ShardAxis) -> Placement | None:
         """What the axis' plan says."""
         return activations_between(self.axes[axis.name], axis)
+
+    def splits_sequence(self, axis: ShardAxis) -> int | None:
+        """What the axis' plan says."""
+        return sequence_dim(self.axes[axis.name], axis)

@@ -60,7 +60,7 @@ def local_piece(tensor: Tensor, placements: Sequence[Placement], axes: Sequence[
             tensor = tensor.narrow(placement.dim, *axis.chunk(tensor.shape[placement.dim]))
         elif isinstance(placement, Shard):
             blocks = tensor.split(list(_blocks(tensor, placement)), placement.dim)
-            mine = [b.narrow(placement.dim, *_own(b.shape[placement.dim], axis)) for b in blocks]
+            mine = [b.narrow(placement.dim, *p) for b in blocks for p in axis.pieces(b.shape[placement.dim])]
             tensor = mine[0] if len(mine) == 1 else torch.cat(mine, placement.dim)
     return tensor
 
@@ -83,7 +83,3 @@ def _blocks(tensor: Tensor, placement: Shard) -> tuple[int, ...]:
     if sizes is None:
         raise ValueError(f"a dimension of {size} does not consist of blocks as in {placement}")
     return sizes
-
-
-def _own(size: int, axis: ShardAxis) -> tuple[int, int]:
-    return axis.offset(size), axis.local_size(size)

@@ -93,7 +93,8 @@ class RankInterpreter(LayoutCheck):
             return super().call_function(target, args, kwargs)
         operand, *rest = args
         rank, meeting = self.ranks[rest[-1]], self.meetings[rest[-1]]
-        everyone = meeting.exchange(rank, (str(target), tuple(map(str, rest)), operand))
+        splits = rest[:2] if target is _functional.all_to_all_single.default else []
+        everyone = meeting.exchange(rank, (str(target), tuple(map(str, rest[len(splits) :])), operand, splits))
         if len({e[:2] for e in everyone}) != 1:
             raise AssertionError(f"ranks disagree on a collective: {[e[:2] for e in everyone]}")
         tensors = [e[2] for e in everyone]
@@ -105,10 +106,19 @@ class RankInterpreter(LayoutCheck):
             result = torch.cat(tensors)
         elif target is _functional.reduce_scatter_tensor.default:
             result = torch.stack(tensors).sum(0).chunk(len(tensors))[rank].clone()
+        elif target is _functional.all_to_all_single.default:
+            result = _exchanged(tensors, [e[3] for e in everyone], rank)
         else:
             raise AssertionError(f"unknown collective {target}")
         meeting.exchange(rank, None)
         return operand.copy_(result) if target is _functional.all_reduce_.default else result
+
+
+def _exchanged(tensors: Sequence[Tensor], splits: Sequence[Any], rank: int) -> Tensor:
+    """What ``rank`` gets of all ranks' operands, each with its (output, input) split sizes."""
+    parts = [tensor.split(list(inputs))[rank] for tensor, (_, inputs) in zip(tensors, splits, strict=True)]
+    assert [len(part) for part in parts] == list(splits[rank][0]), "ranks disagree on what they send each other"
+    return torch.cat(parts)
 
 
 def piece(tensor: Tensor, placement: Placement, axis: ShardAxis) -> Tensor:
@@ -122,7 +132,7 @@ def piece(tensor: Tensor, placement: Placement, axis: ShardAxis) -> Tensor:
     sizes = block_sizes(tensor.shape[placement.dim], placement.outer)
     assert sizes is not None
     blocks = tensor.split(list(sizes), placement.dim)
-    mine = [b.narrow(placement.dim, axis.offset(n), axis.local_size(n)) for b, n in zip(blocks, sizes, strict=True)]
+    mine = [b.narrow(placement.dim, *p) for b, n in zip(blocks, sizes, strict=True) for p in axis.pieces(n)]
     return torch.cat(mine, placement.dim)
 
 
@@ -137,12 +147,19 @@ def whole(parts: Sequence[Tensor], placement: Placement, axis: ShardAxis) -> Ten
         for other in parts[1:]:
             torch.testing.assert_close(other, parts[0], rtol=0, atol=0, equal_nan=True)
         return parts[0]
-    dim, blocks = placement.dim, []
-    for part in parts:
-        sizes = block_sizes(part.shape[dim], placement.outer)
-        assert sizes is not None
-        blocks.append(part.split(list(sizes), dim))
-    return torch.cat([piece for pieces in zip(*blocks, strict=True) for piece in pieces], dim)
+    dim = placement.dim
+    total = sum(part.shape[dim] for part in parts)
+    result = parts[0].new_empty((*parts[0].shape[:dim], total, *parts[0].shape[dim + 1 :]))
+    sizes = block_sizes(total, placement.outer)
+    assert sizes is not None
+    for rank, part in enumerate(parts):
+        taken, before = 0, 0
+        for size in sizes:
+            for start, length in axis.pieces(size, rank):
+                result.narrow(dim, before + start, length).copy_(part.narrow(dim, taken, length))
+                taken += length
+            before += size
+    return result
 
 
 def _rows(parts: Sequence[Tensor], length: int) -> list[Sequence[Tensor]]:
@@ -179,14 +196,10 @@ def run_global(captured: CapturedStep, live: Sequence[Any]) -> tuple[list[Any], 
     return list(outputs), inputs
 
 
-def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """(outputs, inputs afterwards) as global tensors, of the ranks' programs on their pieces of ``live``."""
+def run_locally(steps: Sequence[ShardedStep], locals_: Sequence[Sequence[Any]]) -> list[Any]:
+    """What the ranks' programs return, given each rank's inputs."""
     meetings = {part.group: Rendezvous(part.size) for step in steps for axis in step.axes for part in axis.parts}
     results: list[Any] = [None] * len(steps)
-    locals_: list[list[Any]] = []
-    for step in steps:
-        entries = zip(live, step.signature.inputs, strict=True)
-        locals_.append([laid_out(v, e, step.axes) if isinstance(v, Tensor) else v for v, e in entries])
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
@@ -205,6 +218,16 @@ def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[A
         thread.join()
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
+
+
+def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """(outputs, inputs afterwards) as global tensors, of the ranks' programs on their pieces of ``live``."""
+    locals_: list[list[Any]] = []
+    for step in steps:
+        entries = zip(live, step.signature.inputs, strict=True)
+        locals_.append([laid_out(v, e, step.axes) if isinstance(v, Tensor) else v for v, e in entries])
+    results = run_locally(steps, locals_)
     signature, axes = steps[0].signature, steps[0].axes
     outputs = [
         assembled([r[i] for r in results], e.placements, axes) if isinstance(e.value, TensorSpec) else results[0][i]

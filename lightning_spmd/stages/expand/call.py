@@ -34,12 +34,14 @@ class Layout:
         outputs: the placement that each output then has.
         emit: builds the local program where the operator itself on local tensors is not it; gives one node an output.
         local: whether that program has no collective on this axis.
+        expected: whether what it must gather is what the axis' plan is about, and not worth a word.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     emit: Emit | None = None
     local: bool = False
+    expected: bool = False
 
 
 @cache
@@ -73,7 +75,9 @@ def is_tensor(value: Any) -> bool:
 class OpCall:
     """One operator call of the global graph, seen along one mesh axis."""
 
-    __slots__ = ("arguments", "axis", "current", "forced", "node", "op", "operands", "outputs", "specs")
+    __slots__ = (
+        "arguments", "axis", "current", "forced", "node", "op", "operands", "outputs", "specs", "splits_sequences"
+    )  # fmt: skip
 
     def __init__(self, node: fx.Node, axis: ShardAxis, placement_of: Callable[[fx.Node], Placement]) -> None:
         self.node = node
@@ -85,6 +89,7 @@ class OpCall:
         self.current: list[Placement] = [placement_of(n) for n in self.operands]
         self.outputs: list[Any] = list(flatten_values(node.meta.get("val")))
         self.forced: Placement | None = None
+        self.splits_sequences = False
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

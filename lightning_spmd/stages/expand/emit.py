@@ -21,6 +21,7 @@ from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Placement, Shard, ShardAxis
 from lightning_spmd.ir.signature import OutputRole, Signature
 from lightning_spmd.parallel.pieces import local_shape, local_spec
+from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.call import (
     Emit,
     Layout,
@@ -32,7 +33,6 @@ from lightning_spmd.stages.expand.call import (
 )
 from lightning_spmd.stages.expand.memory import as_captured, looks_at_memory
 from lightning_spmd.stages.expand.program import LocalProgram
-from lightning_spmd.stages.expand.propagate import AxisPlan
 from lightning_spmd.stages.expand.redistribute import cost, redistribute
 from lightning_spmd.stages.expand.rules import LOCALIZERS, lookup
 
@@ -312,7 +312,7 @@ class Emitter:
         spec, section = node.meta["val"], info_of(node).section
 
         def distance(have: Placements) -> float:
-            return sum(cost(spec, h, w, section) for h, w in zip(have, want, strict=True))
+            return sum(cost(spec, h, w, section, a) for h, w, a in zip(have, want, self.axes, strict=True))
 
         have = min(versions, key=distance)
         versions.update(redistribute(self.program, versions[have], spec, have, want))

@@ -9,16 +9,18 @@ from torch import fx
 
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.node_info import TensorSpec, info_of
-from lightning_spmd.ir.placement import ShardAxis
-from lightning_spmd.ir.signature import Signature
+from lightning_spmd.ir.placement import Placement, ShardAxis
+from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import stamp_writes
 from lightning_spmd.messages import warn
-from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan
+from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan, sequence_dim
 from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.associate import partial_sums_first
+from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
-from lightning_spmd.stages.expand.propagate import AxisPlan, propagate
+from lightning_spmd.stages.expand.propagate import propagate
+from lightning_spmd.stages.expand.sequences import cut_of, find_sequences, uncut
 from lightning_spmd.stages.expand.shared_casts import share_casts
 
 _ATTEMPTS = 32
@@ -56,9 +58,12 @@ def expand(
     signature = captured.signature
     graph = share_casts(captured.graph_module.graph, axes, plan)
     graph = partial_sums_first(graph, signature, axes, plan)
+    axes, starts, whole = _sequences(graph, signature, axes, plan)
     banned: dict[fx.Node, str] = {}
     for _ in range(_ATTEMPTS):
-        plans = [propagate(graph, signature, axis, plan, banned) for axis in axes]
+        plans: list[AxisPlan] = []
+        for axis in axes:
+            plans.append(propagate(graph, signature, axis, plan, banned, tuple(plans), starts.get(axis.name)))
         emitter = Emitter(graph, plans)
         try:
             graph_module = emitter.run(signature)
@@ -68,11 +73,30 @@ def expand(
             banned[error.node] = str(error)
             continue
         stamp_writes(graph_module.graph)
-        fallbacks = _describe(plans, banned)
+        fallbacks = _describe(plans, banned, whole)
         for line in {line.split(" ", 1)[0]: line for line in reversed(fallbacks)}.values():
             tell(line)
         return ShardedStep(graph_module, _local_signature(graph, signature, plans), axes, fallbacks)
     raise ExpansionError("no correct local program after trying to replicate:\n" + "\n".join(banned.values()))
+
+
+def _sequences(
+    graph: fx.Graph, signature: Signature, axes: tuple[ShardAxis, ...], plan: ParallelPlan
+) -> tuple[tuple[ShardAxis, ...], dict[str, dict[fx.Node, Placement]], list[str]]:
+    """(the axes as they cut this graph's sequences, where each begins to, what stays whole)."""
+    cut: list[ShardAxis] = []
+    starts: dict[str, dict[fx.Node, Placement]] = {}
+    whole: list[str] = []
+    has_batch = any(True for _ in signature.inputs_of(InputRole.BATCH))
+    for axis in axes:
+        dim = sequence_dim(plan, axis) if has_batch else None
+        if dim is not None:
+            found = find_sequences(graph, signature, dim)
+            axis = cut_of(axis, graph, found)
+            starts[axis.name] = {node: s.where for node, s in found.items() if axis.splits(s.length, 1)}
+            whole += uncut(axis, found)
+        cut.append(axis)
+    return tuple(cut), starts, whole
 
 
 def _local_signature(graph: fx.Graph, signature: Signature, plans: list[AxisPlan]) -> Signature:
@@ -91,8 +115,7 @@ def _local_signature(graph: fx.Graph, signature: Signature, plans: list[AxisPlan
     return Signature(tuple(inputs), tuple(outputs))
 
 
-def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str]) -> list[str]:
-    lines: list[str] = []
+def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str], lines: list[str]) -> list[str]:
     for plan in plans:
         for node, size in plan.replicated.items():
             reason = f" ({banned[node]})" if node in banned else ""
@@ -105,7 +128,7 @@ def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str]) -> list[str]:
             if node not in plan.replicated:
                 lines.append(
                     f"{_named(node)} cannot work on pieces as its operands lie: they are gathered over "
-                    f"{plan.axis.name}, {size} bytes a step; another style for the layers around it may avoid that"
+                    f"{plan.axis.name}, {size} bytes a step; {plan.remedy}"
                 )
     return lines
 

@@ -10,8 +10,9 @@ from torch import fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import FakeTensorMode
+from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
-from lightning_spmd.ir.placement import Placement, ShardAxis
+from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
 
 _functional = torch.ops._c10d_functional
 
@@ -67,18 +68,35 @@ class LocalProgram:
 
         The result's spec is stated, not computed: no process group needs to exist while graphs are built.
         """
+        return self.wait(self.start(op, operand, shape, *args))
+
+    def start(self, op: Any, operand: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
+        """Append a functional collective; what is written before :meth:`wait` runs beside it."""
         source = self.fakes[operand]
         # With uneven rows strides may differ among the ranks (one row is contiguous either way); their graphs may not.
-        if not source.is_contiguous() or any(not axis.is_even for axis in self.axes):
+        if not source.is_contiguous() or not self._lies_alike(operand):
             operand = self.call(torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
         with self.mode:
             result = torch.empty(shape, dtype=source.dtype, device=source.device)
-        info = self.info or NodeInfo(Section.COMMUNICATION)
-        info = NodeInfo(Section.COMMUNICATION, info.module, info.source)
         started = self._append(op, (operand, *args), {}, result)
-        waited = self._append(_functional.wait_tensor.default, (started,), {}, result)
-        started.meta["info"] = waited.meta["info"] = info
+        started.meta["info"] = self._communicating()
+        return started
+
+    def wait(self, started: fx.Node) -> fx.Node:
+        """Append the wait for a collective; gives its result."""
+        waited = self._append(_functional.wait_tensor.default, (started,), {}, self.fakes[started])
+        waited.meta["info"] = self._communicating()
         return waited
+
+    def _lies_alike(self, node: fx.Node) -> bool:
+        """Whether a value has the same sizes on all ranks."""
+        placements = node.meta.get("placements")
+        whole = placements is not None and not mentions(placements, (Shard, Chunk))
+        return whole or all(axis.is_even for axis in self.axes)
+
+    def _communicating(self) -> NodeInfo:
+        info = self.info or NodeInfo(Section.COMMUNICATION)
+        return NodeInfo(Section.COMMUNICATION, info.module, info.source)
 
     def all_reduce(self, operand: fx.Node, axis: ShardAxis, op: str = "sum") -> fx.Node:
         """The reduction of ``operand`` over the ranks of ``axis``."""

@@ -22,14 +22,14 @@ everything, which is reported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from lightning_spmd.cost.collectives import LATENCY
 from lightning_spmd.errors import ExpansionError
-from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
+from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
@@ -37,69 +37,15 @@ from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.activations import ActivationRules, split_table_gradients
+from lightning_spmd.stages.expand.axis_plan import Aliasing, AxisPlan
 from lightning_spmd.stages.expand.call import Layout, OpCall, is_tensor
-from lightning_spmd.stages.expand.redistribute import LATENCY, cost
+from lightning_spmd.stages.expand.redistribute import cost, goes_through_whole
 from lightning_spmd.stages.expand.registered import registered_layouts
 from lightning_spmd.stages.expand.rules import rule_of
 
 _UPDATE = (Section.CLIP, Section.OPTIMIZER)
 _NEVER = 1e6
 """Factor on the cost of moving a weight that the plan has split: work on activations instead, whatever it costs."""
-
-
-@dataclass
-class AxisPlan:
-    """Placements along one axis.
-
-    Args:
-        axis: the mesh axis.
-        layouts: the chosen layout of every operator node.
-        operands: the tensor operands that a layout's ``inputs`` speak of.
-        outputs: placement of each output of a node.
-        results: placement of each graph output.
-        replicated: operators for which no rule was found, and the bytes gathered for that.
-        gathered: on an axis whose plan places activations, operators that cannot work on theirs, and their bytes.
-    """
-
-    axis: ShardAxis
-    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
-    operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    outputs: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
-    results: list[Placement] = field(default_factory=list)
-    replicated: dict[fx.Node, int] = field(default_factory=dict)
-    gathered: dict[fx.Node, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Aliasing:
-    """What of the global graph's storage matters here; the same for all axes."""
-
-    roots: dict[fx.Node, fx.Node]
-    pieces: dict[fx.Node, fx.Node | None]
-    groups: dict[fx.Node, list[fx.Node]]
-    position: dict[fx.Node, int]
-    last_use: dict[fx.Node, int]
-    written: set[fx.Node]
-
-    @classmethod
-    def of(cls, graph: fx.Graph) -> _Aliasing:
-        regions = storage_regions(graph)
-        roots = {node: root for node, (root, _) in regions.items()}
-        pieces = {node: piece for node, (_, piece) in regions.items()}
-        groups: dict[fx.Node, list[fx.Node]] = {}
-        for node, root in roots.items():
-            groups.setdefault(root, []).append(node)
-        position = {node: i for i, node in enumerate(graph.nodes)}
-        last = {node: max((position[u] for u in node.users), default=-1) for node in graph.nodes}
-        written = {roots[o] for node in graph.nodes for o in written_arguments(node)}
-        return cls(roots, pieces, groups, position, last, written)
-
-    def others_read_later(self, operand: fx.Node, writer: fx.Node) -> list[fx.Node]:
-        """Other names of ``operand``'s storage that are read after ``writer``."""
-        now = self.position[writer]
-        piece = self.pieces[operand]
-        group = [o for o in self.groups[self.roots[operand]] if overlapping(piece, self.pieces[o])]
-        return [a for a in group if a is not operand and a is not writer and self.position[a] < now < self.last_use[a]]
 
 
 def _result_is_the_operand(call: OpCall, layout: Layout, written: list[fx.Node]) -> bool:
@@ -129,22 +75,33 @@ class Propagation:
         axis: the axis.
         plan: placements of inputs and outputs.
         banned: operators whose rules did not fit: replicate them.
+        outer: what was chosen on the axes before this one, which split first: their pieces are what this one splits.
+        starts: how the results lie with which sequences begin to be split over this axis, if it splits sequences.
     """
 
     def __init__(
-        self, graph: fx.Graph, signature: Signature, axis: ShardAxis, plan: ParallelPlan, banned: Mapping[fx.Node, str]
+        self,
+        graph: fx.Graph,
+        signature: Signature,
+        axis: ShardAxis,
+        plan: ParallelPlan,
+        banned: Mapping[fx.Node, str],
+        outer: Sequence[AxisPlan] = (),
+        starts: Mapping[fx.Node, Placement] | None = None,
     ) -> None:
         self.graph = graph
         self.signature = signature
         self.axis = axis
         self.plan = plan
         self.banned = banned
-        self.aliasing = _Aliasing.of(graph)
+        self.aliasing = Aliasing.of(graph)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         entries = zip(placeholders, signature.inputs, strict=True)
         self.parameters = {n: e for n, e in entries if e.role is InputRole.PARAMETER}
         self.shards_state = plan.shards_state(axis)
-        self.forced: dict[fx.Node, Placement] = {}
+        self.outer = outer
+        self.splits_sequences = starts is not None
+        self.forced: dict[fx.Node, Placement] = dict(starts or {})
         self.activations = self._activation_rules()
         self.result = AxisPlan(axis)
         self.versions: dict[fx.Node, list[Placement]] = {}
@@ -162,10 +119,15 @@ class Propagation:
         self.forced.update(split_table_gradients(self.graph, weights))
         return ActivationRules(self.axis, between, weights)
 
+    def _remedy(self) -> str:
+        if self.activations is not None:
+            return "another style for the layers around it may avoid that"
+        return "it works along the sequence" if self.splits_sequences else "it works across the rows of the batch"
+
     def run(self) -> AxisPlan:
         """Choose all placements."""
         while True:
-            self.result = AxisPlan(self.axis)
+            self.result = AxisPlan(self.axis, remedy=self._remedy())
             self.versions, self.detached, self.routed, self.updating = {}, set(), {}, False
             try:
                 self._pass()
@@ -240,7 +202,7 @@ class Propagation:
             self._begin_update()
         seen = self._prepare(node)
         call = OpCall(node, self.axis, lambda n: seen.get(n) or self._current(n))
-        call.forced = self.forced.get(node)
+        call.forced, call.splits_sequences = self.forced.get(node), self.splits_sequences
         self.result.operands[node] = call.operands
         everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))
         if call.forced is None and all(isinstance(p, Replicate) for p in call.current):
@@ -303,13 +265,29 @@ class Propagation:
             self.result.replicated[node] = self._gathered_bytes(call)
             return []
         rule = rule_of(call.op)
-        if rule is not None:
-            return rule(call)
-        found = registered_layouts(call)
+        found = registered_layouts(call) if rule is None else rule(call)
         if found is None:
             self.result.replicated[node] = self._gathered_bytes(call)
             return []
-        return found
+        return [layout for layout in found if self._fits(call, layout)]
+
+    def _fits(self, call: OpCall, layout: Layout) -> bool:
+        """Whether the pieces that outer axes leave can be split as a layout says."""
+        if not self.outer:
+            return True
+        placed = [*zip(call.specs, layout.inputs, strict=True), *zip(call.outputs, layout.outputs, strict=False)]
+        theirs = [plan.layouts[call.node] for plan in self.outer]
+        for position, (spec, placement) in enumerate(placed):
+            if not isinstance(placement, Shard) or spec is None:
+                continue
+            sizes = {spec.shape[placement.dim]}
+            for plan, chosen in zip(self.outer, theirs, strict=True):
+                other = (*chosen.inputs, *chosen.outputs)[position]
+                if isinstance(other, Shard) and other.dim == placement.dim:
+                    sizes = plan.axis.shard_sizes(sizes, other.outer)
+            if not all(self.axis.splits(size, placement.outer) for size in sizes):
+                return False
+        return True
 
     def _gathered_bytes(self, call: OpCall) -> int:
         return sum(s.bytes for s, p in zip(call.specs, call.current, strict=True) if not isinstance(p, Replicate))
@@ -317,7 +295,7 @@ class Propagation:
     def _operand_cost(self, call: OpCall, index: int, want: Placement) -> float:
         node = call.operands[index]
         section = info_of(call.node).section
-        found = min(cost(call.specs[index], have, want, section) for have in self.versions[node])
+        found = min(cost(call.specs[index], have, want, section, self.axis) for have in self.versions[node])
         moves = found >= LATENCY and self.activations is not None and self.activations.origin(node) is not None
         return found * _NEVER if moves else found
 
@@ -340,18 +318,17 @@ class Propagation:
             if shares and (want != versions[0] or operand in self.detached):
                 self.detached.add(node)
             if want not in versions:
-                through_whole = isinstance(versions[0], Shard) and isinstance(want, Shard)
-                self._note_gather(call, operand, want)
-                if through_whole and REPLICATE not in versions:
+                self._note_gather(call, operand, layout.expected)
+                if goes_through_whole(versions[0], want, self.axis) and REPLICATE not in versions:
                     versions.append(REPLICATE)
                 versions.append(want)
         self._set(node, layout.outputs)
 
-    def _note_gather(self, call: OpCall, operand: fx.Node, want: Placement) -> None:
-        """Report it, except where it is the mirror of a reduce-scatter that the plan asked for."""
+    def _note_gather(self, call: OpCall, operand: fx.Node, expected: bool) -> None:
+        """Report it, except where it is the mirror of a reduce-scatter that the plan asked for, or inherent."""
         versions = self.versions[operand]
-        unasked = info_of(call.node).section not in _UPDATE and call.node not in self.forced
-        if self.activations is not None and unasked and isinstance(versions[0], Shard) and REPLICATE not in versions:
+        unasked = info_of(call.node).section not in _UPDATE and call.node not in self.forced and not expected
+        if unasked and isinstance(versions[0], Shard) and REPLICATE not in versions:
             gathered = self.result.gathered
             gathered[call.node] = gathered.get(call.node, 0) + operand.meta["val"].bytes
 
@@ -393,6 +370,7 @@ class Propagation:
         call = OpCall(node, self.axis, self._current)
         call.forced = placement
         options = [c for c in rule(call) if c.outputs == (placement,) and (c.emit is None or c.local)]
+        options = [c for c in options if self._fits(call, c)]
         best = min(options, key=lambda c: self._cost(call, c), default=None)
         return best if best is not None and self._cost(call, best) < LATENCY else None
 
@@ -473,7 +451,13 @@ class Propagation:
 
 
 def propagate(
-    graph: fx.Graph, signature: Signature, axis: ShardAxis, plan: ParallelPlan, banned: Mapping[fx.Node, str]
+    graph: fx.Graph,
+    signature: Signature,
+    axis: ShardAxis,
+    plan: ParallelPlan,
+    banned: Mapping[fx.Node, str],
+    outer: Sequence[AxisPlan] = (),
+    starts: Mapping[fx.Node, Placement] | None = None,
 ) -> AxisPlan:
-    """Placements of every value along ``axis``. See the module docstring."""
-    return Propagation(graph, signature, axis, plan, banned).run()
+    """Placements of every value along ``axis``; :class:`Propagation` says what the arguments are."""
+    return Propagation(graph, signature, axis, plan, banned, outer, starts).run()

@@ -12,7 +12,9 @@ P → C               reduce_scatter of what is padded to equal chunks, and  siz
 R → C, C → R        slice; all_gather of padded chunks                    none; size
 S → R               all_gather; 4 × size counts as a penalty, since what  4 × size
                     is split usually is an activation
-S → S', C → S, ...  through R
+S → S'              all_to_all of equal pieces of two dimensions          4 × size / ranks
+S → P               the piece among zeros                                 none; counts as through R
+S → S', C → S, ...  otherwise through R
 ==================  ====================================================  ==================================
 
 Every change is a constant number of nodes at any number of ranks.
@@ -30,10 +32,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from lightning_spmd.cost.collectives import LATENCY, LOCAL_WORK, SPLIT_ACTIVATION, relative_bytes
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.layout import is_dense, memory_order
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.placement import (
+    PARTIAL,
     REPLICATE,
     Blocks,
     Chunk,
@@ -45,6 +49,8 @@ from lightning_spmd.ir.placement import (
     block_sizes,
 )
 from lightning_spmd.parallel.pieces import local_shape, order_of_pieces
+from lightning_spmd.stages.expand import exchange
+from lightning_spmd.stages.expand.exchange import can_exchange
 from lightning_spmd.stages.expand.program import LocalProgram
 
 aten = torch.ops.aten
@@ -57,26 +63,44 @@ _UNINITIALIZED = (
     aten.new_empty_strided.default,
     aten.empty_like.default,
 )
-LATENCY = 1000.0
-"""Bytes that a collective costs before its first byte: makes one collective dearer than any local work."""
 
 
-def cost(spec: TensorSpec, have: Placement, want: Placement, section: Section) -> float:
-    """Cost of one placement change of a tensor of this global spec."""
+def cost(spec: TensorSpec, have: Placement, want: Placement, section: Section, axis: ShardAxis) -> float:
+    """Cost of one placement change on ``axis`` of a tensor of this global spec, in bytes of ``cost.collectives``."""
     if have == want:
         return 0.0
     size = spec.bytes
     if isinstance(have, Replicate):
         if isinstance(want, (Shard, Chunk)):
-            return 1e-3 * size
+            return LOCAL_WORK * size
         # The optimizer's own arithmetic on a replicated state is never worth splitting into a partial sum.
-        return 10.0 * size + 2 * LATENCY if section in (Section.OPTIMIZER, Section.CLIP) else 2e-3 * size
+        return 10.0 * size + 2 * LATENCY if section in (Section.OPTIMIZER, Section.CLIP) else 2 * LOCAL_WORK * size
     if isinstance(have, Partial):
         if isinstance(want, Partial):
             return math.inf
-        return 2.0 * size + LATENCY if isinstance(want, Replicate) else size + LATENCY
-    moved = size if isinstance(have, Chunk) else 4.0 * size
-    return moved + LATENCY + (0.0 if isinstance(want, Replicate) else cost(spec, REPLICATE, want, section))
+        kind = "all_reduce" if isinstance(want, Replicate) else "reduce_scatter"
+        return relative_bytes(kind, axis.size) * size + LATENCY
+    if _is_exchange(have, want, axis):
+        return SPLIT_ACTIVATION * relative_bytes("all_to_all", axis.size) * size + LATENCY
+    factor = 1.0 if isinstance(have, Chunk) else SPLIT_ACTIVATION
+    moved = factor * relative_bytes("all_gather", axis.size) * size + LATENCY
+    return moved + (0.0 if isinstance(want, Replicate) else cost(spec, REPLICATE, want, section, axis))
+
+
+def goes_through_whole(have: Placement, want: Placement, axis: ShardAxis) -> bool:
+    """Whether a change from one split to another puts the whole tensor together on the way."""
+    return isinstance(have, Shard) and isinstance(want, Shard) and not _is_exchange(have, want, axis)
+
+
+def _is_exchange(have: Placement, want: Placement, axis: ShardAxis) -> bool:
+    """Whether ranks can send each other pieces of pieces."""
+    return (
+        isinstance(have, Shard)
+        and isinstance(want, Shard)
+        and have.dim != want.dim
+        and can_exchange(have, axis)
+        and can_exchange(want, axis)
+    )
 
 
 def redistribute(
@@ -84,8 +108,9 @@ def redistribute(
 ) -> dict[tuple[Placement, ...], fx.Node]:
     """Write the change of a tensor of this global spec from ``have`` to ``want``, axis by axis.
 
-    What is split is put together from the innermost axis outwards, sums are reduced and pieces taken from the outermost
-    inwards: so a dimension that two axes split is always split by the outer one first, as :func:`local_shape` says.
+    What is split is put together from the innermost axis outwards, sums are scattered and pieces taken from the
+    outermost inwards: so a dimension that two axes split is always split by the outer one first, as :func:`local_shape`
+    says. Sums that every rank of an axis wants are reduced last, when other axes have made them smaller.
 
     Returns:
         The versions of the value that came to exist on the way which later readers may use, the wanted one last.
@@ -103,32 +128,46 @@ def redistribute(
         source, axis = now[i], program.axes[i]
         if not isinstance(source, (Shard, Chunk)) or (source == want[i] and not _in_the_way(now, want, i, program)):
             continue
+        target = want[i]
+        if isinstance(source, Shard) and isinstance(target, Shard) and _can_exchange_alone(now, want, i, axis):
+            node = step(i, target, exchange.all_to_all(program, node, source, target, axis))
+            continue
+        if isinstance(source, Shard) and target == PARTIAL and _is_alone(now, want, i) and can_exchange(source, axis):
+            node = step(i, target, exchange.among_zeros(program, node, source, axis))
+            continue
         if isinstance(source, Chunk):
             whole = _unsharded_size(spec.shape, now, i, program.axes)
             node = step(i, REPLICATE, _gather_chunks(program, node, source, whole, axis, spec))
         else:
             node = step(i, REPLICATE, _gather(program, node, spec.shape, tuple(now), i))
+    whole_sums = [i for i, p in enumerate(now) if isinstance(p, Partial) and isinstance(want[i], Replicate)]
     for i, axis in enumerate(program.axes):
         source, target = now[i], want[i]
-        if source == target:
+        if source == target or i in whole_sums:
             continue
         if isinstance(source, Partial):
             if isinstance(target, Chunk):
-                node = step(i, target, _reduce_scatter_chunks(program, node, target, axis, spec))
+                others = [program.axes[other] for other in whole_sums if now[other] == PARTIAL]
+                node = _reduce_scatter_chunks(program, node, target, axis, spec, others)
+                for other in whole_sums:
+                    now[other] = REPLICATE if now[other] == PARTIAL else now[other]
+                node = step(i, target, node)
                 continue
-            if isinstance(target, Shard) and _can_reduce_scatter(source, target, axis):
-                node = step(i, target, _reduce_scatter_shards(program, node, axis, target.dim, spec))
+            if isinstance(target, Shard) and source.op == "sum" and can_exchange(target, axis):
+                node = step(i, target, _reduce_scatter_shard(program, node, target, now, i, spec))
                 continue
-            order = order_of_pieces(spec, now)
-            reduced = program.all_reduce(_permuted(program, node, order), axis, source.op)
-            node = step(i, REPLICATE, _permuted_back(program, reduced, order))
+            node = step(i, REPLICATE, _all_reduce(program, node, source, axis, order_of_pieces(spec, now)))
         if isinstance(target, Shard):
-            local = Shard(target.dim, _local_blocks(target, now, i, program.axes))
-            node = step(i, target, _slice(program, node, local, axis))
+            node = step(i, target, _slice(program, node, target, _local_blocks(target, now, i, program.axes), axis))
         elif isinstance(target, Chunk):
             node = step(i, target, _chunk(program, node, target, axis, spec))
         elif isinstance(target, Partial):
             node = step(i, target, _keep_on_first(program, node, target, axis))
+    for i in whole_sums:
+        source = now[i]
+        if isinstance(source, Partial):  # not reduced on the way
+            axis, order = program.axes[i], order_of_pieces(spec, now)
+            node = step(i, REPLICATE, _all_reduce(program, node, source, axis, order))
     return versions
 
 
@@ -166,8 +205,26 @@ def _local_blocks(placement: Shard, now: Sequence[Placement], position: int, axe
     return blocks
 
 
-def _can_reduce_scatter(source: Partial, target: Shard, axis: ShardAxis) -> bool:
-    return source.op == "sum" and target.outer == 1 and axis.is_even
+def _can_exchange_alone(now: Sequence[Placement], want: Sequence[Placement], position: int, axis: ShardAxis) -> bool:
+    """Whether an axis can exchange pieces of two dimensions that no other axis splits."""
+    return _is_exchange(now[position], want[position], axis) and _is_alone(now, want, position)
+
+
+def _is_alone(now: Sequence[Placement], want: Sequence[Placement], position: int) -> bool:
+    """Whether no other axis splits the dimensions that an axis splits or is to split."""
+    dims = {p.dim for p in (now[position], want[position]) if isinstance(p, (Shard, Chunk))}
+    others = [p for places in (now, want) for i, p in enumerate(places) if i != position]
+    return not any(isinstance(p, (Shard, Chunk)) and p.dim in dims for p in others)
+
+
+def _reduce_scatter_shard(
+    program: LocalProgram, node: fx.Node, target: Shard, now: Sequence[Placement], position: int, spec: TensorSpec
+) -> fx.Node:
+    axis = program.axes[position]
+    if target.outer == 1 and not axis.folded:
+        return _reduce_scatter_shards(program, node, axis, target.dim, spec)
+    blocks = _local_blocks(target, now, position, program.axes)
+    return exchange.reduce_scatter(program, node, Shard(target.dim, blocks), axis)
 
 
 def _permuted(program: LocalProgram, node: fx.Node, order: Sequence[int]) -> fx.Node:
@@ -178,6 +235,13 @@ def _permuted(program: LocalProgram, node: fx.Node, order: Sequence[int]) -> fx.
 def _permuted_back(program: LocalProgram, node: fx.Node, order: Sequence[int]) -> fx.Node:
     """The inverse of :func:`_permuted`."""
     return _permuted(program, node, [order.index(d) for d in range(len(order))])
+
+
+def _all_reduce(
+    program: LocalProgram, node: fx.Node, source: Partial, axis: ShardAxis, order: Sequence[int]
+) -> fx.Node:
+    """A sum (or maximum, or minimum) on every rank, in the order in which it lies."""
+    return _permuted_back(program, program.all_reduce(_permuted(program, node, order), axis, source.op), order)
 
 
 def _reduce_scatter(program: LocalProgram, node: fx.Node, axis: ShardAxis) -> fx.Node:
@@ -217,9 +281,14 @@ def _padded(program: LocalProgram, node: fx.Node, dim: int, size: int) -> fx.Nod
 
 
 def _reduce_scatter_chunks(
-    program: LocalProgram, node: fx.Node, target: Chunk, axis: ShardAxis, spec: TensorSpec
+    program: LocalProgram,
+    node: fx.Node,
+    target: Chunk,
+    axis: ShardAxis,
+    spec: TensorSpec,
+    others: Sequence[ShardAxis],
 ) -> fx.Node:
-    """This rank's chunk of a sum. Where chunks are not equal they are padded: a collective moves equal parts."""
+    """This rank's chunk of a sum, over other axes too. Unequal chunks are padded: collectives move equal parts."""
     if target.dim != 0:
         raise ExpansionError(f"no way to chunks of dimension {target.dim}: they are of the first dimension")
     size, chunks, order = program.shape(node)[0], axis.chunks, order_of_pieces(spec, (target,))
@@ -228,8 +297,8 @@ def _reduce_scatter_chunks(
     if longest * chunks.size != size:
         node = _padded(program, node, 0, longest * chunks.size)
     piece = _reduce_scatter(program, node, chunks)
-    if axis.across is not None:
-        piece = program.all_reduce(piece, axis.across)
+    for across in (axis.across, *others):
+        piece = piece if across is None else program.all_reduce(piece, across)
     if longest * chunks.size != size:
         piece = _rank_dependent_slice(program, piece, 0, 0, axis.chunk(size)[1])
     return _permuted_back(program, piece, order)
@@ -267,22 +336,29 @@ def _gather_chunks(
     return _permuted_back(program, whole, order)
 
 
-def _slice(program: LocalProgram, node: fx.Node, target: Shard, axis: ShardAxis) -> fx.Node:
+def _slice(program: LocalProgram, node: fx.Node, target: Shard, outer: Blocks, axis: ShardAxis) -> fx.Node:
+    """This rank's piece; ``outer``: how many of the target's blocks there are here."""
     shape, dim = program.shape(node), target.dim
-    if isinstance(target.outer, tuple):
+    if isinstance(outer, tuple):
         pieces, before = [], 0
-        for block in block_sizes(shape[dim], target.outer) or ():
-            start, length = axis.offset(block), axis.local_size(block)
-            pieces.append(_rank_dependent_slice(program, node, dim, before + start, length))
+        for block in block_sizes(shape[dim], outer) or ():
+            pieces += _ranges(program, node, dim, [(before + start, n) for start, n in axis.pieces(block)])
             before += block
         return program.call(aten.cat.default, pieces, dim)
-    block = shape[dim] // target.outer
-    start, length = axis.offset(block), axis.local_size(block)
+    block = shape[dim] // outer
     if target.outer == 1:
-        return _rank_dependent_slice(program, node, dim, start, length)
-    blocks = _reshape(program, node, (*shape[:dim], target.outer, block, *shape[dim + 1 :]))
-    piece = _rank_dependent_slice(program, blocks, dim + 1, start, length)
-    return _reshape(program, piece, (*shape[:dim], target.outer * length, *shape[dim + 1 :]))
+        return _joined(program, _ranges(program, node, dim, axis.pieces(block)), dim)
+    blocks = exchange.reshaped(program, node, (*shape[:dim], outer, block, *shape[dim + 1 :]))
+    piece = _joined(program, _ranges(program, blocks, dim + 1, axis.pieces(block)), dim + 1)
+    return exchange.reshaped(program, piece, (*shape[:dim], outer * axis.local_size(block), *shape[dim + 1 :]))
+
+
+def _ranges(program: LocalProgram, node: fx.Node, dim: int, ranges: Sequence[tuple[int, int]]) -> list[fx.Node]:
+    return [_rank_dependent_slice(program, node, dim, start, length) for start, length in ranges]
+
+
+def _joined(program: LocalProgram, pieces: list[fx.Node], dim: int) -> fx.Node:
+    return pieces[0] if len(pieces) == 1 else program.call(aten.cat.default, pieces, dim)
 
 
 def _keep_on_first(program: LocalProgram, node: fx.Node, target: Partial, axis: ShardAxis) -> fx.Node:
@@ -311,30 +387,34 @@ def _gather(
     dim, outer = placement.dim, _local_blocks(placement, now, position, program.axes)
     if isinstance(outer, tuple):
         return _gather_uneven_blocks(program, node, dim, outer, axis)
+    if axis.folded:
+        return exchange.all_gather(program, node, Shard(dim, outer), axis)
     before, rows, after = math.prod(local[:dim]) * outer, local[dim] // outer, math.prod(local[dim + 1 :])
     whole = _unsharded_size(shape, now, position, program.axes)
     full = (*local[:dim], whole, *local[dim + 1 :])
     gather = _functional.all_gather_into_tensor.default
     if axis.is_even and before == 1:
-        flat = node if outer == 1 and dim == 0 else _reshape(program, node, (rows, after))
+        flat = node if outer == 1 and dim == 0 else exchange.reshaped(program, node, (rows, after))
         gathered = program.collective(
             gather, flat, (program.shape(flat)[0] * axis.size, *program.shape(flat)[1:]), axis.size, axis.group
         )
-        return _reshape(program, gathered, full)
+        return exchange.reshaped(program, gathered, full)
     block = whole // outer
     longest = max(axis.local_size(block, r) for r in range(axis.size))
-    piece = _reshape(program, node, (before, rows, after))
+    piece = exchange.reshaped(program, node, (before, rows, after))
     if longest != rows or not axis.is_even:
         piece = program.call(aten.constant_pad_nd.default, piece, [0, 0, 0, longest - rows])
         piece.meta["rank_dependent"] = True
     gathered = program.collective(gather, piece, (axis.size * before, longest, after), axis.size, axis.group)
     pieces = program.call(aten.view.default, gathered, [axis.size, before, longest, after])
-    merged = _reshape(program, program.call(aten.transpose.int, pieces, 0, 1), (before, axis.size * longest, after))
+    merged = exchange.reshaped(
+        program, program.call(aten.transpose.int, pieces, 0, 1), (before, axis.size * longest, after)
+    )
     if not axis.is_even:
         merged = program.call(
             aten.index_select.default, merged, 1, program.constant(_valid_rows(axis, block, longest, merged))
         )
-    return _dense(program, _reshape(program, merged, full))
+    return exchange.dense(program, exchange.reshaped(program, merged, full))
 
 
 def _gather_uneven_blocks(
@@ -345,7 +425,7 @@ def _gather_uneven_blocks(
         raise ExpansionError("no way to gather blocks of different sizes from ranks that hold different shares")
     local = program.shape(node)
     before, rows, after = math.prod(local[:dim]), local[dim], math.prod(local[dim + 1 :])
-    piece = _reshape(program, node, (before, rows, after))
+    piece = exchange.reshaped(program, node, (before, rows, after))
     gather = _functional.all_gather_into_tensor.default
     gathered = program.collective(gather, piece, (axis.size * before, rows, after), axis.size, axis.group)
     ranks = program.call(aten.view.default, gathered, [axis.size, before, rows, after])
@@ -353,10 +433,10 @@ def _gather_uneven_blocks(
     for size in block_sizes(rows, blocks) or ():
         block = program.call(aten.slice.Tensor, ranks, 2, start, start + size)
         block = program.call(aten.transpose.int, block, 0, 1)
-        joined.append(_reshape(program, block, (before, axis.size * size, after)))
+        joined.append(exchange.reshaped(program, block, (before, axis.size * size, after)))
         start += size
     merged = program.call(aten.cat.default, joined, 1)
-    return _reshape(program, merged, (*local[:dim], axis.size * rows, *local[dim + 1 :]))
+    return exchange.reshaped(program, merged, (*local[:dim], axis.size * rows, *local[dim + 1 :]))
 
 
 def _valid_rows(axis: ShardAxis, block: int, longest: int, like: fx.Node) -> torch.Tensor:
@@ -371,20 +451,3 @@ def _unsharded_size(shape: Sequence[int], now: Sequence[Placement], position: in
         return 0
     others = [REPLICATE if i == position else p for i, p in enumerate(now)]
     return local_shape(shape, others, axes)[placement.dim]
-
-
-def _dense(program: LocalProgram, node: fx.Node) -> fx.Node:
-    """Row-major: where a rank's piece has size 1, merging its dimension is a view and leaves the ranks' order."""
-    if program.fakes[node].is_contiguous():
-        return node
-    return program.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-
-
-def _reshape(program: LocalProgram, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-    if program.shape(node) == tuple(shape):
-        return node
-    try:
-        return program.call(aten.view.default, node, list(shape))
-    except (RuntimeError, ValueError):
-        whole = program.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return program.call(aten.view.default, whole, list(shape))

@@ -2,8 +2,8 @@
 
 * along unsplit dimensions, everything else row-wise;
 * a replicated table read with split indices, and its gradient: a partial sum;
-* ``x[arange(batch), position]``: row i reads its own row, recognised by the ``arange`` in the graph; each rank
-  subtracts where its rows start.
+* ``x[arange(batch), position]``: row i reads its own row, recognised by the ``arange`` in the graph; each rank numbers
+  its own.
 """
 
 from __future__ import annotations
@@ -125,11 +125,15 @@ class _Indexing:
 
 
 def _emit_own_rows(call: LocalCall) -> list[fx.Node | None]:
+    """The rank's i-th row reads its own i-th row, however the rows are dealt out."""
     indices = list(call["indices"])
-    for axis in call.emitting_axes(_emit_own_rows):
-        offset = axis.offset(call.spec("self").shape[0])
-        indices[0] = call.call(aten.sub.Tensor, indices[0], offset)
-        indices[0].meta["rank_dependent"] = True
+    shape, value = call.program.shape(indices[0]), indices[0].meta["val"]
+    rows = call.call(aten.arange.default, shape[0], dtype=value.dtype, device=value.device)
+    column = call.call(aten.view.default, rows, [shape[0], *[1] * (len(shape) - 1)])
+    indices[0] = column if shape[1:].count(1) == len(shape) - 1 else call.call(aten.expand.default, column, list(shape))
+    if any(not axis.is_even for axis in call.program.axes):
+        for node in (rows, column, indices[0]):
+            node.meta["rank_dependent"] = True
     return [call.default(indices=indices)]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from lightning_spmd.ir.placement import PARTIAL
+from lightning_spmd.ir.placement import PARTIAL, Shard
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along, linear
 
 aten = torch.ops.aten
@@ -27,7 +28,20 @@ def product(
         found += along(call, inputs, [out.index(letter) if letter in out else PARTIAL])
     for one in (left, right):
         found += linear(call, (one,) if bias is None else (one, bias))
-    return found
+    return _rows_of_scores(call, left, right, Shard(first.index("m")), found) if "b" in first else found
+
+
+def _rows_of_scores(call: OpCall, left: int, right: int, rows: Shard, found: list[Layout]) -> list[Layout]:
+    """Attention written out: scores stay split by the rows of queries, and the keys or values are gathered.
+
+    Moving the scores instead can count fewer bytes where a sequence is short beside a head; every later use of them
+    would have to move, too.
+    """
+    if not call.splits_sequences or call.current[left] != rows or not isinstance(call.current[right], Shard):
+        return found
+    if any(list(layout.inputs) == call.current for layout in found):
+        return found
+    return [replace(layout, expected=True) for layout in found if layout.inputs[left] == rows]
 
 
 def _bias(call: OpCall, bias: int, dim: int) -> Where:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.placement import PARTIAL, Placement, Shard, ShardAxis, block_sizes, blocks_of
 from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule, along, linear
+from lightning_spmd.stages.expand.exchange import own_index, positions
 from lightning_spmd.stages.expand.redistribute import zero_unless
 
 if TYPE_CHECKING:
@@ -119,14 +122,13 @@ def _select(call: OpCall) -> list[Layout]:
 
 def _emit_one_row(call: LocalCall) -> list[fx.Node | None]:
     """One row of a split dimension: its owner's, as a partial sum."""
-    at, wanted = call["dim"], call["index"] % call.spec("self").shape[call["dim"]]
-    (axis,) = call.emitting_axes(_emit_one_row)
-    whole = call.spec("self").shape[at]
-    row = wanted - axis.offset(whole)
-    mine = 0 <= row < axis.local_size(whole)
-    piece = call.default(index=row if mine else 0)
+    shape = call.spec("self").shape
+    at = call["dim"] % len(shape)
+    places = [layout.inputs[0] for layout in call.layouts]
+    row = own_index(shape[at], call["index"] % shape[at], at, places, call.program.axes)
+    piece = call.default(index=row or 0)
     piece.meta["rank_dependent"] = True
-    return [zero_unless(call.program, piece, mine)]
+    return [zero_unless(call.program, piece, row is not None)]
 
 
 def _slice(call: OpCall) -> list[Layout]:
@@ -143,9 +145,34 @@ def _slice_sizes(call: LocalCall) -> dict[str, Any]:
 
 
 def _slice_backward(call: OpCall) -> list[Layout]:
+    """Along an unsplit dimension, or of everything; of a split one every rank puts its rows among zeros."""
     shape, small = call.shape, call.specs[0].shape
     at = call["dim"] % len(shape)
-    return _dims(call, {d: d for d in range(len(shape)) if d != at or small[d] == shape[d]})
+    found = _dims(call, {d: d for d in range(len(shape)) if d != at or small[d] == shape[d]})
+    if call.current[0] == Shard(at) and small[at] != shape[at]:
+        found.append(Layout((Shard(at),), (PARTIAL,), _emit_rows_among_zeros, local=True))
+    return found
+
+
+def _emit_rows_among_zeros(call: LocalCall) -> list[fx.Node | None]:
+    sizes, small = call.output_shape(), call.spec("grad_output").shape
+    at, step = call["dim"] % len(sizes), call["step"]
+    begin = (call["start"] or 0) % call.outputs[0].shape[at]
+    ranges = positions(small[at], at, [layout.inputs[0] for layout in call.layouts], call.program.axes)
+    if ranges is None:
+        raise ExpansionError("the rows of a slice lie in blocks")
+    total: fx.Node | None = None
+    row = 0
+    for start, length in ranges:
+        piece = call["grad_output"]
+        if len(ranges) > 1:
+            piece = call.call(aten.slice.Tensor, piece, at, row, row + length)
+        first = begin + start * step
+        spread = call.call(aten.slice_backward.default, piece, sizes, at, first, first + (length - 1) * step + 1, step)
+        spread.meta["rank_dependent"] = True
+        total = spread if total is None else call.call(aten.add.Tensor, total, spread)
+        row += length
+    return [total]
 
 
 def _slice_backward_sizes(call: LocalCall) -> dict[str, Any]:
@@ -156,8 +183,21 @@ def _slice_backward_sizes(call: LocalCall) -> dict[str, Any]:
 
 
 def _select_backward(call: OpCall) -> list[Layout]:
+    """Along an unsplit dimension; or the rank's own rows alone where nobody wants others."""
     at = call["dim"] % len(call.shape)
-    return _dims(call, {d: d + (d >= at) for d in range(len(call.shape) - 1)})
+    found = _dims(call, {d: d + (d >= at) for d in range(len(call.shape) - 1)})
+    return found + [replace(c, emit=_emit_own_row, local=True) for c in along(call, [None], [at])]
+
+
+def _emit_own_row(call: LocalCall) -> list[fx.Node | None]:
+    shape = call.outputs[0].shape
+    at = call["dim"] % len(shape)
+    places = [layout.outputs[0] for layout in call.layouts]
+    row = own_index(shape[at], call["index"] % shape[at], at, places, call.program.axes)
+    gradient = zero_unless(call.program, call["grad_output"], row is not None)
+    result = call.default(grad_output=gradient, input_sizes=call.output_shape(), index=row or 0)
+    result.meta["rank_dependent"] = True
+    return [result]
 
 
 def _diagonal(call: OpCall) -> list[Layout]:
