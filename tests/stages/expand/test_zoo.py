@@ -30,5 +30,6 @@ def test_architecture_equals_one_device_without_moving_activations(name: str, sp
     steps = assert_equals_one_device(captured, live, split)
     moved = [f"{n.name} {n.args[0].meta['val']}" for n in activation_collectives(steps[0])]
     assert len(moved) <= COUPLED.get(name, 0), moved
-    assert steps[0].fallbacks == []
+    assert all("works across the rows of the batch" in line for line in steps[0].fallbacks)
+    assert bool(steps[0].fallbacks) == (name in COUPLED)
     assert len({tuple(describe(step)) for step in steps}) == 1  # or the ranks would refuse to run them together
