@@ -125,6 +125,11 @@ class Mesh:
         """Whether a rank's part of a parameter may be several pieces of it."""
         return any(kind.splits_layers for kind in AXIS_KINDS if kind.name in self.sizes)
 
+    @property
+    def splits_sequences(self) -> bool:
+        """Whether a rank works on a part of each sequence."""
+        return any(kind.batch_dim == 1 for kind in AXIS_KINDS if self.size(kind.name) > 1)
+
     def _batch_of(self, rank: int) -> int:
         return batch_coordinates(self.sizes, rank)[1]
 

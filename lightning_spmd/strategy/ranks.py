@@ -85,9 +85,10 @@ class RankedStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of this run, as ``ModelParallelStrategy`` has it: axes ``data_parallel``, ``tensor_parallel``.
+        """The mesh of this run, as ``ModelParallelStrategy`` has it.
 
-        An axis of one rank is left out, but for the first.
+        Its axes are ``data_parallel``, ``context_parallel``, ``tensor_parallel``; one of a single rank is left out, but
+        for the first.
 
         Raises:
             ConfigurationError: before the process groups are there, and on one device.

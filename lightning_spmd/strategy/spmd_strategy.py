@@ -72,11 +72,12 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         timeout: how long a collective may wait for the other ranks.
         data_parallel: what each rank keeps. ``"replicate"``: parameters, gradients and optimizer state, whole;
             ``"zero2"``: its part of gradients and optimizer state; ``"zero3"``: its part of the parameters too.
-        data_parallel_size: number of ranks among which the batch is split; ``"auto"``: all that tensor parallelism
-            leaves.
+        data_parallel_size: number of ranks among which the batch is split; ``"auto"``: all that the other axes leave.
         data_parallel_shard_size: hybrid sharding: number of data-parallel neighbours among which ``"zero2"`` and
             ``"zero3"`` split state; each such row of ranks holds all of it. ``"node"``: the ranks of a node, so that
             gathers stay inside it. ``"auto"``: all data-parallel ranks.
+        context_parallel_size: number of ranks that share each sequence; they see the same batch, and each works on its
+            part of dimension 1. Attention alone looks at the others' parts.
         tensor_parallel_size: number of ranks that share each layer; they see the same batch.
         tensor_parallel_plan: how layers are shared: patterns on module paths (``fnmatch``, the last that matches is
             taken) to a style, or to a mapping with ``style`` and its options; ``"auto"``: found in the first batch's
@@ -116,6 +117,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         data_parallel: Literal["replicate", "zero2", "zero3"] = "replicate",
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_shard_size: int | Literal["auto", "node"] = "auto",
+        context_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         tensor_parallel_plan: dict[str, Any] | Literal["auto"] | None = None,
         sequence_parallel: bool = False,
@@ -134,6 +136,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             ParallelOptions(
                 data_parallel=data_parallel,
                 data_parallel_size=data_parallel_size,
+                context_parallel_size=context_parallel_size,
                 tensor_parallel_size=tensor_parallel_size,
                 layers=self.layer_sharing.plan,
             ),
@@ -200,7 +203,8 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
 
     @override
     def _evaluates_in_graphs(self) -> bool:
-        return self._mesh is not None and self._plan(Variant()).shards_parameters
+        mesh = self._mesh  # a sequence that needs several ranks would not fit on one
+        return mesh is not None and (mesh.splits_sequences or self._plan(Variant()).shards_parameters)
 
     @override
     @contextlib.contextmanager

@@ -16,12 +16,14 @@ class ParallelOptions:
     Args:
         data_parallel: name of the plan of the data axis.
         data_parallel_size: ranks among which the batch is split.
+        context_parallel_size: ranks that share each sequence.
         tensor_parallel_size: ranks that share each layer.
         layers: gives the tensor axis' plan.
     """
 
     data_parallel: str
     data_parallel_size: int | Literal["auto"]
+    context_parallel_size: int
     tensor_parallel_size: int
     layers: Callable[[], ParallelPlan]
 
