@@ -126,7 +126,7 @@ def logged(value: Any, name: str = "loss", source: str = "user.py:3", **settings
         ([logged(1.0)], [logged(1.5)], "self.log('loss', 1.5)"),
         ([logged(1.0)], [logged(1)], "self.log('loss', 1)"),
         ([logged(OutputRef(0))], [logged(OutputRef(1))], "self.log('loss', <output 1>)"),
-        ([logged(OutputRef(0))], [logged(CallRef(0))], "self.log('loss', <output 0>)"),
+        ([logged(OutputRef(0))], [logged(CallRef(0))], "self.log('loss', <result 0>)"),
         ([logged(1.0)], [logged(1.0, "other")], "self.log('other', 1.0)"),
         ([logged(1.0, prog_bar=True)], [logged(1.0, prog_bar=False)], "self.log('loss', 1.0, prog_bar=False)"),
         ([], [logged(1.0)], "self.log('loss', 1.0)"),
