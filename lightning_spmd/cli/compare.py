@@ -24,10 +24,11 @@ from lightning.pytorch.callbacks import (
     ProgressBar,
     Timer,
 )
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.console import Console
 
+from lightning_spmd.cli.recipe_cli import RecipeCLI, named_options, with_class_for_name
 from lightning_spmd.examples import SampleText
 from lightning_spmd.report.compare_table import Comparison
 from lightning_spmd.report.measure import Plan, measure
@@ -49,7 +50,7 @@ LEFT_OUT = (
 WIDTH = 140
 
 
-class Recipe(LightningCLI):
+class Recipe(RecipeCLI):
     """A recipe from which trainings are made, any number of times."""
 
     _strategy: Any = None
@@ -103,7 +104,7 @@ class Recipe(LightningCLI):
         """What the recipe itself gives ``SPMDStrategy``."""
         strategy = self.config["trainer"]["strategy"]
         if strategy is None or isinstance(strategy, str):
-            return {}
+            return named_options(strategy) or {}
         if strategy["class_path"].rpartition(".")[2] != SPMDStrategy.__name__:
             return {}
         defaults = {name: p.default for name, p in inspect.signature(SPMDStrategy).parameters.items()}
@@ -146,7 +147,7 @@ def main(args: Sequence[str]) -> None:
         # Lightning means callers from Python; here the arguments are the process's own, less the subcommand.
         warnings.filterwarnings("ignore", message=".*parameter is intended to run from within Python.*")
         recipe = Recipe(
-            args=list(args),
+            args=with_class_for_name(args),
             run=False,
             save_config_callback=None,
             parser_kwargs={

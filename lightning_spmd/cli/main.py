@@ -4,6 +4,7 @@
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 from lightning.pytorch.cli import LightningCLI
@@ -11,6 +12,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 import lightning_spmd  # noqa: F401  (registers the strategies that a recipe names)
 from lightning_spmd.cli import compare
+from lightning_spmd.cli.recipe_cli import RecipeCLI, with_class_for_name
 
 DESCRIPTION = (
     "Train, validate, test or predict what a recipe describes: lightning-spmd fit --config RECIPE; or train it under "
@@ -42,12 +44,16 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     # A mistake is answered with usage and message: the full usage, 60 lines of options, would hide the message.
     usage = {name: {"usage": f"lightning-spmd {name} --config RECIPE [options]"} for name in LightningCLI.subcommands()}
-    LightningCLI(
-        args=None if args is None else list(args),
-        # A rerun into the same folder replaces the recipe that was saved beside the last run's results.
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"prog": "lightning-spmd", "description": DESCRIPTION, **usage},
-    )
+    given = with_class_for_name(arguments)
+    with warnings.catch_warnings():
+        # Lightning means callers from Python; here the arguments are the process's own, with a name spelt out.
+        warnings.filterwarnings("ignore", message=".*parameter is intended to run from within Python.*")
+        RecipeCLI(
+            args=None if args is None and given == arguments else given,
+            # A rerun into the same folder replaces the recipe that was saved beside the last run's results.
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "lightning-spmd", "description": DESCRIPTION, **usage},
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""What the command line answers to mistakes, and to what a recipe has in the way of a flag."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_spmd import messages
+from lightning_spmd.cli import main as cli
+from lightning_spmd.cli.recipe_cli import advice, with_class_for_name
+
+from .recipe import RECIPE, tiny
+
+pytest.importorskip("jsonargparse")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process; gives its exit status, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lightning-spmd"])
+        status = 0
+        try:
+            cli.main(arguments)
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 1
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--trainer.strategy", "spdm"], ["no strategy 'spdm'. Did you mean 'spmd'?", "has spmd, spmd_zero2,"]),
+        (["--trainer.strategy", "best"], ["no strategy 'best'. This package has spmd", "Lightning has auto, ddp"]),
+        (["--trainer.strategy.overlap_iterations", "maybe"], ["overlap_iterations takes true, false, auto"]),
+        (["--trainer.strategy.data_parallel", "zero4"], ["data_parallel takes replicate, zero2, zero3"]),
+        (["--trainer.strategy.reduce_dtype", "int8"], ["reduce_dtype takes bf16, fp16, fp32, null"]),
+        (["--trainer.strategy.bucket_size_mb", "big"], ["bucket_size_mb takes a number, auto"]),
+        (["--trainer.strategy.overlap", "true"], ["no 'overlap'. Did you mean 'overlap_iterations'?"]),
+        (["--trainer.strategy.zzz", "true"], ["no 'zzz'. It has accelerator, parallel_devices"]),
+        (["--trainer.devises", "2"], ["Did you mean --trainer.devices?"]),
+        (["--model.widht", "64"], ["GPTBytes has no 'widht'. Did you mean 'width'?"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_answered_with_what_to_write(run: Run, arguments: list[str], words: list[str]) -> None:
+    status, _, error = run("fit", "--config", RECIPE, *arguments)
+    assert status == 2
+    for word in words:
+        assert word in error, error
+    assert len(error.splitlines()) < 25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--trainer.strategy.overlap_iterations", "true"], {"overlap_iterations": True, "data_parallel": "replicate"}),
+        (
+            ["--trainer.strategy=spmd_zero2", "--trainer.strategy.bucket_size_mb", "3"],
+            {"bucket_size_mb": 3.0, "data_parallel": "zero2"},
+        ),
+        (
+            ["--trainer.strategy", "spmd_zero3", "--trainer.devices", "2", "--trainer.strategy.reduce_dtype=bf16"],
+            {"reduce_dtype": "bf16", "data_parallel": "zero3"},
+        ),
+    ],
+)
+def test_a_strategy_by_name_takes_options(run: Run, arguments: list[str], options: dict[str, object]) -> None:
+    status, out, _ = run("fit", "--config", RECIPE, *arguments, "--print_config")
+    assert status == 0
+    strategy = yaml.safe_load(out)["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_spmd.SPMDStrategy"
+    assert options.items() <= strategy["init_args"].items()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fit", "--config", RECIPE],
+        ["fit", "--config", RECIPE, "--trainer.strategy", "spmd"],
+        ["fit", "--trainer.strategy", "ddp", "--trainer.strategy.timeout", "3"],
+        ["fit", "--config", RECIPE, "--trainer.strategy=lightning_spmd.SPMDStrategy", "--trainer.strategy.passes", "x"],
+        ["fit", "--trainer.strategy.dump_dir", "x"],
+    ],
+)  # fmt: skip
+def test_other_arguments_stay_as_they_are(arguments: list[str]) -> None:
+    assert with_class_for_name(arguments) == arguments
+
+
+def test_nothing_is_advised_where_nothing_is_known() -> None:
+    assert advice("something else", ["--a"]) == []
+    assert advice("Problem with given class_path 'no.such.Thing':\n Option 'x' is not accepted", []) == [
+        "no.such.Thing has no 'x'. It has "
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "gone"),
+    [
+        ("enable_progress_bar", "SPMDProgressBar"),
+        ("enable_checkpointing", "ModelCheckpoint"),
+        ("logger", "LearningRateMonitor"),
+    ],
+)
+def test_the_recipes_callbacks_step_aside(
+    run: Run, text: Path, tmp_path: Path, flag: str, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(messages, "rank_zero_info", said.append)
+    arguments = [a for a in tiny(text, tmp_path) if "logger" not in a and a != str(tmp_path)]
+    arguments.remove("--trainer.default_root_dir")
+    flags = [f"--trainer.{flag}", "false", "--trainer.default_root_dir", str(tmp_path)]
+    status, out, error = run("fit", *arguments, *flags, "--trainer.max_steps", "1")
+    assert status == 0, error
+    assert f"{gone} of the recipe steps aside: trainer.{flag} is false" in said
+    assert ("building the training graph" in out) == (flag != "enable_progress_bar")
