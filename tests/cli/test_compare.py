@@ -136,9 +136,9 @@ def test_the_recipes_own_options_of_the_strategy_are_every_variants(
     recipe = compare.Recipe(args=tiny(text, tmp_path, *strategy, *variants), run=False, save_config_callback=None)
     made = {side.name: side.strategy() for side in recipe.sides()}
     assert made["spmd"].build_options.bucket_size_mb == 3
-    assert made["spmd"].overlap_iterations == "auto"
+    assert made["spmd"].build_options.overlap_iterations == "auto"
     assert made["other"].build_options.bucket_size_mb == 4
-    assert made["other"].overlap_iterations is False
+    assert made["other"].build_options.overlap_iterations is False
 
 
 def test_callbacks_of_the_training_stay_and_those_that_watch_it_go(

@@ -258,7 +258,7 @@ def test_other_batches_for_one_layer_are_refused(two_ranks: RankPool) -> None:
         ),
         ({"tensor_parallel_plan": {"net.7": "colwise"}, "tensor_parallel_size": 2}, "no module matches 'net.7'"),
         ({"tensor_parallel_plan": {"net.0": "columns"}, "tensor_parallel_size": 2}, "unknown style 'columns'"),
-        ({"data_parallel_size": 4}, "data_parallel_size=4 times tensor_parallel_size=1 is 4"),
+        ({"data_parallel_size": 4}, "data_parallel_size=4 is 4"),
         (
             {"data_parallel": "zero3", "data_parallel_shard_size": 3},
             "data_parallel_shard_size=3 is 3 ranks, which do not divide the 2",
