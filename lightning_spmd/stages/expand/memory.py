@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
-from lightning_spmd.ir.layout import lies_as, walks_memory
+from lightning_spmd.ir.layout import is_dense, lies_as, walks_memory
 from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
 from lightning_spmd.parallel.pieces import local_spec
@@ -57,9 +57,10 @@ def as_captured(
     if lies_as(spec_of(local), wanted) and not _is_moved(program, reader, local):
         return local
     varies = any(_varies(p, axis) for p, axis in zip(placements, program.axes, strict=True))
-    if varies and not (walks_memory(reader.target) or _is_strided(reader)):
+    exact = walks_memory(reader.target) or _is_strided(reader)
+    if not exact and (varies or not is_dense(wanted)):
         return local
-    if varies or local.op == "placeholder":
+    if varies or local.op == "placeholder" or not is_dense(wanted):
         raise ExpansionError(
             f"{operand.name} lies in memory with strides {spec_of(local).stride} on this rank and would have to with "
             f"{wanted.stride}"
