@@ -21,9 +21,8 @@ from lightning_spmd.cost.collectives import LINKS, Link, seconds
 
 HOP_NODES = 16
 """Operators of a hop of the ring besides the kernel: cutting, merging, packing."""
-LARGEST_GATHER = 64
-"""Up to how many times the rank's own queries whole keys, values and their gradients may take: for a while they are
-what a handful of layers keeps for the backward pass, and more ranks do not make them smaller."""
+LARGEST_GATHER = 1 << 30
+"""Bytes that all keys and values of a layer and their gradients may take: more ranks do not make them fewer."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,6 @@ class AttentionShape:
         """Bytes of all keys and values."""
         return 2 * self.batch * self.groups * self.keys * self.size * self.itemsize
 
-    @property
-    def query_bytes(self) -> int:
-        """Bytes of all queries."""
-        return self.batch * self.heads * self.queries * self.size * self.itemsize
-
     def operations(self, *, causal: bool, backward: bool) -> float:
         """Floating-point operations: two products forward, five backward, half of the scores with causality."""
         products = 5 if backward else 2
@@ -121,7 +115,7 @@ def ring_seconds(shape: AttentionShape, ranks: int, machine: Machine, *, causal:
 
 def ring_is_better(shape: AttentionShape, ranks: int, machine: Machine, *, causal: bool, backward: bool) -> bool:
     """Whether keys should go from rank to rank rather than to all at once: where that is faster, or they are large."""
-    if 2 * shape.key_bytes * ranks > LARGEST_GATHER * shape.query_bytes:
+    if 2 * shape.key_bytes > LARGEST_GATHER:
         return True
     ring = ring_seconds(shape, ranks, machine, causal=causal, backward=backward)
     return ring < gathered_seconds(shape, ranks, machine, causal=causal, backward=backward)
