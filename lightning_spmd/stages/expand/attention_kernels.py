@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.stages.expand.call import OpCall
+from lightning_spmd.stages.expand.call import OpCall, bind_arguments
 from lightning_spmd.stages.expand.program import LocalProgram
 
 if TYPE_CHECKING:
@@ -58,6 +58,15 @@ def can_be_parted(call: OpCall, rows: int) -> bool:
     wanted = call.get("grad_input_mask")
     padded = "_efficient_" in str(call.op) and rows % _PADDED_ROWS != 0
     return call.get("dropout_p") == 0.0 and not (wanted and wanted[3]) and not padded
+
+
+def why_whole(node: fx.Node) -> str | None:
+    """Why an attention kernel cannot work on parts of keys, if that is so for a reason of its own."""
+    if getattr(node.target, "overloadpacket", None) not in KERNELS:
+        return None
+    if bind_arguments(node.target, node.args, node.kwargs).get("dropout_p"):
+        return "its kernel draws the numbers of dropout itself, and no part could draw them again; set dropout_p=0"
+    return None
 
 
 @dataclass(frozen=True)

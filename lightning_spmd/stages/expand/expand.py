@@ -17,6 +17,7 @@ from lightning_spmd.messages import warn
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan, sequence_dim
 from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.associate import partial_sums_first
+from lightning_spmd.stages.expand.attention_kernels import why_whole
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
 from lightning_spmd.stages.expand.propagate import propagate
@@ -128,7 +129,7 @@ def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str], lines: list[str
             if node not in plan.replicated:
                 lines.append(
                     f"{_named(node)} cannot work on pieces as its operands lie: they are gathered over "
-                    f"{plan.axis.name}, {size} bytes a step; {plan.remedy}"
+                    f"{plan.axis.name}, {size} bytes a step; {why_whole(node) or plan.remedy}"
                 )
     return lines
 

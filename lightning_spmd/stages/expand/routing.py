@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
-_ROWS = Shard(0)
 _SORTS = (aten.sort, aten.argsort)
 _COPIES = (aten.clone, aten._to_copy, aten.empty_like)
 
@@ -54,11 +53,19 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True)
 class Routed:
-    """A value inside a routed region: its dependence, the sort it stems from, the number of rows it points into."""
+    """A value inside a routed region.
+
+    Args:
+        order: how it depends on the order of the rows.
+        sort: the sort it stems from.
+        rows: how many rows it points into.
+        where: how the rows lie: split over the axis, perhaps in blocks (positions of sequences, by sequence).
+    """
 
     order: Order
     sort: fx.Node
     rows: int
+    where: Shard
 
 
 @dataclass(frozen=True)
@@ -74,15 +81,21 @@ def begins_routing(call: OpCall) -> bool:
     if call.op.overloadpacket not in _SORTS or not call.current:
         return False
     spec = call.specs[0]
-    return call.current[0] == _ROWS and len(spec.shape) == 1 and not spec.dtype.is_floating_point
+    return _splits_rows(call.current[0]) and len(spec.shape) == 1 and not spec.dtype.is_floating_point
+
+
+def _splits_rows(placement: Placement) -> bool:
+    return isinstance(placement, Shard) and placement.dim == 0
 
 
 def begin(call: OpCall) -> Route:
     """Sort the rank's own rows."""
-    rows = call.specs[0].shape[0]
-    bag, positions = Routed(Order.BAG, call.node, rows), Routed(Order.POSITIONS, call.node, rows)
+    rows, where = call.specs[0].shape[0], call.current[0]
+    if not isinstance(where, Shard):
+        raise TypeError(f"rows that lie as {where}")
+    bag, positions = (Routed(order, call.node, rows, where) for order in (Order.BAG, Order.POSITIONS))
     outputs = (bag, positions) if len(call.outputs) == 2 else (positions,)
-    return Route(Layout((_ROWS,), (_ROWS,) * len(outputs)), outputs)
+    return Route(Layout((where,), (where,) * len(outputs)), outputs)
 
 
 def route(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
@@ -102,7 +115,7 @@ def route(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
     if name in ("index_put", "index_put_") and call.index("indices") in known:
         return _write(call, known, sort)
     if name in ("histc", "bincount") and known[0].order is Order.BAG:
-        return Route(Layout((_ROWS,), (PARTIAL,)), (None,))
+        return Route(Layout((known[0].where,), (PARTIAL,)), (None,))
     if "grouped_mm" in name:
         return _grouped(call, known)
     first = known.get(0)
@@ -112,20 +125,17 @@ def route(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
 
 
 def _positions(call: OpCall, first: Routed) -> Route | None:
-    packet = call.op.overloadpacket
+    packet, one = call.op.overloadpacket, Layout((first.where,), (first.where,))
     if packet in _COPIES and len(call.operands) == 1:
-        kept = Routed(Order.BAG if packet is aten.empty_like else Order.POSITIONS, first.sort, first.rows)
-        return Route(Layout((_ROWS,), (_ROWS,)), (kept,))
+        return Route(one, (replace(first, order=Order.BAG) if packet is aten.empty_like else first,))
     if packet is aten.floor_divide and isinstance(call["other"], int) and len(call.operands) == 1:
         per_row = call["other"]
-        if per_row > 0 and first.rows % per_row == 0 and call.axis.divides(first.rows // per_row):
-            coarse = Routed(Order.POSITIONS, first.sort, first.rows // per_row)
-            return Route(Layout((_ROWS,), (_ROWS,)), (coarse,))
+        if per_row > 0 and first.rows % per_row == 0 and call.axis.splits(first.rows // per_row, first.where.outer):
+            return Route(one, (replace(first, rows=first.rows // per_row),))
     if packet in _SORTS and len(call.outputs[0].shape) == 1:
-        inverse = Routed(Order.INVERSE, first.sort, first.rows)
-        opaque = Routed(Order.OPAQUE, first.sort, first.rows)
+        opaque, inverse = replace(first, order=Order.OPAQUE), replace(first, order=Order.INVERSE)
         outputs = (opaque, inverse) if len(call.outputs) == 2 else (inverse,)
-        return Route(Layout((_ROWS,), (_ROWS,) * len(outputs)), outputs)
+        return Route(Layout(one.inputs, one.outputs * len(outputs)), outputs)
     return None
 
 
@@ -135,23 +145,22 @@ def _read(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
     if at is None or len(call.operands) != 2 or len(call.specs[at].shape) != 1 or len(call["indices"]) != 1:
         return None
     index, source = known[at], known.get(0)
-    bag = Routed(Order.BAG, index.sort, call.specs[at].shape[0])
+    bag, where = replace(index, order=Order.BAG, rows=call.specs[at].shape[0]), index.where
     own = call.specs[0].shape[0] == index.rows
-    if index.order is Order.POSITIONS and source is None and own and call.current[0] == _ROWS:
-        return Route(Layout((_ROWS, _ROWS), (_ROWS,)), (bag,))
+    if index.order is Order.POSITIONS and source is None and own and call.current[0] == where:
+        return Route(Layout((where, where), (where,)), (bag,))
     if index.order is Order.INVERSE and source is not None and source.order is Order.BAG and own:
-        return Route(Layout((_ROWS, _ROWS), (_ROWS,)), (None,))
+        return Route(Layout((where, where), (where,)), (None,))
     if index.order is Order.BAG and source is None and call.current[0] == REPLICATE:
-        return Route(Layout((REPLICATE, _ROWS), (_ROWS,)), (bag,))
+        return Route(Layout((REPLICATE, where), (where,)), (bag,))
     return None
 
 
 def _emit_own_positions(call: LocalCall) -> list[fx.Node | None]:
     """``inverse[positions] = arange(n)`` with the rank's own row numbers."""
-    (axis,) = call.emitting_axes(_emit_own_positions)
-    offset = axis.offset(call.spec("values").shape[0])
-    own = call.call(aten.sub.Tensor, call["values"], offset)
-    own.meta["rank_dependent"] = True
+    value = call["values"].meta["val"]
+    own = call.call(aten.arange.default, value.shape[0], dtype=value.dtype, device=value.device)
+    own.meta["rank_dependent"] = any(not axis.is_even for axis in call.program.axes)
     return [call.default(values=own)]
 
 
@@ -161,24 +170,24 @@ def _write(call: OpCall, known: Mapping[int, Routed], sort: fx.Node) -> Route | 
     if at is None or source is None or len(call.operands) != 3 or len(call["indices"]) != 1:
         return None
     index, values, target = known[at], known.get(source), known.get(0)
-    count = call.specs[at].shape[0]
+    count, where = call.specs[at].shape[0], index.where
     if index.order is Order.BAG:  # the gradient of a table that each row reads at its own entry
         both = values is not None and values.order is Order.BAG and target is None and call["accumulate"]
-        return Route(Layout((PARTIAL, _ROWS, _ROWS), (PARTIAL,)), (None,)) if both else None
+        return Route(Layout((PARTIAL, where, where), (PARTIAL,)), (None,)) if both else None
     if call.specs[0].shape[0] != index.rows or call.specs[source].shape[:1] != (count,):
         return None
-    plain = Layout((_ROWS,) * 3, (_ROWS,))
+    plain = Layout((where,) * 3, (where,))
     fresh = target is None and call.op.overloadpacket.__name__ == "index_put"
     if index.order is Order.POSITIONS and values is not None and values.order is Order.BAG and fresh:
         return (
-            Route(plain, (None,)) if isinstance(call.current[0], type(REPLICATE)) or call.current[0] == _ROWS else None
+            Route(plain, (None,)) if isinstance(call.current[0], type(REPLICATE)) or call.current[0] == where else None
         )
-    if index.order is Order.INVERSE and values is None and call.current[source] == _ROWS and fresh:
-        return Route(plain, (Routed(Order.BAG, sort, count),))
+    if index.order is Order.INVERSE and values is None and call.current[source] == where and fresh:
+        return Route(plain, (Routed(Order.BAG, sort, count, where),))
     numbers = values is None and isinstance(call["values"], fx.Node) and is_row_numbers(call["values"], count)
-    if index.order is Order.POSITIONS and numbers and index.rows == count and call.current[0] == _ROWS:
-        layout = Layout((_ROWS,) * 3, (_ROWS,), _emit_own_positions)
-        return Route(layout, (Routed(Order.INVERSE, sort, count),))
+    if index.order is Order.POSITIONS and numbers and index.rows == count and call.current[0] == where:
+        layout = Layout((where,) * 3, (where,), _emit_own_positions)
+        return Route(layout, (Routed(Order.INVERSE, sort, count, where),))
     return None
 
 
@@ -192,17 +201,18 @@ def _grouped(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
     inputs[ends] = PARTIAL
     for i in known:
         inputs[i] = call.current[i]
-    (sort, *_) = {r.sort for r in known.values()}
-    rows = first(known.values(), "bag of rows").rows
+    bag = first(known.values(), "bag of rows")
     outputs: list[Placement] = []
     for spec in call.outputs:
         grouped = len(spec.shape) == 3  # a gradient of the weights: one matrix a group, summed over the rows
-        outputs.append(PARTIAL if grouped else _ROWS)
+        outputs.append(PARTIAL if grouped else bag.where)
     both_bags = call.op.overloadpacket.__name__ == "_grouped_mm" and {0, 1} <= set(known)
-    weights_whole = call.op.overloadpacket.__name__ == "_grouped_mm" and set(known) == {0} and call.current[0] == _ROWS
+    weights_whole = (
+        call.op.overloadpacket.__name__ == "_grouped_mm" and set(known) == {0} and call.current[0] == bag.where
+    )
     if call.op.overloadpacket.__name__ == "_grouped_mm" and not (both_bags or weights_whole):
         return None
-    routed = tuple(Routed(Order.BAG, sort, rows) if p == _ROWS else None for p in outputs)
+    routed = tuple(bag if p == bag.where else None for p in outputs)
     return Route(Layout(tuple(inputs), tuple(outputs)), routed)
 
 

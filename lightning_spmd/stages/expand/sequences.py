@@ -32,6 +32,16 @@ aten = torch.ops.aten
 
 _CHANGE_LENGTH = {aten.slice.Tensor, aten.constant_pad_nd.default, aten.cat.default}
 """Operators that leave a sequence a sequence, of another length."""
+_FRESH = {
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.new_empty,
+    aten.zeros_like,
+    aten.full_like,
+    aten.empty_like,
+}
+"""Operators that make a tensor in the shape of another."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,12 @@ class _Following:
         weighed = any(o in self.weights for o in operands)
         if weighed:
             (self.mixed if followed else self.weights).add(node)
-        if not followed or not hasattr(node.target, "_schema") or written_arguments(node):
+        if not followed or not hasattr(node.target, "_schema"):
             return
-        found = _through(node, self.known, self.weights)
+        found = _same_positions(node, self.known) or _through(node, self.known, self.weights)
         if not weighed:
             self._keep(node, found)
-        elif found[0] is not None:
+        elif found[0] is not None and not written_arguments(node):
             self.starts[node] = found[0]
 
     def _keep(self, node: fx.Node, found: list[Sequence | None]) -> None:
@@ -108,6 +118,19 @@ class _Following:
                 self.known[node] = found[0]
         else:
             self.items[node] = found
+
+
+def _same_positions(node: fx.Node, known: Mapping[fx.Node, Sequence]) -> list[Sequence | None] | None:
+    """Of what is written in place, and of what is made in the shape of a sequence to be written into."""
+    origin = written_arguments(node) or (node.all_input_nodes[:1] if _packet(node) in _FRESH else [])
+    value = node.meta.get("val")
+    if not origin or not isinstance(value, TensorSpec) or value.shape != origin[0].meta["val"].shape:
+        return [None] if written_arguments(node) else None
+    return [known.get(origin[0])]
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _through(node: fx.Node, known: Mapping[fx.Node, Sequence], weights: set[fx.Node]) -> list[Sequence | None]:

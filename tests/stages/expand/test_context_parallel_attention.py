@@ -149,3 +149,4 @@ def test_a_kernel_that_draws_or_pads_is_not_cut(name: str, length: int, dropout:
     captured = captured_kernel(name, length, causal=False, dropout=dropout)
     (step, *_) = expand_all(captured, {CONTEXT_PARALLEL: (1, 1)}, context_plan())
     assert any(f"_{name}_attention" in line for line in step.fallbacks)
+    assert all(("draws the numbers of dropout itself" in line) == (dropout > 0) for line in step.fallbacks)

@@ -274,6 +274,8 @@ def _cat(call: OpCall) -> list[Layout]:
     for d in range(ndim):
         if d != at:
             found += along(call, [d if len(s.shape) == ndim else None for s in call.specs], [d])
+    if sum(s.numel > 0 for s in call.specs) == 1:  # a cache that is still empty, and the first keys
+        found += along(call, [at if s.numel else None for s in call.specs], [at])
     return found + _joined_blocks(call, at) + linear(call, range(len(call.operands)))
 
 
