@@ -54,7 +54,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "DATA_DEPENDENT_ERRORS",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "GraphModule",
@@ -100,9 +101,9 @@ __all__ = [
     "storage_elements",
     "storage_of",
     "tensor_slots",
+    "zeros_like_fake",
 ]
 
-DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 disable_dispatch_modes = _disable_current_modes
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
@@ -368,6 +369,12 @@ def storage_of(tensor: Tensor) -> int:
 def storage_elements(tensor: Tensor) -> int:
     """Number of elements of the storage behind a (fake) tensor."""
     return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def zeros_like_fake(fake: Tensor) -> Tensor:
+    """A real tensor of zeros laid out as a fake one; only outside dispatch modes."""
+    base = torch.zeros(storage_elements(fake), dtype=fake.dtype, device=fake.device)
+    return base.as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
 
 # DTensor keeps the strategies that it and users register per operator in its dispatcher's propagator; there is no

@@ -6,10 +6,11 @@ Nothing is shared but what a collective exchanges, so a graph that forgets a red
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,14 @@ def _hybrid(axis: ShardAxis, shard: int) -> ShardAxis:
     return dataclasses.replace(axis, within=within, across=across)
 
 
+# As gloo and NCCL compare: a NaN wins or loses as the ranks happen to be ordered.
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": lambda a, b: torch.where(a < b, b, a),
+    "min": lambda a, b: torch.where(b < a, b, a),
+}
+
+
 class Rendezvous:
     """Where the ranks' threads exchange the operands of their collectives."""
 
@@ -92,6 +101,8 @@ class RankInterpreter(LayoutCheck):
         if getattr(target, "namespace", "") != "_c10d_functional":
             return super().call_function(target, args, kwargs)
         operand, *rest = args
+        assert not operand.is_conj(), f"{target} on what is conjugated when read"
+        assert not operand.is_neg(), f"{target} on what is negated when read"
         rank, meeting = self.ranks[rest[-1]], self.meetings[rest[-1]]
         splits = rest[:2] if target is _functional.all_to_all_single.default else []
         everyone = meeting.exchange(rank, (str(target), tuple(map(str, rest[len(splits) :])), operand, splits))
@@ -99,9 +110,7 @@ class RankInterpreter(LayoutCheck):
             raise AssertionError(f"ranks disagree on a collective: {[e[:2] for e in everyone]}")
         tensors = [e[2] for e in everyone]
         if target in (_functional.all_reduce.default, _functional.all_reduce_.default):
-            stacked = torch.stack(tensors)
-            result = stacked.sum(0) if rest[0] == "sum" else stacked.amax(0) if rest[0] == "max" else stacked.amin(0)
-            result = result.to(operand.dtype)
+            result = functools.reduce(_REDUCTIONS[rest[0]], tensors).to(operand.dtype)
         elif target is _functional.all_gather_into_tensor.default:
             result = torch.cat(tensors)
         elif target is _functional.reduce_scatter_tensor.default:

@@ -19,6 +19,7 @@ from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.stages.capture.recorder import Recorder
+from lightning_spmd.stages.capture.trace import explained
 
 
 class TinyCapture:
@@ -71,7 +72,7 @@ def capture_function(
     fake_buffers = {n: tiny.add(b, InputRole.BUFFER, n) for n, b in buffers.items()}
     fake_batch = [tiny.add(b, InputRole.BATCH, f"[{i}]") for i, b in enumerate(batch)]
     outputs: list[tuple[OutputRole, str, Tensor]] = []
-    with torch.autograd.set_multithreading_enabled(False), tiny.mode, tiny.recorder:
+    with explained(tiny.recorder), torch.autograd.set_multithreading_enabled(False), tiny.mode, tiny.recorder:
         result = function(fakes, fake_buffers, *fake_batch)
         loss, *others = result if isinstance(result, tuple) else (result,)
         tiny.recorder.section = Section.BACKWARD

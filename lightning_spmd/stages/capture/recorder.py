@@ -37,11 +37,6 @@ _SHAPES_FROM_KERNEL = {getattr(aten, name).default for name in ("_grouped_mm",) 
 _NOT_REPEATABLE = {getattr(aten, name).default for name in ("mkldnn_rnn_layer",) if hasattr(aten, name)}
 
 
-def _zeros_like_fake(fake: Tensor) -> Tensor:
-    base = torch.zeros(private.storage_elements(fake), dtype=fake.dtype, device=fake.device)
-    return base.as_strided(fake.shape, fake.stride(), fake.storage_offset())
-
-
 class Recorder(private.TorchDispatchMode):
     """Dispatch mode that appends every operator to ``graph``.
 
@@ -64,6 +59,7 @@ class Recorder(private.TorchDispatchMode):
         self._names = NumbersByName()
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
+        self.failing = ""
 
     # ------------------------------------------------------------------ values
     def bind(self, tensor: Tensor, node: fx.Node) -> None:
@@ -172,6 +168,15 @@ class Recorder(private.TorchDispatchMode):
         self._forward_info[private.next_sequence_number() - 1] = info
         return info
 
+    def _place(self) -> str:
+        """The module that runs now, for messages."""
+        path = self.info().module
+        return f" in module {path!r}" if path else ""
+
+    def _location(self) -> str | None:
+        """The user's line; that of the forward operator whose gradient is computed."""
+        return self.info().source or user_location()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in (
@@ -224,12 +229,27 @@ class Recorder(private.TorchDispatchMode):
         plain_args, plain_kwargs = pytree.tree_unflatten(concrete, tree)
         try:
             out = self._compute(func, plain_args, plain_kwargs)
-        except private.DATA_DEPENDENT_ERRORS as error:
+        except private.DataDependentOutputException as error:
             raise CaptureError(
-                f"the shape of what {func} returns depends on the data, which one graph cannot express; use a masked "
-                "form with a fixed shape (torch.where, multiplication by a mask)",
-                user_location(),
+                f"{func}{self._place()} reads the values of a tensor, which one graph cannot express",
+                self._location(),
             ) from error
+        except private.DynamicOutputShapeException as error:
+            raise CaptureError(
+                f"the shape of what {func}{self._place()} returns depends on the data, which one graph cannot express; "
+                "use a masked form with a fixed shape (torch.where, multiplication by a mask)",
+                self._location(),
+            ) from error
+        except Exception:
+            self.failing = f"{func}{self._place()}: "
+            raise
+        for made in pytree.tree_leaves(out):
+            if isinstance(made, Tensor) and made.layout is not torch.strided:
+                raise CaptureError(
+                    f"{func}{self._place()} makes a sparse tensor ({made.layout}), which graphs do not know; use a "
+                    "dense one (sparse=False)",
+                    self._location(),
+                )
         key = self._draw_key(func, concrete)
         if key is not None and key in self._draws:
             return self._repeat_draw(func, self._draws[key], args, out)
@@ -247,7 +267,7 @@ class Recorder(private.TorchDispatchMode):
         if func not in _SHAPES_FROM_KERNEL:
             return func(*args, **kwargs)
         with private.disable_dispatch_modes():
-            real_args, real_kwargs = pytree.tree_map_only(Tensor, _zeros_like_fake, (args, kwargs))
+            real_args, real_kwargs = pytree.tree_map_only(Tensor, private.zeros_like_fake, (args, kwargs))
             real = func(*real_args, **real_kwargs)
             return pytree.tree_map_only(Tensor, lambda t: self.fake_mode.from_tensor(t, static_shapes=True), real)
 
@@ -272,10 +292,10 @@ class Recorder(private.TorchDispatchMode):
         real = self._shadows.get(id(tensor))
         if real is None:
             raise CaptureError(
-                f"a tensor's value is read in Python (.item(), float(), bool(), `if tensor:`), which one graph cannot "
-                f"express: that of {_described(source)}; keep it a tensor (torch.where instead of `if`), or move the "
-                "read to on_train_batch_end",
-                user_location(),
+                f"a tensor's value is read{self._place()} (.item(), float(), bool(), `if tensor:`), which one graph "
+                f"cannot express: that of {_described(source)}; keep it a tensor (torch.where for `if`), or move "
+                "the read to on_train_batch_end",
+                self._location(),
             )
         node = self.graph.call_function(_READ_VALUE, (source,))
         with private.disable_dispatch_modes():

@@ -48,6 +48,8 @@ from lightning_spmd.stages.capture.recorder import Recorder, in_section, locatio
 from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
 
 _IN_WORDS = {Section.BACKWARD: "the backward pass", Section.CLIP: "gradient clipping"}
+_NO_DATA = "its data is not allocated yet"
+"""What torch says where C++ code reads memory that a fake tensor does not have."""
 
 
 @dataclass
@@ -164,7 +166,7 @@ class _Capture:
             stack.enter_context(self.spy.active())
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
-            with _explained(self._what):
+            with explained(self.recorder, self._what):
                 if request.optimizer is None:
                     self._step_alone(batch)
                 else:
@@ -444,12 +446,19 @@ def _modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(what: Callable[[], str]) -> Iterator[None]:
-    """Whatever goes wrong under fake tensors becomes a CaptureError with the user's line."""
+def explained(recorder: Recorder, what: Callable[[], str] = lambda: "training_step") -> Iterator[None]:
+    """Whatever goes wrong under fake tensors becomes a CaptureError with the operator and the user's line."""
     try:
         yield
     except (SPMDError, LeafWasRead):
         raise
     except Exception as error:
+        if _NO_DATA in str(error):
+            raise CaptureError(
+                "an operator reads the values of a tensor (as positions or sizes), which one graph cannot express; use "
+                "Python numbers there",
+                location_of(error),
+            ) from error
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        reason = f"{recorder.failing}{reason}"
         raise CaptureError(f"{what()} could not be captured ({reason})", location_of(error)) from error

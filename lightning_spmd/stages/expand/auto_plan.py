@@ -32,7 +32,7 @@ from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.parallel.mesh import tensor_parallel_axis
 from lightning_spmd.stages.expand.call import Layout, OpCall, is_tensor
-from lightning_spmd.stages.expand.rules import rule_of
+from lightning_spmd.stages.expand.rules import layouts_of
 
 aten = torch.ops.aten
 
@@ -168,7 +168,6 @@ class _Finder:
 
     def _layout(self, call: OpCall, state: Mapping[fx.Node, tuple[Placement, ...]]) -> Layout | None:
         """How an operator works on its split operands as they are, slicing no activation: its gradient is whole."""
-        rule = rule_of(call.op)
         product = call.node in self.linears
 
         def keeps(layout: Layout) -> bool:
@@ -179,7 +178,7 @@ class _Finder:
             partial = any(p == PARTIAL for p in layout.outputs)
             return (layout.emit is None or layout.local) and (not partial or product)
 
-        return next((layout for layout in (rule(call) if rule else []) if keeps(layout)), None)
+        return next((layout for layout in layouts_of(call) or [] if keeps(layout)), None)
 
     # ------------------------------------------------------------------ both ends of a language model
     def _ends(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
 from lightning_spmd.ir.placement import Placement, ShardAxis
-from lightning_spmd.stages.expand.call import Layout
+from lightning_spmd.stages.expand.call import Layout, OpCall
 
 
 @dataclass
@@ -22,6 +23,7 @@ class AxisPlan:
         outputs: placement of each output of a node.
         results: placement of each graph output.
         replicated: operators for which no rule was found, and the bytes gathered for that.
+        failures: what is wrong with the rules of some of them.
         gathered: operators that cannot work on activations as they lie, and the bytes gathered for that.
         remedy: what to say of those: what may avoid it, or why nothing does.
     """
@@ -32,6 +34,7 @@ class AxisPlan:
     outputs: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
     results: list[Placement] = field(default_factory=list)
     replicated: dict[fx.Node, int] = field(default_factory=dict)
+    failures: dict[fx.Node, str] = field(default_factory=dict)
     gathered: dict[fx.Node, int] = field(default_factory=dict)
     remedy: str = ""
 
@@ -67,3 +70,17 @@ class Aliasing:
         piece = self.pieces[operand]
         group = [o for o in self.groups[self.roots[operand]] if overlapping(piece, self.pieces[o])]
         return [a for a in group if a is not operand and a is not writer and self.position[a] < now < self.last_use[a]]
+
+
+def result_is_the_operand(call: OpCall, layout: Layout, written: list[fx.Node]) -> bool:
+    """Whether a layout leaves the tensor that an in-place operator returns placed as it took it.
+
+    ``transpose_`` and the like change the tensor's shape and none of its elements.
+    """
+    if torch.Tag.inplace_view in call.op.tags:
+        return True
+    returns = call.op._schema.returns
+    in_place = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    return not in_place or all(
+        layout.inputs[i] == layout.outputs[0] for i, operand in enumerate(call.operands) if operand in written
+    )

@@ -200,6 +200,15 @@ def axis_of_pieces(axis: ShardAxis, placements: Sequence[Placement]) -> ShardAxi
     return axis.chunks if any(isinstance(p, Chunk) for p in placements) else axis
 
 
+def in_one_range(layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts in which a rank's piece is one range of the dimension, from ``ShardAxis.offset`` on."""
+
+    def fits(placement: Placement) -> bool:
+        return not isinstance(placement, Chunk) and (not isinstance(placement, Shard) or placement.outer == 1)
+
+    return [c for c in layouts if all(map(fits, (*c.inputs, *c.outputs)))]
+
+
 def linear(call: OpCall, positions: Sequence[int], outputs: Sequence[Where] | None = None) -> list[Layout]:
     """The layout in which the operands at ``positions`` and all outputs are partial sums, the others replicated."""
     if not any(call.current[i] == Partial() for i in positions):

@@ -7,7 +7,7 @@ writing into a value drops its other versions and those of everything that share
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from lightning_spmd.stages.expand.memory import as_captured, looks_at_memory
 from lightning_spmd.stages.expand.program import LocalProgram
 from lightning_spmd.stages.expand.redistribute import cost, redistribute
 from lightning_spmd.stages.expand.rules import LOCALIZERS, lookup
+from lightning_spmd.stages.expand.storage import Storages, reads_by_place
 
 Placements = tuple[Placement, ...]
 
@@ -118,10 +119,12 @@ class LocalCall:
         pairs = zip(self.program.axes, self.layouts, strict=True)
         return [axis_of_pieces(axis, layout.inputs) for axis, layout in pairs if layout.emit is emit]
 
-    def all_reduce(self, value: fx.Node, axes: Sequence[ShardAxis], op: str = "sum") -> fx.Node:
+    def all_reduce(
+        self, value: fx.Node, axes: Sequence[ShardAxis], op: str = "sum", *, keep_nan: bool = True
+    ) -> fx.Node:
         """``value`` reduced over several axes."""
         for axis in axes:
-            value = self.program.all_reduce(value, axis, op)
+            value = self.program.all_reduce(value, axis, op, keep_nan=keep_nan)
         return value
 
     def items(self, value: fx.Node) -> list[fx.Node | None]:
@@ -133,13 +136,23 @@ class LocalCall:
 
     def default(self, **overrides: Any) -> fx.Node:
         """The operator itself on local operands, written as the global call is, with some arguments replaced."""
+        new = self._written_as(self.call, overrides)
+        if new is None:
+            raise TypeError(f"{self.op} gave nothing")
+        return new
+
+    def default_if_possible(self, **overrides: Any) -> fx.Node | None:
+        """As :meth:`default` where the call is possible on every rank, else None."""
+        return self._written_as(self.program.call_if_possible, overrides)
+
+    def _written_as(self, call: Callable[..., fx.Node | None], overrides: dict[str, Any]) -> fx.Node | None:
         node = self.node
         names = [name for name, _, _ in argument_names(node.target)]
         values = {**self._locals, **overrides}
         given = names[: len(node.args)]
         keywords = [n for n in names if n in node.kwargs or (n in overrides and n not in given)]
-        new = self.call(node.target, *[values[n] for n in given], **{n: values[n] for n in keywords})
-        if overrides and any(not axis.is_even for axis in self.program.axes):
+        new = call(node.target, *[values[n] for n in given], **{n: values[n] for n in keywords})
+        if new is not None and overrides and any(not axis.is_even for axis in self.program.axes):
             new.meta["rank_dependent"] = True
         return new
 
@@ -150,35 +163,50 @@ class Emitter:
     Args:
         graph: the global graph.
         plans: what propagation chose, one entry a mesh axis.
+        axes: the mesh axes, with the coordinates of the rank whose program is written.
+        longer: places where some rank cannot take the shorter form of what is written.
     """
 
-    def __init__(self, graph: fx.Graph, plans: Sequence[AxisPlan]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        plans: Sequence[AxisPlan],
+        axes: tuple[ShardAxis, ...],
+        longer: set[tuple[fx.Node, int]],
+    ) -> None:
         self.graph = graph
         self.plans = plans
-        self.axes = tuple(plan.axis for plan in plans)
-        self.program = LocalProgram(self.axes)
+        self.axes = axes
+        self.program = LocalProgram(self.axes, longer)
         self.versions: dict[fx.Node, dict[Placements, fx.Node]] = {}
         self.items: dict[fx.Node, Sequence[fx.Node | None]] = {}
         self.numbers: dict[fx.Node, fx.Node] = {}
         self.inputs: dict[fx.Node, fx.Node] = {}
+        self.outputs: list[Any] = []
         roots = storage_roots(graph)
         self.aliases: dict[fx.Node, list[fx.Node]] = {}
         for node, root in roots.items():
             self.aliases.setdefault(root, []).append(node)
         self.roots = roots
-        self.mutated = {roots[operand] for node in graph.nodes for operand in written_arguments(node)}
+        mutated = {roots[operand] for node in graph.nodes for operand in written_arguments(node)}
+        self.mutated = mutated
+        self.storages = Storages(self.program, roots, mutated)
 
-    def run(self, signature: Signature) -> fx.GraphModule:
+    def write(self, signature: Signature) -> Emitter:
         """Write the whole graph."""
         inputs = iter(signature.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self._input(node, first(inputs, "input in the signature").value)
             elif node.op == "output":
-                return self._output(node, signature)
+                self._output(node, signature)
             else:
                 self._node(node)
-        raise ExpansionError("the captured graph has no output node")
+        return self
+
+    def graph_module(self) -> fx.GraphModule:
+        """What was written."""
+        return self.program.finish(self.outputs)
 
     # ------------------------------------------------------------------ pieces
     def _placements(self, node: fx.Node, index: int = 0) -> Placements:
@@ -190,11 +218,12 @@ class Emitter:
             new = self.program.add_input(node, local_spec(value, placements, self.axes), placements)
             self.versions[node] = {placements: new}
             self.inputs[node] = new
+            self.storages.note(node, new, placements, ())
         else:
             self.numbers[node] = self.program.add_input(node, value, (REPLICATE,) * len(self.axes))
 
     def _node(self, node: fx.Node) -> None:
-        self.program.info = info_of(node)
+        self.program.begin(node)
         try:
             if node.target is operator.getitem:
                 self._getitem(node)
@@ -255,6 +284,8 @@ class Emitter:
         if emits:
             self._bind_items(node, emits.pop()(call))
             return
+        if reads_by_place(node.target):
+            self._read_by_place(call)
         new = self._own_operator(call)
         if is_random(node.target):
             new.meta["random"] = tuple(
@@ -263,6 +294,18 @@ class Emitter:
                 if any(isinstance(p, Shard) for p in layout.outputs)
             )
         self._bind_outputs(node, new)
+        if isinstance(node.meta["val"], TensorSpec):
+            self.storages.note(node, new, self._placements(node), list(zip(operands, local, strict=True)))
+
+    def _read_by_place(self, call: LocalCall) -> None:
+        """Let ``as_strided`` find its operand's storage as it lay at capture."""
+        operand: fx.Node = call.globals["self"]
+        placements = tuple(layout.inputs[0] for layout in call.layouts)
+        everywhere = (REPLICATE,) * len(self.axes)
+        call.replace(
+            "self",
+            self.storages.as_captured(operand, call["self"], placements, lambda n: self._version(n, everywhere)),
+        )
 
     def _own_operator(self, call: LocalCall) -> fx.Node:
         """The operator on local operands. A view of what lies in another order here than at capture takes a copy.
@@ -270,11 +313,11 @@ class Emitter:
         Kernels lay results out as they find their operands, and a gathered operand is dense. A copy is no view: nobody
         may write into the storage.
         """
-        try:
+        if call.op is not torch.ops.aten.view.default or self.roots[call.node] in self.mutated:
             return call.default(**self._local_sizes(call))
-        except (RuntimeError, ValueError):
-            if call.op is not torch.ops.aten.view.default or self.roots[call.node] in self.mutated:
-                raise
+        view = call.default_if_possible(**self._local_sizes(call))
+        if view is not None:
+            return view
         dense = self.program.call(torch.ops.aten.clone.default, call["self"], memory_format=torch.contiguous_format)
         call.replace("self", dense)
         return call.default(**self._local_sizes(call))
@@ -351,15 +394,16 @@ class Emitter:
             placements = self._placements(node)
             versions = self.versions[node]
             if placements not in versions:
+                self.program.begin(node)
                 self.program.info = info_of(versions[first(versions, "placement")])
                 self.program.call(torch.ops.aten.copy_.default, self.inputs[node], self._version(node, placements))
 
-    def _output(self, node: fx.Node, signature: Signature) -> fx.GraphModule:
+    def _output(self, node: fx.Node, signature: Signature) -> None:
         self._restore_inputs()
         outputs: list[Any] = []
         for i, (value, entry) in enumerate(zip(node.args[0], signature.outputs, strict=True)):  # type: ignore[arg-type]
             if is_tensor(value):
-                self.program.info = info_of(value)
+                self.program.begin(value)
                 placements = tuple(plan.results[i] for plan in self.plans)
                 local = self._version(value, placements)
                 kept = entry.role in (OutputRole.GRADIENT, OutputRole.OPTIMIZER_STATE, OutputRole.BUFFER)
@@ -367,4 +411,4 @@ class Emitter:
                 outputs.append(as_captured(self.program, value, local, placements, node) if kept else local)
             else:
                 outputs.append(self.numbers[value] if isinstance(value, fx.Node) else value)
-        return self.program.finish(outputs)
+        self.outputs = outputs

@@ -43,13 +43,13 @@ def pieces_first(program: LocalProgram, node: fx.Node, dim: int, outer: int, axi
     length = shape[dim] // outer // axis.size
     if not axis.folded:
         pieces = reshaped(program, node, (before, axis.size, length, after))
-        return dense(program, program.call(aten.transpose.int, pieces, 0, 1))
+        return program.dense(program.call(aten.transpose.int, pieces, 0, 1))
     halves = reshaped(program, node, (before, 2 * axis.size, length // 2, after))
     low = program.call(aten.slice.Tensor, halves, 1, 0, axis.size)
     high = program.call(aten.flip.default, program.call(aten.slice.Tensor, halves, 1, axis.size, 2 * axis.size), [1])
     both = program.call(aten.stack.default, [low, high], 2)
     pieces = reshaped(program, both, (before, axis.size, length, after))
-    return dense(program, program.call(aten.transpose.int, pieces, 0, 1))
+    return program.dense(program.call(aten.transpose.int, pieces, 0, 1))
 
 
 def pieces_joined(
@@ -60,12 +60,12 @@ def pieces_joined(
     length = shape[dim] // outer // axis.size
     if not axis.folded:
         pieces = program.call(aten.view.default, node, [axis.size, before, length, after])
-        return dense(program, reshaped(program, program.call(aten.transpose.int, pieces, 0, 1), shape))
+        return program.dense(reshaped(program, program.call(aten.transpose.int, pieces, 0, 1), shape))
     pieces = program.call(aten.view.default, node, [axis.size, before, 2, length // 2, after])
     low = program.call(aten.select.int, pieces, 2, 0)
     high = program.call(aten.flip.default, program.call(aten.select.int, pieces, 2, 1), [0])
     halves = program.call(aten.cat.default, [low, high])
-    return dense(program, reshaped(program, program.call(aten.transpose.int, halves, 0, 1), shape))
+    return program.dense(reshaped(program, program.call(aten.transpose.int, halves, 0, 1), shape))
 
 
 def reduce_scatter(program: LocalProgram, node: fx.Node, target: Shard, axis: ShardAxis) -> fx.Node:
@@ -159,27 +159,13 @@ def own_index(
 
 def reshaped(program: LocalProgram, node: fx.Node, shape: Sequence[int]) -> fx.Node:
     """``node`` in another shape: a view where that is possible."""
-    if _same_on_all_ranks(program):
-        if program.shape(node) == tuple(shape):
-            return node
-        try:
-            return program.call(aten.view.default, node, list(shape))
-        except (RuntimeError, ValueError):
-            pass
+    if program.agreed(program.shape(node) == tuple(shape)):
+        return node
+    view = program.call_if_possible(aten.view.default, node, list(shape))
+    if view is not None:
+        return view
     whole = program.call(aten.clone.default, node, memory_format=torch.contiguous_format)
     return program.call(aten.view.default, whole, list(shape))
-
-
-def dense(program: LocalProgram, node: fx.Node) -> fx.Node:
-    """Row-major: where a rank's piece has size 1, merging its dimension is a view and leaves the ranks' order."""
-    if _same_on_all_ranks(program) and program.fakes[node].is_contiguous():
-        return node
-    return program.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-
-
-def _same_on_all_ranks(program: LocalProgram) -> bool:
-    """Whether what this rank's sizes allow, others' do: one row lies in every order."""
-    return all(axis.is_even for axis in program.axes)
 
 
 def _blocks(placement: Shard) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 from torch import fx
 
@@ -25,6 +26,8 @@ from lightning_spmd.stages.expand.sequences import cut_of, find_sequences, uncut
 from lightning_spmd.stages.expand.shared_casts import share_casts
 
 _ATTEMPTS = 32
+_SIZES = 4
+"""Different numbers of rows that are all tried."""
 
 
 class ReplicationWarning(UserWarning):
@@ -65,13 +68,12 @@ def expand(
         plans: list[AxisPlan] = []
         for axis in axes:
             plans.append(propagate(graph, signature, axis, plan, banned, tuple(plans), starts.get(axis.name)))
-        emitter = Emitter(graph, plans)
         try:
-            graph_module = emitter.run(signature)
+            graph_module = _local_program(graph, signature, plans)
         except EmissionError as error:
             if error.node in banned:
                 raise
-            banned[error.node] = str(error)
+            _ban(graph, banned, error)
             continue
         stamp_writes(graph_module.graph)
         fallbacks = _describe(plans, banned, whole)
@@ -100,6 +102,48 @@ def _sequences(
     return tuple(cut), starts, whole
 
 
+def _ban(graph: fx.Graph, banned: dict[fx.Node, str], error: EmissionError) -> None:
+    """Replicate the operands of a node; of all calls of its operator once a second one fails, or there is no end."""
+    known = any(node.target is error.node.target for node in banned)
+    alike = [n for n in graph.nodes if n.target is error.node.target] if known else []
+    for node in [error.node, *alike]:
+        banned.setdefault(node, str(error))
+
+
+def _local_program(graph: fx.Graph, signature: Signature, plans: list[AxisPlan]) -> fx.GraphModule:
+    """This rank's graph, of calls that every rank can make; the ranks find out without a message.
+
+    Raises:
+        EmissionError: on every rank, if one of them cannot make a call.
+    """
+    axes = tuple(plan.axis for plan in plans)
+    others = list(_ranks_of_every_size(axes))
+    longer: set[tuple[fx.Node, int]] = set()
+    while True:
+        known = len(longer)
+        written = {seen: Emitter(graph, plans, seen, longer).write(signature) for seen in others}
+        if len(longer) == known:
+            own = written.get(axes) or Emitter(graph, plans, axes, longer).write(signature)
+            return own.graph_module()
+
+
+def _ranks_of_every_size(axes: tuple[ShardAxis, ...]) -> Iterator[tuple[ShardAxis, ...]]:
+    """The mesh as seen from one rank for each size of a piece; nothing where all ranks hold as much.
+
+    No rank and one row are where torch's operators differ (contiguity, broadcasting, squeezing), so of many sizes those
+    two, the smallest other and the largest stand for all.
+    """
+    if all(axis.is_even for axis in axes):
+        return
+    choices: list[list[ShardAxis]] = []
+    for axis in axes:
+        sizes = sorted(set(axis.split))
+        others = [size for size in sizes if size > 1]
+        kept = [size for size in sizes if size <= 1] + (others if len(sizes) <= _SIZES else [others[0], others[-1]])
+        choices.append([dataclasses.replace(axis, rank=axis.split.index(size)) for size in kept])
+    yield from itertools.product(*choices)
+
+
 def _local_signature(graph: fx.Graph, signature: Signature, plans: list[AxisPlan]) -> Signature:
     axes = tuple(p.axis for p in plans)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -119,7 +163,8 @@ def _local_signature(graph: fx.Graph, signature: Signature, plans: list[AxisPlan
 def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str], lines: list[str]) -> list[str]:
     for plan in plans:
         for node, size in plan.replicated.items():
-            reason = f" ({banned[node]})" if node in banned else ""
+            known = banned.get(node) or plan.failures.get(node)
+            reason = f" ({known})" if known else ""
             lines.append(
                 f"{_named(node)} has no sharding rule: its inputs are gathered over {plan.axis.name}, "
                 f"{size} bytes a step{reason}; register one with "

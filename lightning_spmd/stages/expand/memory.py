@@ -1,10 +1,9 @@
 """Operators that look at how their operands lie in memory: they get them as the captured graph has them.
 
-Most operators take tensors as they are, and expansion need not care how a gathered or reduced value lies. Three kinds
-do look:
+Most operators take tensors as they are, and expansion need not care how a gathered or reduced value lies. Two kinds do
+look (and ``as_strided``, which addresses the storage behind its operand: ``storage.py``):
 
 * fused optimizers walk the memory of parameter, gradient and state side by side;
-* ``as_strided`` addresses the storage behind its operand;
 * kernels of libraries and users may do anything.
 
 For these a value that lies otherwise is copied into the captured layout first. What must be the same in every rank's
@@ -27,13 +26,12 @@ from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.program import LocalProgram
 
 aten = torch.ops.aten
-_STRIDED = (aten.as_strided, aten.as_strided_, aten.as_strided_copy, aten.as_strided_scatter)
 _PLAIN_NAMESPACES = ("aten", "prims", "_c10d_functional")
 
 
 def looks_at_memory(node: fx.Node) -> bool:
     """Whether the operator is one of those."""
-    if walks_memory(node.target) or _is_strided(node):
+    if walks_memory(node.target):
         return True
     return getattr(node.target, "namespace", "aten") not in _PLAIN_NAMESPACES
 
@@ -54,10 +52,10 @@ def as_captured(
         ExpansionError: it lies otherwise, and a copy would not do.
     """
     wanted = local_spec(spec_of(operand), placements, program.axes)
-    if lies_as(spec_of(local), wanted) and not _is_moved(program, reader, local):
+    if lies_as(spec_of(local), wanted):
         return local
     varies = any(_varies(p, axis) for p, axis in zip(placements, program.axes, strict=True))
-    exact = walks_memory(reader.target) or _is_strided(reader)
+    exact = walks_memory(reader.target)
     if not exact and (varies or not is_dense(wanted)):
         return local
     if varies or local.op == "placeholder" or not is_dense(wanted):
@@ -69,16 +67,6 @@ def as_captured(
     copy = program.call(aten.copy_.default, new, local)
     copy.meta["placements"] = tuple(placements)
     return copy
-
-
-def _is_strided(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _STRIDED
-
-
-def _is_moved(program: LocalProgram, node: fx.Node, local: fx.Node) -> bool:
-    """Whether an offset from the start of the storage, as ``as_strided`` takes one, would miss."""
-    addressed = node.kwargs.get("storage_offset", node.args[3] if len(node.args) > 3 else None)
-    return _is_strided(node) and addressed is not None and bool(program.fakes[local].storage_offset())
 
 
 def _varies(placement: Placement, axis: ShardAxis) -> bool:

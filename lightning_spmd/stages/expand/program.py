@@ -1,7 +1,15 @@
-"""The graph being written: every call runs once on fake tensors, which gives its spec and catches bad shapes."""
+"""The graph being written: every call runs once on fake tensors, which gives its spec and catches bad shapes.
+
+All ranks must write the same calls. What a piece allows depends on its size, though: one row is contiguous in every
+order, and a kernel may refuse a tensor without rows. So the program is written for every size that a rank's piece has
+(``expand``): a shorter form is taken where all of them can take it (:meth:`LocalProgram.agreed`), and a call that one
+of them cannot make is made by none.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +17,9 @@ import torch
 from torch import fx
 
 from lightning_spmd import _private_api as private
-from lightning_spmd._private_api import FakeTensorMode
+from lightning_spmd._private_api import FakeTensorMode, disable_dispatch_modes, is_random, pytree, zeros_like_fake
 from lightning_spmd.ir.effects import mentions
-from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
+from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
 
 _functional = torch.ops._c10d_functional
@@ -22,10 +30,13 @@ class LocalProgram:
 
     Args:
         axes: the mesh axes.
+        longer: places where some rank cannot take the shorter form; a place is a node of the global graph and how many
+            such choices were made for it before.
     """
 
-    def __init__(self, axes: tuple[ShardAxis, ...]) -> None:
+    def __init__(self, axes: tuple[ShardAxis, ...], longer: set[tuple[fx.Node, int]] | None = None) -> None:
         self.axes = axes
+        self.longer = set() if longer is None else longer
         self.graph = fx.Graph()
         self.attributes: dict[str, torch.Tensor] = {}
         self.mode = FakeTensorMode()
@@ -33,6 +44,24 @@ class LocalProgram:
         self.class_sums: dict[fx.Node, fx.Node] = {}
         """gradient of scores whose classes are split → its sum over all classes, if known without a collective"""
         self.info: NodeInfo | None = None
+        self._place: fx.Node | None = None
+        self._choices = Counter[fx.Node | None]()
+        self._has_rows = all(axis.total == 0 or axis.local_size(axis.total) > 0 for axis in axes)
+
+    def begin(self, node: fx.Node) -> None:
+        """What is written from here on is what ``node`` of the global graph becomes."""
+        self.info = info_of(node)
+        self._place = node
+
+    def agreed(self, possible: bool) -> bool:
+        """Whether the shorter form of what is written next may be taken: where it is possible on every rank."""
+        if self._place is None:
+            return possible
+        place = (self._place, self._choices[self._place])
+        self._choices[self._place] += 1
+        if not possible:
+            self.longer.add(place)
+        return place not in self.longer
 
     def add_input(self, node: fx.Node, value: Any, placements: tuple[Placement, ...]) -> fx.Node:
         """A placeholder for the global placeholder ``node`` with its local value."""
@@ -53,15 +82,34 @@ class LocalProgram:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call and compute its spec."""
+        return self._append(op, args, kwargs, self._computed(op, args, kwargs))
+
+    def call_if_possible(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node | None:
+        """As :meth:`call` where every rank can make the call, else None."""
+        try:
+            fake = self._computed(op, args, kwargs)
+        except (RuntimeError, ValueError):
+            self.agreed(False)
+            return None
+        return self._append(op, args, kwargs, fake) if self.agreed(True) else None
+
+    def _computed(self, op: Any, args: Any, kwargs: Any) -> Any:
         fake_args = fx.map_arg(args, self._fake_of)
         fake_kwargs = fx.map_arg(kwargs, self._fake_of)
+        if not self._has_rows:
+            _try_kernel(op, fake_args, fake_kwargs)
         with self.mode:
-            fake = _compute(op, fake_args, fake_kwargs)
-        return self._append(op, args, kwargs, fake)
+            return _compute(op, fake_args, fake_kwargs)
 
     def number(self, op: Any, operands: Sequence[fx.Node], value: Any) -> fx.Node:
         """Append a call that reads a number out of tensors (``.item()``); it was ``value`` at capture."""
         return self._append(op, tuple(operands), {}, value)
+
+    def dense(self, node: fx.Node) -> fx.Node:
+        """``node`` in row-major order: a copy, unless every rank has it in that order."""
+        if self.agreed(self.fakes[node].is_contiguous()):
+            return node
+        return self.call(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def collective(self, op: Any, operand: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
         """Append a functional collective on ``operand`` and the wait for it; gives the waited result.
@@ -74,7 +122,8 @@ class LocalProgram:
         """Append a functional collective; what is written before :meth:`wait` runs beside it."""
         source = self.fakes[operand]
         # With uneven rows strides may differ among the ranks (one row is contiguous either way); their graphs may not.
-        if not source.is_contiguous() or not self._lies_alike(operand):
+        lazy = source.is_conj() or source.is_neg()  # libraries read the memory as it lies
+        if lazy or not source.is_contiguous() or not self._lies_alike(operand):
             operand = self.call(torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
         with self.mode:
             result = torch.empty(shape, dtype=source.dtype, device=source.device)
@@ -98,8 +147,24 @@ class LocalProgram:
         info = self.info or NodeInfo(Section.COMMUNICATION)
         return NodeInfo(Section.COMMUNICATION, info.module, info.source)
 
-    def all_reduce(self, operand: fx.Node, axis: ShardAxis, op: str = "sum") -> fx.Node:
-        """The reduction of ``operand`` over the ranks of ``axis``."""
+    def all_reduce(self, operand: fx.Node, axis: ShardAxis, op: str = "sum", *, keep_nan: bool = True) -> fx.Node:
+        """The reduction of ``operand`` over the ranks of ``axis``.
+
+        For a maximum libraries compare with ``<``, which keeps a NaN or drops it as the ranks happen to be ordered: so
+        what is NaN travels beside the numbers, unless ``keep_nan`` is false.
+        """
+        if op == "sum" or not keep_nan or not self.fakes[operand].is_floating_point():
+            return self._all_reduce(operand, axis, op)
+        unknown = self.call(torch.ops.aten.isnan.default, operand)
+        known = self.call(torch.ops.aten.masked_fill.Scalar, operand, unknown, -math.inf if op == "max" else math.inf)
+        flags = self.call(torch.ops.aten._to_copy.default, unknown, dtype=self.fakes[operand].dtype)
+        flags = flags if op == "max" else self.call(torch.ops.aten.neg.default, flags)
+        both = self._all_reduce(self.call(torch.ops.aten.stack.default, [known, flags]), axis, op)
+        unknown = self.call(torch.ops.aten.ne.Scalar, self.call(torch.ops.aten.select.int, both, 0, 1), 0)
+        known = self.call(torch.ops.aten.select.int, both, 0, 0)
+        return self.call(torch.ops.aten.masked_fill.Scalar, known, unknown, math.nan)
+
+    def _all_reduce(self, operand: fx.Node, axis: ShardAxis, op: str) -> fx.Node:
         return self.collective(_functional.all_reduce.default, operand, self.shape(operand), op, axis.group)
 
     def constant(self, value: torch.Tensor) -> fx.Node:
@@ -141,6 +206,26 @@ def _compute(op: Any, args: Any, kwargs: Any) -> Any:
     dtype = args[0].dtype
     half = [a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.dtype == dtype else a for a in args]
     return op(*half, **kwargs).to(dtype)
+
+
+def _try_kernel(op: Any, args: Any, kwargs: Any) -> None:
+    """Run the kernel where a rank without rows calls it: some refuse empty tensors that their shape function takes.
+
+    Raises:
+        RuntimeError: what the kernel says.
+    """
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+    if not hasattr(op, "_schema") or is_random(op) or all(t.numel() for t in tensors):
+        return
+    if op.overloadpacket in _ENDS_WITHOUT_ROWS:
+        raise RuntimeError("the kernel divides by the number of rows, which is zero on some rank")
+    with disable_dispatch_modes(), torch.no_grad():
+        args, kwargs = pytree.tree_map_only(torch.Tensor, zeros_like_fake, (args, kwargs))
+        op(*args, **kwargs)
+
+
+_ENDS_WITHOUT_ROWS = {torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit}
+"""Kernels that end the process where a tensor is empty."""
 
 
 def _holder(attributes: dict[str, torch.Tensor]) -> torch.nn.Module:

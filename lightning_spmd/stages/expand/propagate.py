@@ -6,8 +6,9 @@ Nodes are visited once, in order. For each operator the cheapest legal layout gi
 **Mutation.** A written operand may change its placement only if nobody can see the difference: it is no graph input and
 no other name of its storage is read later; then later readers get the new tensor. Otherwise it must stay as it was
 created. If that would cost communication (``out = zeros(B, T); out[:, 0] = x`` with a split ``x``), the placement is
-wanted at the creation of the storage: it is forced there and propagation starts again (each creation at most once).
-Writes into graph inputs (buffers) never change the input's placement: the other operands are gathered or reduced.
+wanted at the creation of the storage: it is forced there and propagation starts again (each creation at most twice). So
+is a whole tensor where rows of a split one are written (``x[1:3] = 0``): their slice is of a gathered copy. Writes into
+graph inputs (buffers) never change the input's placement: the other operands are gathered or reduced.
 
 **Sharded state.** A parameter that is stored in chunks is gathered before anything is computed with it. Clipping and
 the optimizer work on chunks: partial sums of gradients are reduced into them, and of a parameter that is stored whole
@@ -24,7 +25,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from lightning_spmd.cost.collectives import LATENCY
@@ -37,29 +37,15 @@ from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.activations import ActivationRules, split_table_gradients
-from lightning_spmd.stages.expand.axis_plan import Aliasing, AxisPlan
+from lightning_spmd.stages.expand.axis_plan import Aliasing, AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, is_tensor
 from lightning_spmd.stages.expand.redistribute import cost, goes_through_whole
 from lightning_spmd.stages.expand.registered import registered_layouts
-from lightning_spmd.stages.expand.rules import rule_of
+from lightning_spmd.stages.expand.rules import layouts_of
 
 _UPDATE = (Section.CLIP, Section.OPTIMIZER)
 _NEVER = 1e6
 """Factor on the cost of moving a weight that the plan has split: work on activations instead, whatever it costs."""
-
-
-def _result_is_the_operand(call: OpCall, layout: Layout, written: list[fx.Node]) -> bool:
-    """Whether a layout leaves the tensor that an in-place operator returns placed as it took it.
-
-    ``transpose_`` and the like change the tensor's shape and none of its elements.
-    """
-    if torch.Tag.inplace_view in call.op.tags:
-        return True
-    returns = call.op._schema.returns
-    in_place = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
-    return not in_place or all(
-        layout.inputs[i] == layout.outputs[0] for i, operand in enumerate(call.operands) if operand in written
-    )
 
 
 class _ForceError(Exception):
@@ -205,8 +191,13 @@ class Propagation:
         call.forced, call.splits_sequences = self.forced.get(node), self.splits_sequences
         self.result.operands[node] = call.operands
         everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))
-        if call.forced is None and all(isinstance(p, Replicate) for p in call.current):
+        written = written_arguments(node)
+        whole = call.forced is None and all(isinstance(p, Replicate) for p in call.current)
+        seen_elsewhere = any(o in self.detached or self.versions[o][0] != REPLICATE for o in written)
+        if call.forced == REPLICATE or (whole and not seen_elsewhere):
             self._choose(call, everywhere)
+            for operand in written:
+                self._written(operand, REPLICATE, node)
             return
         if self._route(call):
             return
@@ -218,7 +209,6 @@ class Propagation:
             if wanted:
                 self._choose(call, min(wanted, key=lambda c: self._cost(call, c)))
                 return
-        written = written_arguments(node)
         options = [*candidates, everywhere]
         if written:
             self._choose_writing(call, options, written)
@@ -264,8 +254,13 @@ class Propagation:
         if node in self.banned:
             self.result.replicated[node] = self._gathered_bytes(call)
             return []
-        rule = rule_of(call.op)
-        found = registered_layouts(call) if rule is None else rule(call)
+
+        def failed(error: Exception) -> None:
+            self.result.failures[node] = f"its rule does not know this call: {type(error).__name__}: {error}"
+
+        found = layouts_of(call, failed)
+        if found is None and node not in self.result.failures:
+            found = registered_layouts(call)
         if found is None:
             self.result.replicated[node] = self._gathered_bytes(call)
             return []
@@ -315,7 +310,8 @@ class Propagation:
         for operand, want in zip(call.operands, layout.inputs, strict=True):
             versions = self.versions[operand]
             shares = aliasing and self.aliasing.roots[operand] is self.aliasing.roots[node]
-            if shares and (want != versions[0] or operand in self.detached):
+            copied = isinstance(want, Shard) and isinstance(layout.outputs[0], Partial)  # one row of a split dimension
+            if shares and (want != versions[0] or copied or operand in self.detached):
                 self.detached.add(node)
             if want not in versions:
                 self._note_gather(call, operand, layout.expected)
@@ -364,12 +360,9 @@ class Propagation:
             return None
         if self.aliasing.roots[node] in self.aliasing.written:
             return None
-        rule = rule_of(node.target)
-        if rule is None:
-            return None
         call = OpCall(node, self.axis, self._current)
         call.forced = placement
-        options = [c for c in rule(call) if c.outputs == (placement,) and (c.emit is None or c.local)]
+        options = [c for c in layouts_of(call) or [] if c.outputs == (placement,) and (c.emit is None or c.local)]
         options = [c for c in options if self._fits(call, c)]
         best = min(options, key=lambda c: self._cost(call, c), default=None)
         return best if best is not None and self._cost(call, best) < LATENCY else None
@@ -381,13 +374,15 @@ class Propagation:
         def legal(layout: Layout) -> bool:
             return all(layout.inputs[i] == self.versions[call.operands[i]][0] for i in bound)
 
-        options = [layout for layout in options if _result_is_the_operand(call, layout, written)]
+        options = [layout for layout in options if result_is_the_operand(call, layout, written)]
         free = min(options, key=lambda c: self._cost(call, c))
         allowed = [c for c in options if legal(c)]
         best = min(allowed, key=lambda c: self._cost(call, c), default=None)
         if best is None or self._cost(call, best) >= LATENCY > self._cost(call, free):
             self._force(call, free, bound)
         if best is None:
+            for operand in written:
+                self._make_whole(operand)
             info = info_of(call.node)
             raise ExpansionError(
                 f"{call.op} in module {info.module!r} {info.source} writes into a tensor that is split over "
@@ -405,6 +400,7 @@ class Propagation:
     def _written(self, operand: fx.Node, placement: Placement, writer: fx.Node) -> None:
         others = self.aliasing.others_read_later(operand, writer)
         if others and (operand in self.detached or any(o in self.detached for o in others)):
+            self._make_whole(operand)
             info = info_of(writer)
             raise ExpansionError(
                 f"{writer.target} in module {info.module!r} {info.source} writes into one of several views of a tensor "
@@ -414,6 +410,13 @@ class Propagation:
         for alias in self.aliasing.groups[self.aliasing.roots[operand]]:
             if alias is not operand and alias in self.versions:
                 del self.versions[alias][1:]
+
+    def _make_whole(self, operand: fx.Node) -> None:
+        """Create the storage that ``operand`` is in on every rank as a whole, if the graph creates it."""
+        root = self.aliasing.roots[operand]
+        if root.op != "placeholder" and self.forced.get(root) != REPLICATE:
+            self.forced[root] = REPLICATE
+            raise _ForceError
 
     def _force(self, call: OpCall, wanted: Layout, bound: list[int]) -> None:
         """Ask for the wanted placement of a written operand where its storage is created, if that can give it."""
@@ -438,9 +441,8 @@ class Propagation:
             if node.target is operator.getitem:
                 continue
             call = OpCall(node, self.axis, lambda n, b=before, p=placement: p if n is b else self._current(n))
-            rule = rule_of(call.op)
             index = call.operands.index(before)
-            found = [c for c in (rule(call) if rule else []) if c.inputs[index] == placement]
+            found = [c for c in layouts_of(call) or [] if c.inputs[index] == placement]
             if not found:
                 return False
             best = min(

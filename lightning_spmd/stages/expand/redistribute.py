@@ -385,15 +385,15 @@ def _gather(
         raise TypeError(f"cannot gather {placement}")
     local = program.shape(node)
     dim, outer = placement.dim, _local_blocks(placement, now, position, program.axes)
+    whole = _unsharded_size(shape, now, position, program.axes)
     if isinstance(outer, tuple):
-        return _gather_uneven_blocks(program, node, dim, outer, axis)
+        return _gather_uneven_blocks(program, node, dim, outer, axis, whole)
     if axis.folded:
         return exchange.all_gather(program, node, Shard(dim, outer), axis)
     before, rows, after = math.prod(local[:dim]) * outer, local[dim] // outer, math.prod(local[dim + 1 :])
-    whole = _unsharded_size(shape, now, position, program.axes)
     full = (*local[:dim], whole, *local[dim + 1 :])
     gather = _functional.all_gather_into_tensor.default
-    if axis.is_even and before == 1:
+    if program.agreed(axis.is_even and before == 1):
         flat = node if outer == 1 and dim == 0 else exchange.reshaped(program, node, (rows, after))
         gathered = program.collective(
             gather, flat, (program.shape(flat)[0] * axis.size, *program.shape(flat)[1:]), axis.size, axis.group
@@ -414,19 +414,31 @@ def _gather(
         merged = program.call(
             aten.index_select.default, merged, 1, program.constant(_valid_rows(axis, block, longest, merged))
         )
-    return exchange.dense(program, exchange.reshaped(program, merged, full))
+    # where a rank's piece has size 1, merging its dimension is a view and leaves the ranks' order
+    return program.dense(exchange.reshaped(program, merged, full))
 
 
 def _gather_uneven_blocks(
-    program: LocalProgram, node: fx.Node, dim: int, blocks: tuple[int, ...], axis: ShardAxis
+    program: LocalProgram, node: fx.Node, dim: int, blocks: tuple[int, ...], axis: ShardAxis, whole: int
 ) -> fx.Node:
     """As :func:`_gather`: one collective of everything, then every block is put together from the ranks' pieces."""
-    if not axis.is_even:
-        raise ExpansionError("no way to gather blocks of different sizes from ranks that hold different shares")
     local = program.shape(node)
     before, rows, after = math.prod(local[:dim]), local[dim], math.prod(local[dim + 1 :])
     piece = exchange.reshaped(program, node, (before, rows, after))
     gather = _functional.all_gather_into_tensor.default
+    if not axis.is_even:
+        sizes = block_sizes(whole, blocks) or ()
+        longest = max(sum(axis.local_size(size, r) for size in sizes) for r in range(axis.size))
+        piece = program.call(aten.constant_pad_nd.default, piece, [0, 0, 0, longest - rows])
+        piece.meta["rank_dependent"] = True
+        gathered = program.collective(gather, piece, (axis.size * before, longest, after), axis.size, axis.group)
+        pieces = program.call(aten.view.default, gathered, [axis.size, before, longest, after])
+        merged = exchange.reshaped(
+            program, program.call(aten.transpose.int, pieces, 0, 1), (before, axis.size * longest, after)
+        )
+        order = program.constant(_rows_of_blocks(axis, sizes, longest, merged))
+        merged = program.call(aten.index_select.default, merged, 1, order)
+        return program.dense(exchange.reshaped(program, merged, (*local[:dim], whole, *local[dim + 1 :])))
     gathered = program.collective(gather, piece, (axis.size * before, rows, after), axis.size, axis.group)
     ranks = program.call(aten.view.default, gathered, [axis.size, before, rows, after])
     joined, start = [], 0
@@ -440,8 +452,19 @@ def _gather_uneven_blocks(
 
 
 def _valid_rows(axis: ShardAxis, block: int, longest: int, like: fx.Node) -> torch.Tensor:
-    rows = [r * longest + i for r in range(axis.size) for i in range(axis.local_size(block, r))]
-    return torch.tensor(rows, device=like.meta["val"].device)
+    return _rows_of_blocks(axis, (block,), longest, like)
+
+
+def _rows_of_blocks(axis: ShardAxis, sizes: Sequence[int], longest: int, like: fx.Node) -> torch.Tensor:
+    """Where each row of consecutive blocks lies among the ranks' pieces, one behind the other and each padded."""
+    rows: list[int] = []
+    begin = [r * longest for r in range(axis.size)]
+    for size in sizes:
+        for r in range(axis.size):
+            length = axis.local_size(size, r)
+            rows += range(begin[r], begin[r] + length)
+            begin[r] += length
+    return torch.tensor(rows, device=like.meta["val"].device, dtype=torch.int64)
 
 
 def _unsharded_size(shape: Sequence[int], now: Sequence[Placement], position: int, axes: Sequence[ShardAxis]) -> int:

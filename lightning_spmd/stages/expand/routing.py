@@ -27,7 +27,7 @@ from torch import fx
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard
 from lightning_spmd.stages.expand.call import Layout, OpCall
-from lightning_spmd.stages.expand.rules import rule_of
+from lightning_spmd.stages.expand.rules import layouts_of
 from lightning_spmd.stages.expand.rules.indexing import is_row_numbers
 
 if TYPE_CHECKING:
@@ -218,10 +218,9 @@ def _grouped(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
 
 def _inside(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
     """Any operator whose rule lets the bags' split dimension pass and takes nothing else split along with it."""
-    rule = rule_of(call.op)
-    if rule is None or any(r.order is not Order.BAG for r in known.values()):
+    if any(r.order is not Order.BAG for r in known.values()):
         return None
-    for layout in rule(call):
+    for layout in layouts_of(call) or []:
         fits = all(
             p == call.current[i] if i in known else not isinstance(p, Shard) and p == call.current[i]
             for i, p in enumerate(layout.inputs)

@@ -14,8 +14,8 @@ After::
 
 ``clone`` and ``_to_copy`` are copies if dtype, device, shape and strides stay as they are. The source must be a whole
 storage: a small copy of a piece would otherwise keep the rest of it alive, and a piece may be aligned differently. A
-copy stays if it leaves the graph (the caller may keep it while live state moves on), if a collective works on it, or if
-somebody addresses it by its offset.
+copy stays if it leaves the graph (the caller may keep it while live state moves on), if a collective works on it, if
+somebody addresses it by its offset, or if it conjugates, which torch does only when somebody reads.
 
 Does nothing to a graph without such copies, and with uneven rows not to sharded values, whose layouts may differ from
 rank to rank. Bitwise.
@@ -46,6 +46,8 @@ from lightning_spmd.stages.passes.contract import GraphPass, PassState
 
 _aten = torch.ops.aten
 _COPIES = {_aten.clone.default, _aten._to_copy.default}  # noqa: SLF001 - an operator's public name
+# Views that leave the work to whoever reads them: a copy does it.
+_LAZY = {_aten._conj.default, _aten._neg_view.default}  # noqa: SLF001
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default  # noqa: SLF001
 
 
@@ -100,6 +102,8 @@ class _Uses:
         if any(_needs_its_own(n) for n in (*users, *self.members[copy])):
             return False
         root, made = self.roots[source], self.position[copy]
+        if any(member.target in _LAZY for member in self.members[root]):
+            return False
         if root in self.written_in_pieces:
             return False  # readers of the copy's pieces would have seen some of the writes and not others
         if not self.writers.get(copy):

@@ -7,12 +7,15 @@ entry uses its functional form's. To add an operator, add an entry to its family
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from lightning_spmd._private_api import OpOverload
-from lightning_spmd.stages.expand.call import Localizer, Rule
+from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule
 from lightning_spmd.stages.expand.rules import (
     attention,
     batch_norm,
@@ -62,3 +65,33 @@ def lookup(table: dict[Any, T], op: Any) -> T | None:
 def rule_of(op: Any) -> Rule | None:
     """The sharding rule of an operator; element-wise ones need no entry."""
     return lookup(RULES, op) or (pointwise.elementwise if pointwise.is_pointwise(op) else None)
+
+
+@functools.cache
+def _tensors_written_as_result(op: Any) -> int:
+    """How many tensors an ``out=`` form of an operator is given for its results; they come last."""
+    schema = getattr(op, "_schema", None)
+    return 0 if schema is None else sum(a.is_out for a in schema.arguments)
+
+
+def layouts_of(call: OpCall, on_error: Callable[[Exception], None] = lambda _error: None) -> list[Layout] | None:
+    """What an operator's rule says of a call; None without a rule, and with one that fails.
+
+    Args:
+        call: the call.
+        on_error: told of what the rule raised. A call that nobody thought of runs on whole tensors, like an operator
+            without a rule.
+    """
+    rule = rule_of(call.op)
+    if rule is None:
+        return None
+    given = _tensors_written_as_result(call.op)
+    try:
+        found = rule(call)
+    except Exception as error:
+        if not given:
+            on_error(error)
+        return None
+    if given:  # rules speak of the operator's other forms
+        found = [dataclasses.replace(c, inputs=(*c.inputs[:-given], *c.outputs[:given])) for c in found]
+    return found

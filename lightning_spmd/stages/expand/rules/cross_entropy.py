@@ -44,7 +44,8 @@ def _emit_log_softmax(call: LocalCall) -> list[fx.Node | None]:
     scores = call["self"]
     if scores.meta["val"].dtype != inner:
         scores = run(aten._to_copy.default, scores, dtype=inner)
-    largest = call.all_reduce(run(aten.amax.default, scores, dim, True), axes, "max")
+    # a NaN that gets lost here is in the sum of the exponentials
+    largest = call.all_reduce(run(aten.amax.default, scores, dim, True), axes, "max", keep_nan=False)
     shifted = run(aten.sub.Tensor, scores, largest)
     total = call.all_reduce(run(aten.sum.dim_IntList, run(aten.exp.default, shifted), dim, True), axes)
     result = run(aten.sub.Tensor, shifted, run(aten.log.default, total))

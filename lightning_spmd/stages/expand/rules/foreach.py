@@ -13,6 +13,7 @@ from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Chunk, Placement, Shard
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, axis_of_pieces, flatten_values, is_tensor
+from lightning_spmd.stages.expand.rules.reductions import norm_of_norms
 
 if TYPE_CHECKING:
     from lightning_spmd.stages.expand.emit import LocalCall
@@ -82,8 +83,7 @@ def _emit_norms(call: LocalCall) -> list[fx.Node | None]:
             continue
         local = call.call(aten.stack.default, [items[i] for i in split])
         holders = axis_of_pieces(axis, layout.inputs)
-        powers = call.program.all_reduce(call.call(aten.pow.Tensor_Scalar, local, power), holders)
-        norms = call.call(aten.pow.Tensor_Scalar, powers, 1.0 / power)
+        norms = norm_of_norms(call, local, [holders], power)
         for position, i in enumerate(split):
             items[i] = call.call(aten.select.int, norms, 0, position)
     return list(items)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL
-from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along, is_tensor, rowwise
+from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along, in_one_range, is_tensor, rowwise
 
 if TYPE_CHECKING:
     from lightning_spmd.stages.expand.emit import LocalCall
@@ -52,6 +52,8 @@ def _gather(call: OpCall) -> list[Layout]:
 
 def _index_select(call: OpCall) -> list[Layout]:
     ndim = len(call.shape)
+    if not ndim:
+        return []
     worked = call["dim"] % ndim
     found = along(call, [None, 0], [worked]) if len(call.specs[1].shape) == 1 else []
     for dim in range(ndim):
@@ -62,6 +64,8 @@ def _index_select(call: OpCall) -> list[Layout]:
 
 def _index_add(call: OpCall) -> list[Layout]:
     ndim = len(call.shape)
+    if not ndim:
+        return []
     worked = call["dim"] % ndim
     found = along(call, [PARTIAL, 0, worked], [PARTIAL]) if len(call.specs[1].shape) == 1 else []
     for dim in range(ndim):
@@ -162,7 +166,7 @@ def index(call: OpCall) -> list[Layout]:
         found += along(call, [None, *info.index_dims(dim)], [info.start + dim])
     first = info.indices[0]
     if first is not None and info.broadcast[:1] == info.source[:1] and is_row_numbers(first, info.source[0]):
-        found += along(call, [0, *info.index_dims(0)], [info.start], _emit_own_rows)
+        found += in_one_range(along(call, [0, *info.index_dims(0)], [info.start], _emit_own_rows))
     return found
 
 
@@ -179,7 +183,7 @@ def index_put(call: OpCall) -> list[Layout]:
     first = info.indices[0]
     if first is not None and info.broadcast[:1] == info.source[:1] and is_row_numbers(first, info.source[0]):
         inputs = [0, *info.index_dims(0), _value_dim(info, info.start, call)]
-        found += along(call, inputs, [0], _emit_own_rows)
+        found += in_one_range(along(call, inputs, [0], _emit_own_rows))
     if call["accumulate"]:
         for dim in range(len(info.broadcast)):
             value = _value_dim(info, info.start + dim, call)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
 
-_ROW_LOSSES = ("multi_margin_loss", "multilabel_margin_loss_forward")
+_ROW_LOSSES = ("multi_margin_loss", "multilabel_margin_loss")
 
 
 # ---------------------------------------------------------------- element-wise losses
@@ -40,8 +40,10 @@ def _emit_mean_backward(call: LocalCall) -> list[fx.Node | None]:
 
 
 def _dims(call: OpCall) -> list[int]:
-    name = call.op.overloadpacket.__name__
-    return [0] if name.startswith(_ROW_LOSSES) else list(range(len(call["self"].meta["val"].shape)))
+    ndim = len(call["self"].meta["val"].shape)
+    if call.op.overloadpacket.__name__.startswith(_ROW_LOSSES):
+        return [0] if ndim == 2 else []  # of one dimension it is one row
+    return list(range(ndim))
 
 
 def _operand_dims(call: OpCall, dim: int) -> list[Where]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.placement import PARTIAL
@@ -55,6 +56,9 @@ def _groups(call: OpCall, outputs: list[Where]) -> list[Layout]:
 
 def _local_sizes(call: LocalCall) -> dict[str, Any]:
     operand = first(call.globals, "operand")
+    for name in ("input", "grad_out"):  # a slice of the channels is not contiguous, as the kernels want it
+        if isinstance(call.get(name), fx.Node):
+            call.replace(name, call.program.dense(call[name]))
     rows, channels = call.program.shape(call[operand])[:2]
     return {"N": rows, "C": channels, "group": call.globals["group"] * channels // call.globals["C"]}
 

@@ -171,7 +171,6 @@ RULES: dict[Any, Rule] = {
             aten.nan_to_num,
             aten.where,
             aten.isnan,
-            aten.isin,
             aten._prelu_kernel,
             aten._prelu_kernel_backward,
         ],
@@ -190,6 +189,21 @@ def _glu(call: OpCall) -> list[Layout]:
 
 
 RULES.update({aten.glu: _glu, aten.glu_backward: _glu})
+
+
+def _is_in(call: OpCall) -> list[Layout]:
+    """Every element is looked for among all test elements."""
+    elements = call.index("elements")
+    if elements is None:
+        return []
+    found: list[Layout] = []
+    for dim in range(len(call.shape)):
+        inputs: list[Where] = [dim if i == elements else None for i in range(len(call.operands))]
+        found += along(call, inputs, [dim])
+    return found
+
+
+RULES[aten.isin] = _is_in
 
 
 def _prelu_backward(call: OpCall) -> list[Layout]:

@@ -1,19 +1,20 @@
 """Reductions and row-wise operators along a dimension.
 
 Reducing over the split dimension gives a partial sum (or maximum); a mean is the local sum over the global count, so
-ranks may hold different numbers of rows. Variances combine local means and squared deviations (Chan et al.) in double
-precision, norms combine local powers.
+ranks may hold different numbers of rows. Variances take two reductions, of the mean and of the squared deviations from
+it: one would subtract large numbers from each other. Norms combine local powers.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from lightning_spmd.ir.placement import PARTIAL, Partial
+from lightning_spmd.ir.placement import PARTIAL, Partial, ShardAxis
 from lightning_spmd.stages.expand.call import Emit, Layout, OpCall, Rule, Where, along, linear, rowwise
 from lightning_spmd.stages.expand.rules.pointwise import elementwise
 
@@ -107,27 +108,14 @@ def _emit_variance(call: LocalCall) -> list[fx.Node | None]:
     spec = call.spec("self")
     dims = _reduced(call.globals, len(spec.shape))
     keep = bool(call.get("keepdim", False))
-    local = call.program.shape(call["self"])
-    rows, count = math.prod(local[d] for d in dims), math.prod(spec.shape[d] for d in dims)
-    wide = call.call(aten._to_copy.default, call["self"], dtype=torch.float64)
-    total = call.call(aten.sum.dim_IntList, wide, dims, True)
-    centre = call.call(aten.div.Tensor, total, max(rows, 1))
-    deviation = call.call(aten.sub.Tensor, wide, centre)
-    squares = call.call(aten.sum.dim_IntList, call.call(aten.mul.Tensor, deviation, deviation), dims, True)
+    count = math.prod(spec.shape[d] for d in dims)
     axes = call.emitting_axes(_emit_variance)
-    moment = call.call(
-        aten.add.Tensor, squares, call.call(aten.mul.Tensor, call.call(aten.mul.Tensor, centre, centre), rows)
-    )
-    both = call.all_reduce(call.call(aten.stack.default, [total, moment]), axes)
-    mean = call.call(aten.div.Tensor, call.call(aten.select.int, both, 0, 0), count)
-    spread = call.call(
-        aten.sub.Tensor,
-        call.call(aten.select.int, both, 0, 1),
-        call.call(aten.mul.Tensor, call.call(aten.mul.Tensor, mean, mean), count),
-    )
-    variance = call.call(
-        aten.div.Tensor, call.call(aten.clamp_min.default, spread, 0.0), max(count - _correction(call), 0.0)
-    )
+    wide = call.call(aten._to_copy.default, call["self"], dtype=torch.float64)
+    total = call.all_reduce(call.call(aten.sum.dim_IntList, wide, dims, True), axes)
+    mean = call.call(aten.div.Tensor, total, count)
+    deviation = call.call(aten.sub.Tensor, wide, mean)
+    squares = call.call(aten.sum.dim_IntList, call.call(aten.mul.Tensor, deviation, deviation), dims, True)
+    variance = call.call(aten.div.Tensor, call.all_reduce(squares, axes), max(count - _correction(call), 0.0))
     name = call.op.overloadpacket.__name__
     if name.startswith("std"):
         variance = call.call(aten.sqrt.default, variance)
@@ -140,7 +128,7 @@ def _emit_variance(call: LocalCall) -> list[fx.Node | None]:
 
 
 def _variance(call: OpCall) -> list[Layout]:
-    return _kept(call) + _over(call, None, _emit_variance)
+    return _kept(call) + ([] if call.specs[0].dtype.is_complex else _over(call, None, _emit_variance))
 
 
 def _emit_norm(call: LocalCall) -> list[fx.Node | None]:
@@ -149,10 +137,20 @@ def _emit_norm(call: LocalCall) -> list[fx.Node | None]:
     axes = call.emitting_axes(_emit_norm)
     if math.isinf(power):
         return [call.all_reduce(local, axes, "max" if power > 0 else "min")]
+    return [norm_of_norms(call, local, axes, power)]
+
+
+def norm_of_norms(call: LocalCall, norms: fx.Node, axes: Sequence[ShardAxis], power: float) -> fx.Node:
+    """The norm of what lies on several ranks, from each rank's own. Powers of half precision overflow soon."""
+    dtype = norms.meta["val"].dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    wide = call.call(aten._to_copy.default, norms, dtype=torch.float32) if half else norms
     if power == 1.0:
-        return [call.all_reduce(local, axes)]
-    powers = call.all_reduce(call.call(aten.pow.Tensor_Scalar, local, power), axes)
-    return [call.call(aten.pow.Tensor_Scalar, powers, 1.0 / power)]
+        result = call.all_reduce(wide, axes)
+    else:
+        powers = call.all_reduce(call.call(aten.pow.Tensor_Scalar, wide, power), axes)
+        result = call.call(aten.pow.Tensor_Scalar, powers, 1.0 / power)
+    return call.call(aten._to_copy.default, result, dtype=dtype) if half else result
 
 
 def _norm(call: OpCall) -> list[Layout]:
@@ -165,6 +163,12 @@ def worked_along(call: OpCall) -> list[Layout]:
     """Operators along ``dim`` (all dimensions where it is a list): the other ones may be split."""
     dims = call["dim"]
     return rowwise(call, [dims] if isinstance(dims, int) else list(dims))
+
+
+def _renorm(call: OpCall) -> list[Layout]:
+    """``dim`` numbers the pieces that are scaled, each as a whole."""
+    dim = call["dim"] % len(call.shape)
+    return along(call, [dim], [dim])
 
 
 def _cumulative_sum(call: OpCall) -> list[Layout]:
@@ -212,6 +216,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(_packet("argmax", "argmin", "prod", "aminmax", "median", "nanmedian", "mode", "kthvalue"), _kept),
     aten.logsumexp: _kept,
     aten.cumsum: _cumulative_sum,
+    aten.renorm: _renorm,
     **dict.fromkeys(
         _packet(
             "_softmax",
@@ -222,7 +227,6 @@ RULES: dict[Any, Rule] = {
             "cummax",
             "cummin",
             "logcumsumexp",
-            "renorm",
         ),
         worked_along,
     ),

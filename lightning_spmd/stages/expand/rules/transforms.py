@@ -27,12 +27,17 @@ def _along_dims(call: OpCall) -> list[Layout]:
 
 
 def _matrices(call: OpCall) -> list[Layout]:
-    """Batches of matrices: every operand and output has the batch in front."""
-    leading = len(call.specs[0].shape) - 2
+    """Batches of matrices: every operand and output has the batch in front, of the same size."""
+    batch = call.specs[0].shape[:-2]
+    vectors = [call.index("pivots")] if "pivots" in call.arguments else []
+    if call.op.overloadpacket.__name__ == "_linalg_solve_ex" and call.specs[1].shape == call.specs[0].shape[:-1]:
+        vectors.append(1)  # a vector for each matrix
+    ends = [1 if i in vectors else 2 for i in range(len(call.specs))]
     found: list[Layout] = []
-    for dim in range(leading):
-        fits = all(len(s.shape) > dim and s.shape[dim] == call.specs[0].shape[dim] for s in call.specs)
-        if fits:
+    if any(s.shape[: len(s.shape) - end] != batch for s, end in zip(call.specs, ends, strict=True)):
+        return found
+    for dim in range(len(batch)):
+        if all(s is None or not s.shape or s.shape[dim : dim + 1] == batch[dim : dim + 1] for s in call.outputs):
             outputs = [dim if s is not None and len(s.shape) > dim else None for s in call.outputs]
             found += along(call, [dim] * len(call.operands), outputs)
     return found

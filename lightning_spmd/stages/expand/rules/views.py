@@ -88,13 +88,26 @@ def _unsqueeze(call: OpCall) -> list[Layout]:
     return _dims(call, {d: d + (d >= at) for d in range(len(call.shape) - 1)})
 
 
+def _squeezed(arguments: Any, shape: Sequence[int]) -> list[int]:
+    dims = arguments.get("dim", list(range(len(shape))))
+    dims = [dims] if isinstance(dims, int) else dims
+    return sorted({d % len(shape) for d in dims if shape[d] == 1}) if shape else []
+
+
 def _squeeze(call: OpCall) -> list[Layout]:
     shape = call.specs[0].shape
-    dims = call.get("dim", list(range(len(shape))))
-    dims = [dims] if isinstance(dims, int) else dims
-    gone = {d % len(shape) for d in dims if shape[d] == 1} if shape else set()
-    kept = [d for d in range(len(shape)) if d not in gone]
-    return _dims(call, {d: i for i, d in enumerate(kept)})
+    gone = _squeezed(call.arguments, shape)
+    found: list[Layout] = []
+    for at, dim in enumerate(d for d in range(len(shape)) if d not in gone):
+        found += along(call, [dim], [at], _emit_squeeze)
+    return found + linear(call, (0,))
+
+
+def _emit_squeeze(call: LocalCall) -> list[fx.Node | None]:
+    """A dimension of which this rank has one entry stays."""
+    gone = _squeezed(call.globals, call.spec("self").shape)
+    in_place = call.op._schema.is_mutable
+    return [call.call(aten.squeeze_.dims if in_place else aten.squeeze.dims, call["self"], gone)]
 
 
 def _expand(call: OpCall) -> list[Layout]:
@@ -126,6 +139,10 @@ def _emit_one_row(call: LocalCall) -> list[fx.Node | None]:
     at = call["dim"] % len(shape)
     places = [layout.inputs[0] for layout in call.layouts]
     row = own_index(shape[at], call["index"] % shape[at], at, places, call.program.axes)
+    axes = call.emitting_axes(_emit_one_row)
+    if any(0 in axis.split for axis in axes):  # where there is no row, there must be one to take
+        end = [0, 0] * (len(shape) - 1 - at) + [0, 1]
+        call.replace("self", call.call(aten.constant_pad_nd.default, call["self"], end))
     piece = call.default(index=row or 0)
     piece.meta["rank_dependent"] = True
     return [zero_unless(call.program, piece, row is not None)]
