@@ -46,7 +46,7 @@ class LocalProgram:
         self.info: NodeInfo | None = None
         self._place: fx.Node | None = None
         self._choices = Counter[fx.Node | None]()
-        self._has_rows = all(axis.total == 0 or axis.local_size(axis.total) > 0 for axis in axes)
+        self._has_rows = all(axis.split[axis.rank] or not axis.total for axis in axes)
 
     def begin(self, node: fx.Node) -> None:
         """What is written from here on is what ``node`` of the global graph becomes."""
