@@ -68,6 +68,7 @@ __all__ = [
     "child_tables",
     "collectives_begun",
     "current_backward_sequence_number",
+    "decide_shapes",
     "default_backend",
     "default_generator",
     "default_process_group_timeout",
@@ -194,6 +195,15 @@ def returns_alias(func: Any) -> bool:
 def is_mutating(func: Any) -> bool:
     """Whether the operator's schema writes into an argument. Without it hazards could not be verified."""
     return func._schema.is_mutable
+
+
+def decide_shapes(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments on which more than values may depend: sizes, dimensions; without it shapes would freeze."""
+    free = {"aten::roll": ("shifts",), "aten::select": ("index",)}.get(func._schema.name, ())
+    sized = func._schema.name in ("aten::arange", "aten::linspace", "aten::logspace")
+    values = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+    kinds = {a.name: str(a.type) for a in func._schema.arguments if a.name in values and a.name not in free}
+    return [values[name] for name, kind in kinds.items() if sized or "int" in kind or "bool" in kind]
 
 
 def is_random(func: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,22 @@ class PredicateGuard:
         inputs: positions of the graph inputs that the program reads.
         program: called with those inputs' values; must not change them; returns one value a decision.
         expected: the decisions taken at capture.
+        exact: which of ``inputs`` are among the results as they are.
     """
 
     names: tuple[str, ...]
     inputs: tuple[int, ...]
     program: Callable[..., Sequence[Any]]
     expected: tuple[Any, ...]
+    exact: tuple[int, ...] = ()
+
+    def exact_inputs(self, names: Sequence[str]) -> list[str]:
+        """Names of inputs on whose very value, as it is, a decision was made: no other value is decided alike.
+
+        Args:
+            names: of all inputs, in order.
+        """
+        return [names[self.inputs[position]] for position in self.exact]
 
     def failure(self, values: Sequence[Any]) -> str | None:
         """Why the guard fails for these graph inputs, or None."""
@@ -74,13 +84,39 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+class Watch(Protocol):
+    """Many Python values at once.
+
+    Args:
+        unseen: paths of what cannot be compared as a whole, with the reason.
+    """
+
+    unseen: Mapping[str, str]
+
+    def changes(self) -> list[Any]:
+        """All that changed."""
+        ...
+
+    def failure(self) -> str | None:
+        """What changed first, or None."""
+        ...
+
+
 @dataclass
 class Guards:
-    """All guards of one graph."""
+    """All guards of one graph.
+
+    Args:
+        values: flags and structures.
+        batch: leaves of the batch.
+        predicate: decisions on numbers.
+        state: the Python values that the step saw.
+    """
 
     values: list[ValueGuard] = field(default_factory=list[ValueGuard])
     batch: list[BatchGuard] = field(default_factory=list[BatchGuard])
     predicate: PredicateGuard | None = None
+    state: Watch | None = None
 
     def failure(self, graph_inputs: Callable[[], Sequence[Any]], leaves: Callable[[], Mapping[str, Any]]) -> str | None:
         """First reason why the graph may not be used now, or None.
@@ -92,6 +128,8 @@ class Guards:
         for guard in self.values:
             if (reason := guard.failure()) is not None:
                 return reason
+        if self.state is not None and (reason := self.state.failure()) is not None:
+            return reason
         if self.batch:
             named = leaves()
             for leaf in self.batch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import FunctionType
 from typing import Any, cast
 
@@ -18,7 +19,8 @@ from torch import Tensor, fx
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.same_value import same_plain, same_tensor, shown
 from lightning_spmd.ir.signature import GraphInput, InputRole, OutputRole
-from lightning_spmd.ir.steps import CapturedStep, RecordedCall
+from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
+from lightning_spmd.ir.tree import map_leaves
 
 REPAIR = "repair"
 """In ``node.meta`` of what the first run of a graph put behind a node, to copy its value into another layout."""
@@ -66,6 +68,22 @@ def first_difference(
     return _Comparison(one, other, births or {}, live).difference()
 
 
+def difference_at_capture(
+    following: CapturedStep, plain: CapturedStep, values: Sequence[Any] | None = None
+) -> Difference | None:
+    """Where a step whose numbers are inputs first does something else than one that was captured with their values.
+
+    Code may treat a recorded number otherwise than a plain one (``isinstance(x, float)``): then the two differ.
+
+    Args:
+        following: some numbers of Python are inputs of it.
+        plain: captured with these numbers as constants.
+        values: of the inputs when that was; the ones with which ``following`` was captured if left out.
+    """
+    then = [entry.value for entry in following.signature.inputs] if values is None else values
+    return _Comparison(following, plain, {}, lambda: then).difference_by_value()
+
+
 class _Comparison:
     """Walks both graphs side by side; ``twins`` maps a node of the first to the node of the second that equals it."""
 
@@ -83,6 +101,29 @@ class _Comparison:
         """The first one, in the order of the program."""
         found = self._births() or self._inputs() or self._nodes() or self._calls()
         return found or self._returned() or self._outputs()
+
+    def difference_by_value(self) -> Difference | None:
+        """The first one, where a result that is a number may be an output of one graph and a constant in the other."""
+        found = self._inputs() or self._nodes()
+        if found is not None:
+            return found
+        for one, other in zip_longest(self.one.calls, self.other.calls):
+            if one is None or other is None or (one.target, one.method) != (other.target, other.method):
+                return Difference(*("no such call" if call is None else _call(call) for call in (one, other)))
+            mine, theirs = (_resolved(c, (c_.args, c_.kwargs)) for c, c_ in ((self.one, one), (self.other, other)))
+            if not self._same(mine, theirs):
+                return Difference(_call(one), _call(other), other.source, other.target)
+        if not self._same(_resolved(self.one, self.one.returned), _resolved(self.other, self.other.returned)):
+            return Difference(shown(self.one.returned), shown(self.other.returned))
+        state = (OutputRole.LOGGED, OutputRole.STEP_OUTPUT, OutputRole.METRIC_INPUT)
+        ours, theirs = (
+            [(name, value) for name, value in _outputs(step, with_state=True) if name[0] not in state]
+            for step in (self.one, self.other)
+        )
+        for (name, one), (its_name, other) in zip_longest(ours, theirs, fillvalue=(None, None)):
+            if name != its_name or not self._same(one, other):
+                return Difference(f"the result {name} is {shown(one)}", f"{its_name} is {shown(other)}")
+        return None
 
     # ------------------------------------------------------------------ inputs
     def _births(self) -> Difference | None:
@@ -295,6 +336,12 @@ def _outputs(step: CapturedStep, with_state: bool) -> list[tuple[tuple[Any, ...]
         for entry, value in zip(step.signature.outputs, values, strict=True)
         if with_state or entry.role is not OutputRole.OPTIMIZER_STATE
     ]
+
+
+def _resolved(step: CapturedStep, tree: Any) -> Any:
+    """What leaves a graph with the values themselves in place of references to outputs."""
+    values: Any = list(step.graph_module.graph.nodes)[-1].args[0]
+    return map_leaves(lambda _, leaf: values[leaf.position] if type(leaf) is OutputRef else leaf, tree)
 
 
 def _same_kind(one: Any, other: Any) -> bool:

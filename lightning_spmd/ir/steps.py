@@ -120,6 +120,7 @@ class CapturedStep:
         calls: recorded ``self.log`` and metric calls, in order.
         returned: what the step method returned, with the same replacements as in recorded calls.
         variant: the part of an iteration that the graph holds.
+        host_values: readers of the Python numbers that are inputs of this graph alone, by name.
     """
 
     graph_module: fx.GraphModule
@@ -129,6 +130,7 @@ class CapturedStep:
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
     returned: Any = None
     variant: Variant = Variant()
+    host_values: dict[str, Callable[[], Any]] = field(default_factory=dict[str, Callable[[], Any]])
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lightning_spmd.errors import SPMDError
-from lightning_spmd.stages.capture.recorder import location_of
+from lightning_spmd.stages.capture.user_code import location_of
 from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.stages.runtime.peers import is_communication_failure
 

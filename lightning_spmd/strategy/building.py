@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +16,11 @@ from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import announce, build, finish
-from lightning_spmd.stages.capture.python_state import learning_rate_name
-from lightning_spmd.stages.capture.trace import CaptureRequest, capture, parameter_names
+from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
+from lightning_spmd.stages.capture.holders import Entry
+from lightning_spmd.stages.capture.state_guard import Change
+from lightning_spmd.stages.capture.trace import CaptureRequest, parameter_names
+from lightning_spmd.stages.capture.trainer_view import learning_rate_name
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.runtime.agreement import agree_on
 from lightning_spmd.stages.runtime.executor import Executable
@@ -52,6 +55,7 @@ class GraphBuilder:
         self._arguments = arguments
         self._gradients = gradients
         self._state_mesh = None if context.mesh is None else StateMesh(context.mesh)
+        self._numbers = MovingNumbers()
         self._told: set[str] = set()
         self._dumped: dict[int, Any] = {}
 
@@ -87,26 +91,63 @@ class GraphBuilder:
         tell("ready", len(executable.graphs.main.graph_module.graph.nodes))
         return executable
 
+    def follow_numbers(self, changes: Sequence[Change], executables: Sequence[Executable]) -> None:
+        """Numbers of Python that changed often become inputs of the graphs that are built from now on.
+
+        Args:
+            changes: why no graph fits the step that is about to be built.
+            executables: all graphs.
+        """
+        numbers, control = self._numbers, self._context.control
+        numbers.note(changes)
+        wanted = [numbers.wanted()] if control is None else control.gather(numbers.wanted())
+        guards = [e.captured.guards.state for e in reversed(executables) if e.captured.guards.state is not None]
+        numbers.follow(sorted(set[str]().union(*wanted)), guards)
+
+    def numbers(self) -> dict[str, Any]:
+        """Numbers of Python's state that are inputs of graphs, with their values, by path."""
+        return {path: place.read() for path, place in self._numbers.places.items()}
+
     def capture(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
-        """The global-view graph of a step."""
+        """The global-view graph of a step, as it is now."""
+        return capture(self._capture_request(request, split, self._numbers.places))
+
+    def _capture_request(
+        self, request: StepRequest, split: tuple[int, ...], moving: Mapping[str, Entry]
+    ) -> CaptureRequest:
         context = self._context
-        rows = None if context.mesh is None else sum(split)
-        return capture(
-            CaptureRequest(
-                module=context.module,
-                optimizer=context.optimizer,
-                trainer=context.trainer,
-                variant=request.variant,
-                batch=request.batch,
-                arguments=dict(request.arguments),
-                rows=rows,
-                loss_divisor=context.trainer.accumulate_grad_batches,
-                accumulators=frozenset(self._gradients),
-                clip=request.clip,
-                step_context=lambda: context.step_context(request.variant.method),
-                tracing_context=lambda: context.tracing_context(split),
-            )
+        return CaptureRequest(
+            module=context.module,
+            optimizer=context.optimizer,
+            trainer=context.trainer,
+            variant=request.variant,
+            batch=request.batch,
+            arguments=dict(request.arguments),
+            rows=None if context.mesh is None else sum(split),
+            loss_divisor=context.trainer.accumulate_grad_batches,
+            accumulators=frozenset(self._gradients),
+            clip=request.clip,
+            step_context=lambda: context.step_context(request.variant.method),
+            tracing_context=lambda: context.tracing_context(split),
+            moving=moving,
         )
+
+    def _capture_following(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
+        numbers = self._numbers
+        before = set(numbers.refused)
+        captured = capture_following(self._capture_request(request, split, {}), numbers)
+        for path in numbers.refused.keys() - before:
+            tell(f"strategy='spmd' builds a graph for each new value of {path}: {numbers.refused[path]}")
+        for path in captured.host_values.keys() - self._told:
+            self._told.add(path)
+            tell(f"strategy='spmd' makes {path} an input of the graph, for it changes often")
+        unseen = {} if captured.guards.state is None else captured.guards.state.unseen
+        for path in unseen.keys() - self._told:
+            self._told.add(path)
+            tell(
+                f"strategy='spmd' may miss changes of {path}, which {unseen[path]}; a tensor in a buffer is always seen"
+            )
+        return captured
 
     # ------------------------------------------------------------------ pieces
     def _check_same_batch(self, request: StepRequest) -> None:
@@ -119,7 +160,7 @@ class GraphBuilder:
         context = self._context
         if context.optimizer is not None:
             lay_out_state(context.optimizer, self._state_mesh)
-        captured = self._without_first_step(lambda: self.capture(request, split))
+        captured = self._without_first_step(lambda: self._capture_following(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
         graphs = build(
             captured,
@@ -134,7 +175,7 @@ class GraphBuilder:
             context.module,
             context.optimizer,
             parameter_names(context.module, context.optimizer),
-            self._host_values(),
+            {**self._host_values(), **captured.host_values},
             self._gradients,
             context.streams,
             None if self._state_mesh is None else self._state_mesh.wrap,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_spmd.errors import BatchError, RankDisagreementError
 from lightning_spmd.parallel.mesh import Mesh
@@ -24,7 +26,9 @@ def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request:
     batch = request.batch
     rows, problem = _rows(batch)
     found = table.find(request, (rows,) * mesh.batch_size)
-    shape = stable_hash((table.step_key(request), None if batch is None else batch.shared_key()))
+    shape = stable_hash(
+        (table.step_key(request), None if batch is None else batch.shared_key(), *request.numbers.items())
+    )
     vote = control.vote(
         moment.place,
         None if problem else found.index,
@@ -35,6 +39,7 @@ def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request:
     )
     moment.check(control, vote)
     if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
+        _check_numbers(control, request.numbers)
         _reconcile(control, table, request, problem)
         return agreed_choice(control, mesh, table, request, moment)
     if vote.rows[0] != vote.rows[1]:
@@ -49,6 +54,23 @@ def _rows(batch: Batch | None) -> tuple[int, BatchError | None]:
         return 0 if batch is None else batch.rows(), None
     except BatchError as error:
         return 0, error
+
+
+def _check_numbers(control: ControlPlane, numbers: Mapping[str, Any]) -> None:
+    """Compare the numbers of Python's state that are inputs of graphs.
+
+    Raises:
+        RankDisagreementError: on every rank; one of them differs.
+    """
+    sides = control.gather(dict(numbers))
+    for rank, side in enumerate(sides):
+        for path in sorted({*side, *sides[0]}):
+            ours, theirs = sides[0].get(path, "not followed"), side.get(path, "not followed")
+            if repr(ours) != repr(theirs):
+                raise RankDisagreementError(
+                    f"{path} is {ours} on rank 0 and {theirs} on rank {rank}: a number that the step reads must be the "
+                    "same on all ranks (compute it from what is logged or from self.all_gather, not from a rank's rows)"
+                )
 
 
 def _reconcile(control: ControlPlane, table: GraphTable, request: StepRequest, problem: BatchError | None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import warn
+from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.run_context import StepRequest
 
@@ -70,6 +71,12 @@ class GraphTable:
                 return Found(key, split, index, None)
             reason = reason or failure
         return Found(key, split, None, reason)
+
+    def changes(self, found: Found) -> list[Change]:
+        """All that keeps the newest graph for such a step from being used, of Python's state."""
+        indices = self._indices.get(found.key, [])
+        state = self.executables[indices[-1]].captured.guards.state if indices else None
+        return [] if state is None else state.changes()
 
     def step_key(self, request: StepRequest) -> tuple[Any, ...]:
         """What a graph depends on beside the batch; the same on all ranks, or they do different things."""

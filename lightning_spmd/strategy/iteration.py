@@ -114,7 +114,7 @@ class TrainingIteration:
     ) -> StepRequest:
         self._arguments.clear()
         self._arguments.update(arguments)
-        return StepRequest(batch, variant, arguments, clip)
+        return StepRequest(batch, variant, arguments, clip, self._builder.numbers())
 
     def _moment(self, request: StepRequest) -> Moment:
         """Where in the run a step is."""
@@ -138,6 +138,7 @@ class TrainingIteration:
         if found.reason is not None and not table.follows_a_first_step(found.key):
             tell(f"strategy='spmd' builds another graph: {found.reason}")
         self.flush()
+        self._builder.follow_numbers(table.changes(found), table.executables)
         try:
             executable = self._builder.build(request, found.split)
         except CannotBeBuilt as error:

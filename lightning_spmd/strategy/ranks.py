@@ -21,7 +21,7 @@ from lightning_spmd.errors import CaptureError, ConfigurationError, RankLostErro
 from lightning_spmd.parallel.axes import DATA, ParallelOptions
 from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mesh_sizes, shard_size
 from lightning_spmd.parallel.shared_groups import Lease, lease_groups, make_host_group
-from lightning_spmd.stages.capture.recorder import user_location
+from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.stages.runtime.peers import is_communication_failure
 from lightning_spmd.strategy.boundary import names_lost_ranks

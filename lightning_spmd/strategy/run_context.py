@@ -91,9 +91,11 @@ class StepRequest:
         variant: part of the iteration.
         arguments: the method's other arguments by name.
         clip: gradient clipping to capture; None: none.
+        numbers: of Python's state, by path, that are inputs of graphs; they must be the same on all ranks.
     """
 
     batch: Batch | None
     variant: Variant
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     clip: Callable[[Any], None] | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])

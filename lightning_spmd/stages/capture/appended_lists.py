@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.stages.capture.recorder import user_location
+from lightning_spmd.stages.capture.user_code import user_location
 
 Place = tuple[str, str]
 """Path of a module, name of its attribute."""

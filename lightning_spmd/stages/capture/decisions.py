@@ -34,11 +34,12 @@ class DecisionProgram:
     inputs: tuple[fx.Node, ...]
     names: tuple[str, ...]
     expected: tuple[Number, ...]
+    exact: tuple[int, ...]
 
     def guard(self, placeholders: Sequence[fx.Node]) -> PredicateGuard:
         """The guard, with inputs as positions among ``placeholders``."""
         positions = tuple(placeholders.index(n) for n in self.inputs)
-        return PredicateGuard(self.names, positions, self.module.forward, self.expected)
+        return PredicateGuard(self.names, positions, self.module.forward, self.expected, self.exact)
 
 
 def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> DecisionProgram | None:
@@ -66,7 +67,8 @@ def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> Decision
         answers.setdefault(copies[node], (where, value))
     out.output(tuple(answers))
     names, expected = zip(*answers.values(), strict=True)
-    return DecisionProgram(private.GraphModule(nn.Module(), out), tuple(inputs), names, expected)
+    exact = tuple(i for i, node in enumerate(inputs) if copies[node] in answers)
+    return DecisionProgram(private.GraphModule(nn.Module(), out), tuple(inputs), names, expected, exact)
 
 
 def _slice(graph: fx.Graph, targets: Sequence[fx.Node]) -> set[fx.Node]:

@@ -10,10 +10,12 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number
 from lightning_spmd.stages.capture.recorder import Recorder
+from lightning_spmd.stages.capture.user_code import user_location
 
 
 class InputTable:
@@ -82,6 +84,14 @@ class InputTable:
         return None if known is None else known[1]
 
     def _constant(self, tensor: Tensor) -> fx.Node:
+        if id(tensor) in self._fakes:
+            node = self.recorder.node_of(self._fakes[id(tensor)][1])
+            name = self.entries[node].name if node in self.entries else "a parameter or buffer"
+            raise CaptureError(
+                f"{name} is used as an object that was kept somewhere (in an iterator, an object of C) where "
+                "the graph cannot follow it; reach it through the module",
+                user_location(),
+            )
         index = len(self.recorder.constants)
         return self._placeholder(InputRole.CONSTANT, (index,), f"constant {index}", TensorSpec.of(tensor))
 

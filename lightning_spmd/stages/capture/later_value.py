@@ -12,7 +12,7 @@ from typing import Any
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.steps import CallRef
-from lightning_spmd.stages.capture.recorder import user_location
+from lightning_spmd.stages.capture.user_code import user_location
 
 _HARMLESS = ("detach", "clone", "cpu")
 """Methods without effect on what is only logged."""

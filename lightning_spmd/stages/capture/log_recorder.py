@@ -23,7 +23,7 @@ from lightning_spmd.stages.capture.appended_lists import AppendOnly
 from lightning_spmd.stages.capture.batch import UnreadLeaf, position_of
 from lightning_spmd.stages.capture.host_scalar import scalar_of
 from lightning_spmd.stages.capture.later_value import LaterValue, LaterValues, reference_to
-from lightning_spmd.stages.capture.recorder import user_location
+from lightning_spmd.stages.capture.user_code import user_location
 
 _METRIC_METHODS = ("update", "forward", "compute", "reset")
 

@@ -146,3 +146,20 @@ def _kind(value: Any) -> Any:
 
 def _is_input(scalar: Any, inputs: InputTable) -> bool:
     return scalar.node is None or scalar.node in inputs.entries
+
+
+def has_step_of_its_own(optimizer: Any) -> bool:
+    """Whether somebody put another ``step`` on the instance than the class has.
+
+    A scheduler does so too, to count calls: that one wraps the class's own, which torch itself wraps for profiling.
+    """
+    step: Any = vars(optimizer).get("step")
+    if step is None:
+        return False
+
+    def innermost(function: Any) -> Any:
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        return getattr(function, "__func__", function)
+
+    return innermost(step) is not innermost(type(optimizer).step)

@@ -1,8 +1,8 @@
-"""Python state that training_step reads or changes: guards for what it reads, errors for what it changes.
+"""Python state that a step reads or changes: nothing of it may be baked into the graph silently.
 
-Nothing may be baked into the graph silently. Simple attributes of every module are guarded by value; counters of the
-Trainer become graph inputs; Python's and NumPy's random numbers, assignments to attributes and tensors that stay behind
-on the module are errors that name the attribute.
+Three observers work while a step is captured: the attribute spy (modules), the walk from the user's frames (everything
+else) and the Trainer's view. What they saw becomes a :class:`StateGuard`, tensors among it are read anew each step by
+their place, and what the step changed is undone and named.
 """
 
 from __future__ import annotations
@@ -10,130 +10,261 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.guards import ValueGuard
+from lightning_spmd.stages.capture.attribute_spy import AttributeSpy
+from lightning_spmd.stages.capture.contents import MOST_BYTES, bytes_of_tensor
+from lightning_spmd.stages.capture.frames import FrameWatch
+from lightning_spmd.stages.capture.holders import (
+    CANNOT_BE_PUT,
+    Attributes,
+    ClassAttributes,
+    Content,
+    Entry,
+    Fields,
+    Globals,
+    Holder,
+    Variables,
+)
 from lightning_spmd.stages.capture.host_scalar import Number, scalar_of
-from lightning_spmd.stages.capture.recorder import user_location
+from lightning_spmd.stages.capture.same_state import is_simple
+from lightning_spmd.stages.capture.side_effects import Effect, is_of_capture, module_unchanged, undo_effects
+from lightning_spmd.stages.capture.sightings import EMPTY, Sightings
+from lightning_spmd.stages.capture.state_guard import StateGuard
+from lightning_spmd.stages.capture.trainer_view import TrainerView
+from lightning_spmd.stages.capture.user_code import is_user_class, user_location
+from lightning_spmd.stages.capture.walk import BOOKKEEPING, TORCH_INTERNALS, Walk
 
-_SIMPLE = (bool, int, float, str, bytes, type(None))
-# Lightning's own: the hook that runs (set around each), and the Trainer, which TrainerView guards value by value
-_BOOKKEEPING = frozenset({"_current_fx_name", "_trainer", "_fabric"})
-
-
-def is_simple(value: Any) -> bool:
-    """Whether equality of the value says everything about it."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(is_simple, value))
-    return isinstance(value, _SIMPLE)
+_TABLES = ("_parameters", "_buffers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def _summary(value: Any) -> Any:
-    """What a guard compares: the value itself, the simple contents of containers and configuration objects, or None."""
-    if is_simple(value):
-        return value
-    if isinstance(value, Mapping):
-        return tuple((k, v) for k, v in value.items() if is_simple(v))
-    if isinstance(value, (list, set)):
-        return tuple(v for v in value if is_simple(v))
-    if isinstance(value, (nn.Module, Tensor, type)) or callable(value) or not hasattr(value, "__dict__"):
-        return None
-    return tuple((k, v) for k, v in vars(value).items() if is_simple(v) and not k.startswith("_"))
+class PythonState:
+    """What one capture sees and does to Python state.
 
-
-class AttributeSpy:
-    """Notes which attributes of which modules the traced code reads, so that only those are guarded.
-
-    A counter that a hook changes every step must not force a new graph unless training_step looks at it. While active,
-    every module's class is replaced by a subclass whose ``__getattribute__`` takes notes.
+    Args:
+        module: the LightningModule.
+        optimizer: its optimizer, or None.
+        trainer: the real Trainer.
+        twin_of: the fake twin of a live parameter or buffer; None for other tensors.
+        host_value: makes a number a graph input: ``(name, value) -> SymInt``.
+        has_logged: whether the step called ``self.log`` already.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self.modules = [(path, m) for path, m in root.named_modules() if not isinstance(m, Metric)]
-        self.reads: dict[int, set[str]] = {id(m): set() for _, m in self.modules}
-        self._root_name = type(root).__name__
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        trainer: Any,
+        twin_of: Callable[[Tensor], Tensor | None],
+        host_value: Callable[[str, Number], Any],
+        has_logged: Callable[[], bool],
+    ) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.effects: list[Effect] = []
+        self._moving: list[Entry] = []
+        self._temporary: list[tuple[Any, Any]] = []
+        self.spy = AttributeSpy(module)
+        self.sightings = Sightings(module, optimizer)
+        self.walk = Walk(self.sightings, twin_of, self._hidden_module)
+        self.watch = FrameWatch(self.walk)
+        self._trainer = self.sightings.root(Fields, trainer, "trainer")
+        self.view = TrainerView(trainer, host_value, self._see_of_trainer, has_logged)
 
+    # ------------------------------------------------------------------ while capturing
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Take notes while inside."""
-        original = [(m, type(m)) for _, m in self.modules]
-        spied: dict[type, type] = {}
+    def following(self, moving: Mapping[str, Entry], host_value: Callable[[str, Number], Any]) -> Iterator[None]:
+        """Recorded numbers are in these places instead of plain ones."""
+        before: list[tuple[Entry, Any]] = []
         try:
-            for module, kind in original:
-                module.__class__ = spied.setdefault(kind, self._spied(kind))
+            for path, place in moving.items():
+                value = place.found_again().read()
+                if type(value) in (int, float):
+                    outermost = place.outermost()
+                    whole = outermost.read()
+                    try:
+                        place.put(host_value(path, value))
+                    except CANNOT_BE_PUT as error:
+                        raise CaptureError(f"nothing else can be put in its place ({error})") from error
+                    before.append((outermost, whole))
+                    self._temporary += _pairs(outermost.read(), whole)
+                    self._moving.append(place)
             yield
         finally:
-            for module, kind in original:
-                module.__class__ = kind
+            for outermost, value in reversed(before):
+                outermost.put(value)
+            for place in self._moving:
+                place.found_again()
 
-    def _spied(self, kind: type) -> type:
-        reads = self.reads
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What the step does to the module and to random numbers is undone, and an error."""
+        with module_unchanged(self.module, self.watch.codes):
+            yield
 
-        def __getattribute__(instance: Any, name: str) -> Any:
-            noted = reads.get(id(instance))
-            if noted is not None:
-                noted.add(name)
-            return kind.__getattribute__(instance, name)  # pyright: ignore[reportCallIssue]
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[None]:
+        """Reads are noted; what the step does to anything that was seen is undone, and is in ``effects`` then."""
+        try:
+            with self.spy.active():
+                yield
+        finally:
+            self.effects = undo_effects(self.sightings)
 
-        body = {"__getattribute__": __getattribute__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        return type(kind.__name__, (kind,), body)
+    def _hidden_module(self, module: nn.Module) -> None:
+        for part in module.modules():
+            self.spy.add(part)
 
-    def forget(self, places: Iterable[tuple[str, str]]) -> None:
-        """Guard none of these attributes, given as path of the module and name."""
-        for path, module in self.modules:
-            self.reads[id(module)] -= {name for owner, name in places if owner == path}
+    def _see_of_trainer(self, name: str) -> Entry:
+        with private.disable_dispatch_modes():  # some properties compute
+            entry = self._trainer.see(name)
+        if not is_simple(entry.value):
+            self.sightings.places[id(entry.value)] = entry
+        return entry
 
-    def guards(self) -> list[ValueGuard]:
-        """A guard for every attribute that was read and whose value can be compared."""
-        found: list[ValueGuard] = []
-        seen: set[int] = set()
-        for path, module in self.modules:
-            for name in sorted(self.reads[id(module)] - _BOOKKEEPING):
-                value = module.__dict__.get(name, _MISSING)
-                if isinstance(value, Tensor):
-                    found.append(_tensor_guard(f"{path or 'self'}.{name}", module.__dict__, name))
-                    continue
-                if value is _MISSING or name in _TORCH_INTERNALS or _summary(value) in (None, ()) and value is not None:
-                    continue
-                if not is_simple(value):
-                    if id(value) in seen:
-                        continue
-                    seen.add(id(value))
-                read = _attribute_reader(module.__dict__, name)
-                found.append(ValueGuard(f"{path or 'self'}.{name}", read, read()))
-        return found
+    # ------------------------------------------------------------------ afterwards
+    def guard(self, forgotten: Iterable[tuple[str, str]]) -> StateGuard:
+        """The guard of everything that was seen.
 
-    def tensor_readers(self) -> dict[int, Callable[[], Tensor]]:
-        """By ``id`` of each tensor attribute that was read: a function that gives what is in that place now."""
-        readers: dict[int, Callable[[], Tensor]] = {}
-        for _, module in self.modules:
-            for name in self.reads[id(module)]:
-                value = module.__dict__.get(name)
-                if isinstance(value, Tensor):
-                    readers[id(value)] = functools.partial(module.__dict__.__getitem__, name)
-        return readers
-
-
-def _tensor_guard(label: str, attributes: dict[str, Any], name: str) -> ValueGuard:
-    """A hook may put another tensor there, of the same kind: the graph reads it anew each step."""
-
-    def kind() -> Any:
-        value = attributes.get(name)
-        return (
-            (tuple(value.shape), value.stride(), value.dtype, value.device)
-            if isinstance(value, Tensor)
-            else type(value)
+        Args:
+            forgotten: attributes that are no part of it, as path of the module and name.
+        """
+        self.walk.is_capturing = False
+        self._put_back()
+        self.spy.forget(forgotten)
+        for path, module in self.spy.modules:
+            self._see_reads(path, module)
+        if self.optimizer is not None:
+            for index, group in enumerate(self.optimizer.param_groups):
+                holder = self.sightings.root(Variables, group, f"optimizer.param_groups[{index}]")
+                for key in [k for k, v in group.items() if k != "params" and not is_simple(v)]:
+                    self.walk.follow(holder.see(key), EMPTY)
+        entries = [e for holder in self._guarded() for e in self._entries(holder)]
+        kept = set(entries)
+        containers = [h for h in self._guarded() if h.complete and all(e in kept for e in h.entries.values())]
+        moving = {(id(place.holder.subject), place.key) for place in self._moving}
+        free = [entry for entry in entries if (id(entry.holder.subject), entry.key) in moving]
+        places = (entries for entries in self.sightings.tensors.values() if len(entries) > 1)
+        return StateGuard(
+            [e for e in entries if not e.holder.complete or e.holder in set(containers)],
+            containers,
+            [entry for several in places for entry in several],
+            free,
+            self.sightings.untold,
         )
 
-    return ValueGuard(label, kind, kind())
+    def _put_back(self) -> None:
+        """What was put in place of plain numbers, and of tuples with them, is gone."""
+        real = {id(temporary): value for temporary, value in self._temporary}
+        for holder in self.sightings.holders:
+            holder.subject = real.get(id(holder.subject), holder.subject)
+            for entry in holder.entries.values():
+                entry.value = real.get(id(entry.value), entry.value)
+
+    def content_of(self, tensor: Tensor) -> None:
+        """The step takes a tensor's values as Python numbers (``tolist``, ``numpy``): they are guarded.
+
+        Raises:
+            CaptureError: it is too large.
+        """
+        if tensor.nbytes > MOST_BYTES:
+            raise CaptureError(
+                f"a tensor of {tensor.nbytes} bytes is read as Python values (tolist, numpy), which would be the same "
+                "for ever; keep it a tensor, or move the read to on_train_batch_start",
+                user_location(),
+            )
+        places = self.sightings.tensors.get(id(tensor))
+        place = places[0] if places else None
+        path = "a tensor that is read as Python values" if place is None else place.path
+        holder = self.sightings.holder(Content, tensor, path, place, read=bytes_of_tensor)
+        holder.root = place is None
+        with private.disable_dispatch_modes():
+            holder.see("")
+
+    def _see_reads(self, path: str, module: nn.Module) -> None:
+        """Turn what the spy noted of one module into entries."""
+        if id(module) in self.sightings.modules:
+            self.sightings.root(Attributes, module, path or "self")
+        holder = self.sightings.holder(Attributes, module, path, None)
+        of_torch = type(module).__module__.startswith("torch.")
+        for name in sorted(self.spy.reads[id(module)] - BOOKKEEPING):
+            if name in _HOOKS:
+                self.walk.follow(holder.see(name), EMPTY)
+            elif name in TORCH_INTERNALS or name.startswith("__") or (name.startswith("_") and of_torch):
+                continue
+            elif name in module.__dict__:
+                self.walk.follow(holder.see(name), EMPTY)
+            else:
+                self._see_elsewhere(module, holder, name)
+
+    def _see_elsewhere(self, module: nn.Module, holder: Holder, name: str) -> None:
+        """An attribute that is not in the module's ``__dict__``: a tensor, a submodule, a class's, or none."""
+        kinds = type(module).__mro__[:-1]
+        on_class = [kind for kind in kinds if name in vars(kind)]
+        tables = [module.__dict__[table] for table in ("_parameters", "_buffers", "_modules")]
+        if not on_class and any(table.get(name) is not None for table in tables):
+            return
+        holder.see(name)
+        for kind in kinds:
+            if is_user_class(kind):
+                self.sightings.root(ClassAttributes, kind, kind.__qualname__).see(name)
+            if kind in on_class:
+                return
+        for table in tables:
+            self.sightings.root(Globals, table, holder.path).see(name)
+
+    def _guarded(self) -> list[Holder]:
+        return [h for h in self.sightings.holders if h.guarded and self.sightings.may_last(h) and not _is_temporary(h)]
+
+    def _entries(self, holder: Holder) -> Iterator[Entry]:
+        reads = self.spy.reads.get(id(holder.subject)) if isinstance(holder, Attributes) else None
+        for entry in holder.entries.values():
+            value = entry.value
+            if reads is not None and entry.key not in reads and entry.key not in _TABLES:
+                continue
+            if isinstance(value, private.FakeTensor) or scalar_of(value) is not None:
+                continue
+            if holder is self._trainer and not (is_simple(value) or isinstance(value, Tensor) or entry.inside):
+                continue
+            if any(_is_temporary(inside) for inside in entry.inside) or is_of_capture(value):
+                continue
+            if not holder.lasts and holder.peek(holder.subject, entry.key) is not value:
+                continue  # made by the step, after all
+            yield entry
+
+    def reader_of(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Gives, at each step, the tensor that is in the place where this one was."""
+        places = self.sightings.tensors.get(id(tensor))
+        return functools.partial(_same, tensor) if not places else places[0].reader()
+
+
+def _pairs(temporary: Any, value: Any) -> list[tuple[Any, Any]]:
+    """What was put somewhere, with what was there; of tuples, each part too."""
+    found = [(temporary, value)]
+    if isinstance(temporary, tuple):
+        found += [
+            p for one, other in zip(temporary, value, strict=True) for p in _pairs(one, other) if one is not other
+        ]
+    return found
+
+
+def _is_temporary(holder: Holder) -> bool:
+    """Whether it holds what exists during the capture alone."""
+    values = [e.value for e in holder.entries.values()]
+    return holder.complete and any(isinstance(v, private.FakeTensor) or scalar_of(v) is not None for v in values)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def submodules_guard(root: nn.Module) -> ValueGuard:
@@ -146,182 +277,47 @@ def submodules_guard(root: nn.Module) -> ValueGuard:
     return ValueGuard("whether the submodules are those of the captured graph", unchanged, True)
 
 
-_MISSING = object()
-_TORCH_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+def settings_guard() -> ValueGuard:
+    """The switches of torch that decide which operators Python code becomes."""
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+    def settings() -> tuple[Any, ...]:
+        autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+        return torch.get_default_dtype(), torch.get_default_device(), *autocast
+
+    return ValueGuard("torch's default dtype, default device or autocast", settings, settings())
 
 
-def _attribute_reader(attributes: dict[str, Any], name: str) -> Callable[[], Any]:
-    if is_simple(attributes[name]):
-        return lambda: attributes.get(name)
-    return lambda: _summary(attributes.get(name))
+def tensor_kinds_guard(module: nn.Module) -> ValueGuard:
+    """Shapes and dtypes of parameters and buffers: a hook may put others there, or other data into them."""
+    slots = private.tensor_slots(module)
+    tables, keys = [table for table, _ in slots.values()], [key for _, key in slots.values()]
 
-
-class TrainerView:
-    """The Trainer as training_step sees it during capture: every simple value read becomes an input or a guard.
-
-    Args:
-        trainer: the real Trainer.
-        host_value: makes a number a graph input: ``(name, value) -> SymInt``.
-    """
-
-    def __init__(self, trainer: Any, host_value: Callable[[str, Number], Any]) -> None:
-        object.__setattr__(self, "_real", trainer)
-        object.__setattr__(self, "_host_value", host_value)
-        object.__setattr__(self, "guards", {})
-
-    def __getattr__(self, name: str) -> Any:
-        real = object.__getattribute__(self, "_real")
-        if name in ("logger", "loggers"):
-            raise CaptureError(
-                "training_step uses self.logger: that call would run once, at capture; use self.log, or call the "
-                "logger in on_train_batch_end",
-                user_location(),
-            )
-        value = getattr(real, name)
-        if name in ("global_step", "current_epoch"):
-            return object.__getattribute__(self, "_host_value")(f"trainer.{name}", value)
-        if is_simple(value):
-            guards = object.__getattribute__(self, "guards")
-            guards.setdefault(name, ValueGuard(f"trainer.{name}", lambda: getattr(real, name), value))
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise CaptureError(f"training_step assigns trainer.{name}; do it in a hook such as on_train_batch_end")
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] - isinstance(trainer, Trainer)
-        return type(object.__getattribute__(self, "_real"))
-
-
-@contextlib.contextmanager
-def trainer_seen_as(module: nn.Module, view: Any) -> Iterator[None]:
-    """Let every LightningModule below ``module`` see ``view`` as its Trainer."""
-    holders = [m for m in module.modules() if m.__dict__.get("_trainer") is not None]
-    saved = [m.__dict__["_trainer"] for m in holders]
-    for holder in holders:
-        holder.__dict__["_trainer"] = view
-    try:
-        yield
-    finally:
-        for holder, trainer in zip(holders, saved, strict=True):
-            holder.__dict__["_trainer"] = trainer
-
-
-def learning_rate_name(scheduler: int, group: int) -> str:
-    """Name of the host value behind ``lr_schedulers()[scheduler].get_last_lr()[group]``."""
-    return f"lr_schedulers.{scheduler}.last_lr.{group}"
-
-
-@contextlib.contextmanager
-def learning_rates_followed(trainer: Any, host_value: Callable[[str, Number], Any]) -> Iterator[None]:
-    """``get_last_lr()`` of the Trainer's schedulers gives graph inputs; training steps like to log it."""
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    with contextlib.ExitStack() as stack:
-        for index, scheduler in enumerate(schedulers):
-
-            def lift(group: int, value: Any, index: int = index) -> Any:
-                return host_value(learning_rate_name(index, group), value) if type(value) is float else value
-
-            stack.enter_context(private.last_learning_rates_replaced(scheduler, lift))
-        yield
-
-
-def complain_about_new_tensors(module: nn.Module, known: set[str]) -> None:
-    """Raise if the traced code registered parameters or buffers.
-
-    Raises:
-        CaptureError: naming them.
-    """
-    now = {name for name, (tensors, key) in private.tensor_slots(module).items() if tensors[key] is not None}
-    added = sorted(now - known)
-    if added:
-        raise CaptureError(
-            f"training_step registers {', '.join(added)}: that would happen once, at capture; register parameters and "
-            "buffers in __init__ or configure_model"
+    def kinds() -> _Kinds:
+        tensors = list(map(dict.get, tables, keys))
+        present = [t for t in tensors if t is not None]
+        return _Kinds(
+            [
+                [t is None for t in tensors],
+                list(map(Tensor.size, present)),
+                [t.dtype for t in present],
+            ]
         )
 
-
-@contextlib.contextmanager
-def python_state_unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore what the traced code did to Python state, and complain about it if it went well otherwise.
-
-    Raises:
-        CaptureError: if Python's or NumPy's random numbers were drawn, an attribute was assigned or a container on a
-            module was changed.
-    """
-    before = [(path, part, dict(part.__dict__), _containers(part)) for path, part in module.named_modules()]
-    python_random, numpy_random = random.getstate(), _numpy_state()
-    try:
-        yield
-        if random.getstate() != python_random or not _same_numpy_state(numpy_random):
-            raise CaptureError(
-                "training_step draws from Python's `random` or NumPy: the graph would repeat one draw for ever; draw "
-                "with torch (torch.rand, torch.randint), or in on_before_batch_transfer"
-            )
-        _complain_about_changes(before)
-    finally:
-        random.setstate(python_random)
-        if numpy_random is not None:
-            sys.modules["numpy"].random.set_state(numpy_random)
-        for _, part, attributes, containers in before:
-            _restore(part, attributes, containers)
+    return ValueGuard("the shapes and dtypes of parameters and buffers", kinds, kinds())
 
 
-def _containers(part: nn.Module) -> dict[str, Any]:
-    own = not type(part).__module__.startswith("torch.")  # users name lists _outputs, torch keeps its own that way
-    return {
-        k: v.copy()
-        for k, v in part.__dict__.items()
-        if type(v) in (list, dict, set) and (not k.startswith("_") or (own and type(v) is list))
-    }
+class _Kinds:
+    """The kinds of many tensors."""
 
+    def __init__(self, kinds: list[Any]) -> None:
+        self.kinds = kinds
 
-def _complain_about_changes(before: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
-    for path, part, attributes, containers in before:
-        if isinstance(part, Metric) or type(part).__module__.startswith("torch."):  # LSTM caches its list of weights
-            continue
-        owner = f"{path}." if path else "self."
-        for name, value in part.__dict__.items():
-            if name in _BOOKKEEPING or name in _TORCH_INTERNALS:
-                continue
-            old = attributes.get(name)
-            changed = value is not old and not (is_simple(value) and is_simple(old) and value == old)
-            if changed or (name in containers and len(value) != len(containers[name])):
-                raise CaptureError(
-                    f"training_step changes {owner}{name}; that statement would run once, at capture, and never again. "
-                    "Register tensors with register_buffer, or do it in on_train_batch_end"
-                )
-            if isinstance(value, private.FakeTensor) or scalar_of(value) is not None:
-                raise CaptureError(
-                    f"training_step leaves a tensor of the graph in {owner}{name}; register a buffer for it"
-                )
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kinds) and self.kinds == other.kinds
 
-
-def _restore(part: nn.Module, attributes: dict[str, Any], containers: dict[str, Any]) -> None:
-    for name in [n for n in part.__dict__ if n not in attributes]:
-        del part.__dict__[name]
-    for name, value in attributes.items():
-        if part.__dict__.get(name) is not value:
-            part.__dict__[name] = value
-    for name, content in containers.items():
-        container = part.__dict__[name]
-        if isinstance(container, list):
-            container[:] = content
-        else:
-            container.clear()
-            container.update(content)
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
-
-
-def _same_numpy_state(before: Any) -> bool:
-    if before is None:
-        return True
-    now = sys.modules["numpy"].random.get_state()
-    return bool(now[2] == before[2] and (now[1] == before[1]).all())
+    def __repr__(self) -> str:
+        return f"those of {len(self.kinds[0])} tensors"
 
 
 def tensors_on_other_devices(module: nn.Module, device: Any) -> list[str]:

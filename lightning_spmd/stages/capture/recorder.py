@@ -9,11 +9,9 @@ it, in-place operators included, so the graph replayed on the same inputs is bit
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -24,6 +22,10 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
 from lightning_spmd.stages.capture.named_numbers import NumbersByName
+from lightning_spmd.stages.capture.user_code import user_location
+
+if TYPE_CHECKING:
+    from lightning_spmd.stages.capture.frames import FrameWatch
 
 aten = torch.ops.aten
 _READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
@@ -53,8 +55,10 @@ class Recorder(private.TorchDispatchMode):
         self.decisions: list[tuple[fx.Node, Number, str]] = []
         self.constants: list[Tensor] = []
         self.on_constant: Callable[[Tensor], fx.Node] | None = None
+        self.watch: FrameWatch | None = None
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self._shadows: dict[int, Tensor] = {}
+        self._stand_ins: dict[int, Tensor] = {}
         self._exposed: list[HostScalar] = []
         self._names = NumbersByName()
         self._forward_info: dict[int, NodeInfo] = {}
@@ -85,6 +89,8 @@ class Recorder(private.TorchDispatchMode):
         node = self.on_constant(tensor)
         self.constants.append(tensor)
         self.bind(tensor, node)
+        with private.disable_dispatch_modes():
+            self._stand_ins[id(tensor)] = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
         if tensor.numel() == 1 and tensor.device.type == "cpu":
             with private.disable_dispatch_modes():
                 self.shadow(tensor, tensor.detach().clone())
@@ -178,7 +184,10 @@ class Recorder(private.TorchDispatchMode):
         return self.info().source or user_location()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with contextlib.nullcontext() if self.watch is None else self.watch.paused():
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace in (
             "profiler",
             "prim",
@@ -224,6 +233,8 @@ class Recorder(private.TorchDispatchMode):
                 "draw in the data set",
                 user_location(),
             )
+        if any(scalar_of(a) is not None for a in flat):
+            self._freeze_shapes(func, args, kwargs)
         recorded = [self.argument(a) for a in flat]
         concrete = [a if (s := scalar_of(a)) is None else s.value for a in flat]
         plain_args, plain_kwargs = pytree.tree_unflatten(concrete, tree)
@@ -262,8 +273,19 @@ class Recorder(private.TorchDispatchMode):
         self._run_shadow(func, plain_args, plain_kwargs, flat, out)
         return out
 
+    def _freeze_shapes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Numbers that decide shapes are guarded by value: all that follows has these shapes."""
+        for value in private.decide_shapes(func, args, kwargs):
+            for number in filter(None, map(scalar_of, pytree.tree_leaves(value))):
+                self.decide(number)
+
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Shapes of the outputs, from torch's shape function or, where that is too strict, from the kernel."""
+        """Shapes of the outputs, from torch's shape function or, where that is too strict, from the kernel.
+
+        A real tensor is handed over as a fake one: torch would compute on one of a single element itself, and an
+        in-place operator would change it, at capture.
+        """
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._stand_ins.get(id(t), t), (args, kwargs))
         if func not in _SHAPES_FROM_KERNEL:
             return func(*args, **kwargs)
         with private.disable_dispatch_modes():
@@ -359,67 +381,6 @@ def _described(node: fx.Node) -> str:
         return _described(node.all_input_nodes[0])
     module = node.meta["info"].module if "info" in node.meta else ""
     return f"what {node.target} gives" + (f" in module {module!r}" if module else "")
-
-
-_LIBRARY_PARTS = (
-    "/torch/",
-    "/lightning/",
-    "/pytorch_lightning/",
-    "/torchmetrics/",
-    "/lightning_spmd/",
-    "/contextlib.py",
-)
-
-
-# where a capture calls what the user wrote
-_OUTERMOST = "/lightning_spmd/stages/capture/trace.py"
-
-
-def _is_user_code(filename: str) -> bool:
-    if filename.startswith("<"):
-        return False
-    return "/lightning_spmd/examples/" in filename or not any(part in filename for part in _LIBRARY_PARTS)
-
-
-def user_location() -> str | None:
-    """``file:line`` of the innermost frame outside torch, Lightning and this package, or None.
-
-    Only what capture called counts: behind it the stack holds the script's line with ``trainer.fit``. Where there is no
-    code of the user's, as in an optimizer or a layer of torch's own, its line there is taken.
-    """
-    frame, else_taken = inspect.currentframe(), None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if _is_user_code(file):
-            return f"{file}:{frame.f_lineno}"
-        if file == _CAPTURE:
-            break
-        if else_taken is None and _is_stated_in_torch(file):
-            else_taken = f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return else_taken
-
-
-def location_of(error: BaseException) -> str | None:
-    """``file:line`` of the user's code, else of torch's optimizer or layer, closest to where ``error`` was raised."""
-    found, else_taken, trace = None, None, error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if _is_user_code(file):
-            found = f"{file}:{trace.tb_lineno}"
-        elif _is_stated_in_torch(file):
-            else_taken = f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found or else_taken
-
-
-_CAPTURE = str(Path(__file__).with_name("trace.py"))
-
-
-def _is_stated_in_torch(file: str) -> bool:
-    """Whether a file of torch holds code that a user chose by name; not what every optimizer or layer has in common."""
-    chosen = "/torch/optim/" in file or "/torch/nn/modules/" in file
-    return chosen and not file.endswith(("/optimizer.py", "/module.py"))
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,21 +30,22 @@ from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.stages.capture.appended_lists import Place, lists_followed
 from lightning_spmd.stages.capture.batch import Batch, LeafWasRead
 from lightning_spmd.stages.capture.decisions import decision_program
+from lightning_spmd.stages.capture.holders import Attributes, Entry
 from lightning_spmd.stages.capture.host_scalar import TensorsFollowScalars, math_follows_scalars, scalar_of
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
-from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, has_step_of_its_own
 from lightning_spmd.stages.capture.python_state import (
-    AttributeSpy,
-    TrainerView,
-    complain_about_new_tensors,
-    learning_rates_followed,
-    python_state_unchanged,
+    PythonState,
+    settings_guard,
     submodules_guard,
-    trainer_seen_as,
+    tensor_kinds_guard,
 )
-from lightning_spmd.stages.capture.recorder import Recorder, in_section, location_of
+from lightning_spmd.stages.capture.recorder import Recorder, in_section
+from lightning_spmd.stages.capture.side_effects import Effect, complain_about_new_tensors
 from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
+from lightning_spmd.stages.capture.trainer_view import learning_rates_followed, trainer_seen_as
+from lightning_spmd.stages.capture.user_code import location_of
 
 _IN_WORDS = {Section.BACKWARD: "the backward pass", Section.CLIP: "gradient clipping"}
 _NO_DATA = "its data is not allocated yet"
@@ -69,6 +69,7 @@ class CaptureRequest:
         clip: called with the optimizer between backward and step; None for no clipping.
         step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
         tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
+        moving: places of Python numbers that are to be inputs, by path.
     """
 
     module: Any
@@ -83,10 +84,26 @@ class CaptureRequest:
     clip: Callable[[Any], None] | None
     step_context: Callable[[], contextlib.AbstractContextManager[Any]]
     tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    moving: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
 
 
-def capture(request: CaptureRequest) -> CapturedStep:
-    """Capture one variant of the training iteration.
+@dataclass(frozen=True)
+class Trace:
+    """What one look at a step gave.
+
+    Args:
+        step: the graph.
+        effects: what the step had changed of Python's state; it was undone.
+        error: what tells the user of the first effect, or None.
+    """
+
+    step: CapturedStep
+    effects: list[Effect]
+    error: CaptureError | None
+
+
+def trace(request: CaptureRequest) -> Trace:
+    """Trace one variant of the training iteration.
 
     Raises:
         CaptureError: training_step or the optimizer does something that one graph cannot express.
@@ -96,12 +113,15 @@ def capture(request: CaptureRequest) -> CapturedStep:
     while True:
         known = len(read), len(grown)
         try:
-            return _Capture(request, read, grown).run()
+            found = _Capture(request, read, grown).run()
         except Exception:
             # otherwise the step read a non-tensor leaf of the batch: again, with its value; or a list on the module
             # grew: again, with its items as recorded calls
             if (len(read), len(grown)) == known:
                 raise
+            continue
+        if (len(read), len(grown)) == known:
+            return found
 
 
 @dataclass
@@ -135,44 +155,54 @@ class _Capture:
         self.names = parameter_names(request.module, request.optimizer)
         optimizer = request.optimizer
         self.swap = None if optimizer is None else OptimizerSwap(optimizer, self.names, self.inputs)
-        self.spy = AttributeSpy(request.module)
-        self.view = TrainerView(request.trainer, self._host_value)
+        self.python = PythonState(
+            request.module,
+            optimizer,
+            request.trainer,
+            self.inputs.fake_of,
+            self._host_value,
+            lambda: bool(self.logs.calls),
+        )
+        self.recorder.watch = self.python.watch
         self.returned: Any = None
 
     def _host_value(self, name: str, value: Any) -> Any:
         return self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
 
-    def run(self) -> CapturedStep:
+    def run(self) -> Trace:
         request = self.request
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.python.following(request.moving, self._host_value))
             stack.enter_context(_grad_mode(request.variant))
             stack.enter_context(random_state_kept())
-            stack.enter_context(python_state_unchanged(request.module))
-            if not request.variant.backward:  # in training, what is appended would carry autograd's history
-                stack.enter_context(lists_followed(request.module, self.grown, self._appended))
+            stack.enter_context(self.python.kept())
             slots = stack.enter_context(private.module_tensors_replaced(request.module, self._twin))
             if self.swap is not None:
                 stack.enter_context(self.swap.active())
-            stack.enter_context(trainer_seen_as(request.module, self.view))
+            stack.enter_context(trainer_seen_as(request.module, self.python.view))
             stack.enter_context(learning_rates_followed(request.trainer, self._host_value))
             stack.enter_context(self.logs.active(request.module))
             stack.enter_context(_modules_followed(request.module, self.recorder))
             stack.enter_context(math_follows_scalars(self.recorder))
-            stack.enter_context(TensorsFollowScalars())
+            stack.enter_context(TensorsFollowScalars(self.python.content_of))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.tracing_context())
             batch = self._fake_batch()
             trained = [] if request.optimizer is None else self._trained_parameters(request.optimizer)
-            stack.enter_context(self.spy.active())
+            stack.enter_context(self.python.observed())
+            if not request.variant.backward:  # in training, what is appended would carry autograd's history
+                stack.enter_context(lists_followed(request.module, self.grown, self._appended))
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
             with explained(self.recorder, self._what):
-                if request.optimizer is None:
-                    self._step_alone(batch)
-                else:
-                    self._iteration(batch, trained, request.optimizer)
+                with self.python.watch.active():
+                    if request.optimizer is None:
+                        self._step_alone(batch)
+                    else:
+                        self._iteration(batch, trained, request.optimizer)
                 self._collect(slots)
-        return self._finish()
+        effects = self.python.effects
+        return Trace(self._finish(), effects, effects[0].error(self.python.watch.codes) if effects else None)
 
     def _what(self) -> str:
         """What is being captured, for messages."""
@@ -246,8 +276,17 @@ class _Capture:
         if request.clip is not None:
             with in_section(self.recorder, Section.CLIP):
                 request.clip(optimizer)
+        self._check_step(optimizer)
         with in_section(self.recorder, Section.OPTIMIZER):
             type(optimizer).step(optimizer)
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        """``step`` may be a function of the instance: a scheduler's counter is left out, the user's cannot be."""
+        self.python.sightings.root(Attributes, optimizer, "optimizer").see("step")
+        if has_step_of_its_own(optimizer):
+            raise CaptureError(
+                f"optimizer.step was replaced on the {type(optimizer).__name__} itself; override `step` in a subclass"
+            )
 
     def _forward(self, batch: Any) -> Tensor:
         request = self.request
@@ -318,12 +357,11 @@ class _Capture:
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()
         inputs = self.inputs.in_order()
-        self.spy.forget(self.grown)
         guards = [
             submodules_guard(request.module),
             frozen_guard(request.module),
-            *self.spy.guards(),
-            *self.view.guards.values(),
+            tensor_kinds_guard(request.module),
+            settings_guard(),
             *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
         ]
         leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
@@ -333,21 +371,13 @@ class _Capture:
         return CapturedStep(
             module,
             signature,
-            Guards(guards, leaves, predicate),
-            self._constants(),
+            Guards(guards, leaves, predicate, self.python.guard(self.grown)),
+            [self.python.reader_of(t) for t in recorder.constants],
             self.logs.calls,
             self.returned,
             request.variant,
+            {path: place.reader() for path, place in request.moving.items()},
         )
-
-    def _constants(self) -> list[Callable[[], Tensor]]:
-        """Readers of the tensors that the code reached: by place for a module's attribute, else the very tensor."""
-        places = self.spy.tensor_readers()
-        return [places.get(id(t)) or functools.partial(_same, t) for t in self.recorder.constants]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> dict[int, str]:

@@ -1,0 +1,162 @@
+"""Sees every frame of the user's code that runs while a step is captured, by a profile hook.
+
+At the start of a frame its arguments, closure and globals are looked at (``walk.py``), before it changes anything;
+so is what its calls give back to it. Calls of C functions whose answer no graph can hold (clocks) are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.stages.capture import attribute_spy
+from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of
+from lightning_spmd.stages.capture.same_state import SIMPLE
+from lightning_spmd.stages.capture.user_code import is_user_code
+from lightning_spmd.stages.capture.walk import Walk
+
+_CLOCKS = {
+    getattr(time, name)
+    for name in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+} | {os.urandom, os.getrandom if hasattr(os, "getrandom") else os.urandom}
+_CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
+_CLOCK_NAMES = frozenset({f.__name__ for f in _CLOCKS}) | _CLOCK_METHODS
+_OF_NO_INTEREST: frozenset[type] = SIMPLE | {
+    Tensor, torch.nn.Parameter, private.FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool,
+}  # fmt: skip
+_CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
+
+
+class FrameWatch:
+    """The profile hook.
+
+    Args:
+        walk: told what frames can see.
+    """
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk = walk
+        self.codes: list[CodeType] = []
+        self._facts: dict[int, CodeFacts | None] = {}
+        self._alive: list[CodeType] = []
+        self._problem: BaseException | None = None
+        self._on = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch while inside; another profile hook is put back at the end.
+
+        Raises:
+            CaptureError: something was seen that no graph can follow.
+        """
+        before = sys.getprofile()
+        self._on = True
+        sys.setprofile(self._seen)
+        try:
+            yield
+        finally:
+            self._on = False
+            sys.setprofile(None)
+            if callable(before):
+                sys.setprofile(before)
+            elif before is not None:  # cProfile: an object that is no function
+                before.enable()
+            if self._problem is not None:
+                raise self._problem
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing of interest happens inside."""
+        if not self._on:
+            yield
+            return
+        sys.setprofile(None)
+        try:
+            yield
+        finally:
+            sys.setprofile(self._seen)
+
+    # ------------------------------------------------------------------ events
+    def _seen(self, frame: FrameType, event: str, arg: Any) -> None:
+        try:
+            if event == "call":
+                facts = self._facts_of(frame)
+                if facts is not None:
+                    self._begins(frame, facts)
+            elif event == "return":
+                if type(arg) not in _OF_NO_INTEREST and frame.f_back is not None:
+                    facts = self._facts.get(id(frame.f_back.f_code))
+                    if facts is not None:
+                        self._gives_back(frame, arg, facts)
+            elif event == "c_call" and arg.__name__ in _CLOCK_NAMES:
+                self._asks_the_clock(frame, arg)
+        except Exception as problem:
+            self._problem = self._problem or problem  # raised again at the end: code on the way might swallow it
+            raise
+
+    def _facts_of(self, frame: FrameType) -> CodeFacts | None:
+        code = frame.f_code
+        key = id(code)
+        if key in self._facts:
+            return self._facts[key]
+        self._alive.append(code)
+        facts = self._facts[key] = None
+        if is_user_code(code, frame.f_globals):
+            facts = self._facts[key] = facts_of(code)
+            self.codes.append(code)
+            self.walk.look_at_globals(frame.f_globals, facts)
+            for name in facts.imports:
+                self._imported(name, frame.f_globals, facts)
+            if facts.environment:
+                self.walk.look_at_environment(facts)
+        return facts
+
+    def _imported(self, name: str, scope: dict[str, Any], facts: CodeFacts) -> None:
+        package = scope.get("__package__")
+        for candidate in (name, name.partition(".")[0], f"{package}.{name}"):
+            if candidate in sys.modules:
+                self.walk.look_at(sys.modules[candidate], candidate, facts)
+
+    def _begins(self, frame: FrameType, facts: CodeFacts) -> None:
+        code, values = frame.f_code, frame.f_locals
+        arguments = facts.arguments
+        if arguments and arguments[0] in values:
+            owner = values[arguments[0]]
+            self.walk.look_at_method(owner, code.co_name, facts)
+            if code.co_name in _CONSTRUCTORS:
+                self.walk.sightings.was_made_here(owner)
+        for name in arguments:
+            value = values.get(name)
+            if type(value) not in _OF_NO_INTEREST:
+                self.walk.look_at(value, f"{name} of {code.co_qualname}", facts)
+
+    def _gives_back(self, frame: FrameType, value: Any, facts: CodeFacts) -> None:
+        if frame.f_code.co_filename == attribute_spy.__file__:
+            return  # reading an attribute, which is noted there
+        look = self.walk.look_at if self._facts.get(id(frame.f_code)) is not None else self.walk.look_at_gift
+        look(value, f"what {frame.f_code.co_qualname}() gives", facts)
+
+    def _asks_the_clock(self, frame: FrameType, function: Any) -> None:
+        facts = self._facts.get(id(frame.f_code))
+        if facts is None or not (function in _CLOCKS or _is_clock_method(function)):
+            return
+        raise CaptureError(
+            f"training_step calls {function.__qualname__}(): the graph would repeat one answer for ever; call it in "
+            "on_train_batch_start or on_train_batch_end",
+            f"{frame.f_code.co_filename}:{frame.f_lineno}",
+        )
+
+
+def _is_clock_method(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and owner.__module__ == "datetime" and function.__name__ in _CLOCK_METHODS

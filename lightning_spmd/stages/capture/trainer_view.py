@@ -1,0 +1,97 @@
+"""The Trainer as training_step sees it while it is captured, and the schedulers' learning rates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.stages.capture.holders import Entry
+from lightning_spmd.stages.capture.host_scalar import Number
+from lightning_spmd.stages.capture.user_code import user_location
+
+_RESULTS = frozenset({"callback_metrics", "logged_metrics", "progress_bar_metrics"})
+
+
+class TrainerView:
+    """Counters become graph inputs, everything else is noted as read.
+
+    Args:
+        trainer: the real Trainer.
+        host_value: makes a number a graph input: ``(name, value) -> SymInt``.
+        see: notes an attribute of the Trainer; its value is what is read.
+        has_logged: whether the step called ``self.log`` already.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        host_value: Callable[[str, Number], Any],
+        see: Callable[[str], Entry],
+        has_logged: Callable[[], bool],
+    ) -> None:
+        for name, value in (("_real", trainer), ("_host_value", host_value), ("_see", see), ("_logged", has_logged)):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        real = object.__getattribute__(self, "_real")
+        if name in ("logger", "loggers"):
+            raise CaptureError(
+                "training_step uses self.logger: that call would run once, at capture; use self.log, or call the "
+                "logger in on_train_batch_end",
+                user_location(),
+            )
+        if name in ("global_step", "current_epoch"):
+            return object.__getattribute__(self, "_host_value")(f"trainer.{name}", getattr(real, name))
+        if name in _RESULTS and object.__getattribute__(self, "_logged")():
+            raise CaptureError(
+                f"training_step reads trainer.{name} after self.log: what was logged in this step is there only after "
+                "the graph ran; read it first, or keep the value itself",
+                user_location(),
+            )
+        getattr(real, name)  # raises what it raises
+        return object.__getattribute__(self, "_see")(name).value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise CaptureError(f"training_step assigns trainer.{name}; do it in a hook such as on_train_batch_end")
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] - isinstance(trainer, Trainer)
+        return type(object.__getattribute__(self, "_real"))
+
+
+@contextlib.contextmanager
+def trainer_seen_as(module: nn.Module, view: Any) -> Iterator[None]:
+    """Let every LightningModule below ``module`` see ``view`` as its Trainer."""
+    holders = [m for m in module.modules() if m.__dict__.get("_trainer") is not None]
+    saved = [m.__dict__["_trainer"] for m in holders]
+    for holder in holders:
+        holder.__dict__["_trainer"] = view
+    try:
+        yield
+    finally:
+        for holder, trainer in zip(holders, saved, strict=True):
+            holder.__dict__["_trainer"] = trainer
+
+
+def learning_rate_name(scheduler: int, group: int) -> str:
+    """Name of the host value behind ``lr_schedulers()[scheduler].get_last_lr()[group]``."""
+    return f"lr_schedulers.{scheduler}.last_lr.{group}"
+
+
+@contextlib.contextmanager
+def learning_rates_followed(trainer: Any, host_value: Callable[[str, Number], Any]) -> Iterator[None]:
+    """``get_last_lr()`` of the Trainer's schedulers gives graph inputs; training steps like to log it."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    with contextlib.ExitStack() as stack:
+        for index, scheduler in enumerate(schedulers):
+
+            def lift(group: int, value: Any, index: int = index) -> Any:
+                return host_value(learning_rate_name(index, group), value) if type(value) is float else value
+
+            stack.enter_context(private.last_learning_rates_replaced(scheduler, lift))
+        yield

@@ -1,0 +1,122 @@
+"""Whose code a frame is: the user's, or a library's whose own state is known (torch, Lightning, the standard library).
+
+What is installed beside them (transformers, timm) counts as the user's: nobody else looks at the state that it keeps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+from typing import Any
+
+_LIBRARIES = (
+    "torch",
+    "functorch",
+    "torchgen",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "torchmetrics",
+    "numpy",
+    "sympy",
+    "triton",
+    "lightning_spmd",
+)
+
+
+def _folders() -> tuple[str, ...]:
+    found: list[str] = []
+    for name in _LIBRARIES:
+        spec = importlib.util.find_spec(name)
+        found += [] if spec is None else [os.path.join(p, "") for p in spec.submodule_search_locations or ()]
+    return tuple(found)
+
+
+_LIBRARY_FOLDERS = _folders()
+_EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "examples", "")
+_CAPTURE = os.path.join(os.path.dirname(__file__), "trace.py")  # where a capture calls what the user wrote
+_STANDARD = tuple({os.path.join(sysconfig.get_path(k), "") for k in ("stdlib", "platstdlib")})
+_INSTALLED = ("site-packages", "dist-packages")
+_files: dict[str, bool] = {}
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a source file is not of torch, Lightning, torchmetrics, NumPy, this package or the standard library."""
+    known = _files.get(filename)
+    if known is None:
+        known = _files[filename] = _is_user_file(filename)
+    return known
+
+
+def _is_user_file(filename: str) -> bool:
+    if filename.startswith(_EXAMPLES):
+        return True
+    if filename.startswith(_LIBRARY_FOLDERS):
+        return False
+    return not filename.startswith(_STANDARD) or any(part in filename for part in _INSTALLED)
+
+
+def is_user_code(code: CodeType, scope: dict[str, Any]) -> bool:
+    """Whether a code object with these globals is the user's; generated code (dataclasses) is its module's."""
+    if not code.co_filename.startswith("<"):
+        return is_user_file(code.co_filename)
+    name = scope.get("__name__")
+    if name == "__main__":
+        return True
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is None:
+        return False
+    filename = getattr(module, "__file__", None)
+    return name not in sys.builtin_module_names if filename is None else is_user_file(filename)
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether a class is defined in the user's code, and so may keep state that nobody else knows of."""
+    module = sys.modules.get(kind.__module__)
+    filename = getattr(module, "__file__", None)
+    if filename is None:
+        return kind.__module__ not in sys.builtin_module_names
+    return is_user_file(filename)
+
+
+def user_location() -> str | None:
+    """``file:line`` of the innermost frame of the user's code, or None.
+
+    Only what capture called counts: behind it the stack holds the script's line with ``trainer.fit``. Where there is no
+    code of the user's, as in an optimizer or a layer of torch's own, its line there is taken.
+    """
+    frame: FrameType | None = inspect.currentframe()
+    else_taken = None
+    while frame is not None and frame.f_code.co_filename != _CAPTURE:
+        here = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if is_user_code(frame.f_code, frame.f_globals):
+            return here
+        if else_taken is None and _is_stated_in_torch(frame.f_code.co_filename):
+            else_taken = here
+        frame = frame.f_back
+    return else_taken
+
+
+def location_of(error: BaseException) -> str | None:
+    """``file:line`` of the user's code, else of torch's optimizer or layer, closest to where ``error`` was raised."""
+    found, else_taken, trace = None, None, error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        here = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
+        if is_user_code(frame.f_code, frame.f_globals):
+            found = here
+        elif _is_stated_in_torch(frame.f_code.co_filename):
+            else_taken = here
+        trace = trace.tb_next
+    return found or else_taken
+
+
+def _is_stated_in_torch(file: str) -> bool:
+    """Whether a file of torch holds code that a user chose by name; not what every optimizer or layer has in common."""
+    chosen = "/torch/optim/" in file or "/torch/nn/modules/" in file
+    return chosen and not file.endswith(("/optimizer.py", "/module.py"))
