@@ -21,6 +21,7 @@ from lightning_spmd.stages.expand.associate import partial_sums_first
 from lightning_spmd.stages.expand.attention_kernels import why_whole
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
+from lightning_spmd.stages.expand.ignored_rows import ignore_instead_of_cutting
 from lightning_spmd.stages.expand.propagate import propagate
 from lightning_spmd.stages.expand.sequences import cut_of, find_sequences, uncut
 from lightning_spmd.stages.expand.shared_casts import share_casts
@@ -62,6 +63,7 @@ def expand(
     signature = captured.signature
     graph = share_casts(captured.graph_module.graph, axes, plan)
     graph = partial_sums_first(graph, signature, axes, plan)
+    graph = ignore_instead_of_cutting(graph, axes, plan)
     axes, starts, whole = _sequences(graph, signature, axes, plan)
     banned: dict[fx.Node, str] = {}
     for _ in range(_ATTEMPTS):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_spmd.cost.attention import AttentionShape, gathered_bytes, ring_bytes
@@ -30,7 +29,7 @@ from tests.helpers.long_sequences import (
     text,
     words,
 )
-from tests.helpers.models import GPT, Block
+from tests.helpers.models import GPT
 from tests.helpers.simulate import expand_all, meshes_for
 from tests.helpers.tiny_capture import capture_module
 from tests.helpers.transformers_like import Llama
@@ -200,19 +199,3 @@ def test_a_batch_without_sequences_is_computed_by_all_ranks_and_says_so() -> Non
         step = last_rank(captured, 2)
     assert moved(step) == {}
     assert "nothing is split over context_parallel" in step.fallbacks[0]
-
-
-class Sliced(nn.Module):
-    """A language model that takes the whole text and shifts its own scores, as older code does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(Block(16, 4))
-        self.tokens, self.head = nn.Embedding(96, 16), nn.Linear(16, 96)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.inner(self.tokens(x)))
-
-
-def shifted_scores(model: nn.Module, x: Tensor) -> Tensor:
-    return F.cross_entropy(model(x)[:, :-1].reshape(-1, 96), x[:, 1:].reshape(-1), ignore_index=3)
