@@ -213,8 +213,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {
 UPDATED = [("replicated", "lists"), ("zero2", "one by one"), ("zero3", "lists"), ("zero3", "state born here")]
 
 
-@pytest.mark.parametrize(("data", "update"), UPDATED)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "data", "update"),
+    [
+        pytest.param(model, *updated, marks=() if (m + u) % 2 == 0 else pytest.mark.long)
+        for m, model in enumerate(MODELS)
+        for u, updated in enumerate(UPDATED)
+    ],
+)
 def test_a_mesh_trains_like_one_device(model: str, data: str, update: str) -> None:
     torch.manual_seed(0)
     make, plan, sequence = MODELS[model]

@@ -29,8 +29,14 @@ NAMES: dict[str, tuple[int, int] | None] = {
 }
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "sequence"),
+    [
+        pytest.param(name, sequence, marks=() if sequence == (n % 2 == 0) or n < 2 else pytest.mark.long)
+        for n, name in enumerate(NAMES)
+        for sequence in (False, True)
+    ],
+)
 def test_the_found_plan_equals_one_device(name: str, sequence: bool) -> None:
     model, batch = zoo.build(name, 4)
     keys = [k for k, v in batch.items() if hasattr(v, "shape")]
