@@ -91,6 +91,33 @@ def test_a_first_step_of_its_own_keeps_its_graph(use: Callable[..., Tensor], cap
     assert ours.captures == captures
 
 
+class OneTensorTwice(torch.optim.Optimizer):
+    """Keeps one tensor under two names: what is added to the one is read from the other."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["written"] = state["read"] = torch.zeros_like(p)
+                state["written"].add_(p.grad)
+                p.add_(state["read"], alpha=-group["lr"])
+        return loss
+
+
+def test_a_state_under_two_names_stays_one_tensor() -> None:
+    class Module(Net):
+        def configure_optimizers(self) -> Any:
+            return OneTensorTwice(self.parameters())
+
+    assert_as_eager(Module)
+
+
 def stops_later(average: Tensor, gradient: Tensor, new: bool) -> Tensor:
     if not new:
         raise KeyboardInterrupt
