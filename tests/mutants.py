@@ -194,8 +194,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "the norm for clipping is that of this rank's part",
         EXPAND,
         "stages/expand/rules/reductions.py",
-        "powers = call.all_reduce(call.call(aten.pow.Tensor_Scalar, local, power), axes)",
-        "powers = call.call(aten.pow.Tensor_Scalar, local, power)",
+        "powers = call.all_reduce(call.call(aten.pow.Tensor_Scalar, wide, power), axes)",
+        "powers = call.call(aten.pow.Tensor_Scalar, wide, power)",
         ("tests/stages/expand/test_sharded_state.py", f"{OPERATORS}"),
     ),
     Mutant(
@@ -234,8 +234,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a collective reads memory in the wrong order",
         EXPAND,
         "stages/expand/program.py",
-        "if not source.is_contiguous() or not self._lies_alike(operand):",
-        "if not self._lies_alike(operand):",
+        "if lazy or not source.is_contiguous() or not self._lies_alike(operand):",
+        "if lazy or not self._lies_alike(operand):",
         (f"{OPERATORS}", "tests/stages/expand/test_layouts.py", "tests/strategy/test_layouts.py"),
     ),
     Mutant(
