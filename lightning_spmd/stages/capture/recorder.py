@@ -314,9 +314,9 @@ class Recorder(private.TorchDispatchMode):
         real = self._shadows.get(id(tensor))
         if real is None:
             raise CaptureError(
-                f"a tensor's value is read{self._place()} (.item(), float(), bool(), `if tensor:`), which one graph "
-                f"cannot express: that of {_described(source)}; keep it a tensor (torch.where for `if`), or move "
-                "the read to on_train_batch_end",
+                "a tensor's value is read in Python (.item(), float(), bool(), `if tensor:`)"
+                f"{self._place()}, that of {_described(source)}, which one graph cannot express; keep it a tensor "
+                "(torch.where instead of `if`), or move the read to on_train_batch_end",
                 self._location(),
             )
         node = self.graph.call_function(_READ_VALUE, (source,))

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _SORTS = (aten.sort, aten.argsort)
+# local programs of their own, for a rank with a single row, that do not look at the rows' order
+_ROW_BY_ROW = (aten.squeeze, aten.squeeze_copy)
 _COPIES = (aten.clone, aten._to_copy, aten.empty_like)
 
 
@@ -225,7 +227,7 @@ def _inside(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
             p == call.current[i] if i in known else not isinstance(p, Shard) and p == call.current[i]
             for i, p in enumerate(layout.inputs)
         )
-        if fits and layout.emit is None:
+        if fits and (layout.emit is None or call.op.overloadpacket in _ROW_BY_ROW):
             bag = first(known.values(), "bag of rows")
             return Route(layout, tuple(bag if isinstance(p, Shard) else None for p in layout.outputs))
     return None
