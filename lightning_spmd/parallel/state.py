@@ -246,7 +246,7 @@ def _laid_out(parameter: Tensor, placements: Placements, state: StateMesh, stagi
         return state.shard(parameter.detach(), placements)
     if parameter.device_mesh == state.mesh.state_mesh:
         if state.placements_of(parameter) == placements:
-            return state.wrap(private.local_tensor(parameter).detach(), parameter.shape, placements)
+            return state.wrap(private.local_tensor(parameter).detach(), TensorSpec.of(parameter), placements)
         return state.shard(state.whole(parameter), placements)
     if staging is not None and parameter.device_mesh == staging.mesh.state_mesh:
         return state.shard(staging.whole(parameter), placements)
