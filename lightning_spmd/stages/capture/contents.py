@@ -37,6 +37,11 @@ def refill_array(array: Any, saved: Any) -> None:
         array[...] = saved
 
 
+def bytes_of_buffer(value: Any) -> bytes:
+    """What an object of C keeps in memory that it lends: ``ctypes``, ``mmap``."""
+    return memoryview(value).tobytes()
+
+
 def bytes_of_tensor(tensor: Any) -> Any:
     """What is compared of a tensor whose values become Python's; None if there is no such tensor any more."""
     if not isinstance(tensor, Tensor) or tensor.nbytes > MOST_BYTES:

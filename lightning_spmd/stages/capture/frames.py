@@ -7,6 +7,7 @@ so is what its calls give back to it. Calls of C functions whose answer no graph
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -22,15 +23,18 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.stages.capture import attribute_spy
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of
 from lightning_spmd.stages.capture.same_state import SIMPLE
-from lightning_spmd.stages.capture.user_code import is_user_code
+from lightning_spmd.stages.capture.user_code import is_installed, is_standard, is_user_code
 from lightning_spmd.stages.capture.walk import Walk
 
 _CLOCKS = {
     getattr(time, name)
     for name in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
-} | {os.urandom, os.getrandom if hasattr(os, "getrandom") else os.urandom}
+}
+_FROM_OUTSIDE = {io.open, os.open, os.urandom, os.listdir, os.stat}
 _CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
-_CLOCK_NAMES = frozenset({f.__name__ for f in _CLOCKS}) | _CLOCK_METHODS
+_ASKED = frozenset(f.__name__ for f in _CLOCKS | _FROM_OUTSIDE) | _CLOCK_METHODS
+# Files that Python reads for itself: source lines of a warning, modules at their first import.
+_OF_PYTHON = ("linecache.py", "tokenize.py", "warnings.py", "traceback.py", "inspect.py", "logging/__init__.py")
 _OF_NO_INTEREST: frozenset[type] = SIMPLE | {
     Tensor, torch.nn.Parameter, private.FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool,
 }  # fmt: skip
@@ -98,8 +102,8 @@ class FrameWatch:
                     facts = self._facts.get(id(frame.f_back.f_code))
                     if facts is not None:
                         self._gives_back(frame, arg, facts)
-            elif event == "c_call" and arg.__name__ in _CLOCK_NAMES:
-                self._asks_the_clock(frame, arg)
+            elif event == "c_call" and arg.__name__ in _ASKED:
+                self._asks(frame, arg)
         except Exception as problem:
             self._problem = self._problem or problem  # raised again at the end: code on the way might swallow it
             raise
@@ -146,15 +150,33 @@ class FrameWatch:
         look = self.walk.look_at if self._facts.get(id(frame.f_code)) is not None else self.walk.look_at_gift
         look(value, f"what {frame.f_code.co_qualname}() gives", facts)
 
-    def _asks_the_clock(self, frame: FrameType, function: Any) -> None:
-        facts = self._facts.get(id(frame.f_code))
-        if facts is None or not (function in _CLOCKS or _is_clock_method(function)):
-            return
-        raise CaptureError(
-            f"training_step calls {function.__qualname__}(): the graph would repeat one answer for ever; call it in "
-            "on_train_batch_start or on_train_batch_end",
-            f"{frame.f_code.co_filename}:{frame.f_lineno}",
-        )
+    def _asks(self, frame: FrameType, function: Any) -> None:
+        """A frame calls a function of C whose answer may be another one each time."""
+        asking: FrameType | None = None
+        if function in _FROM_OUTSIDE:
+            asking = _asking_frame(frame)
+        elif (function in _CLOCKS or _is_clock_method(function)) and self._facts.get(id(frame.f_code)) is not None:
+            asking = frame
+        if asking is not None:
+            raise CaptureError(
+                f"training_step calls {function.__qualname__}(): the graph would repeat one answer for ever; call it "
+                "in on_train_batch_start or on_train_batch_end",
+                f"{asking.f_code.co_filename}:{asking.f_lineno}",
+            )
+
+
+def _asking_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame of the user's own code on whose behalf the standard library or NumPy asks, if it is one's."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith(_OF_PYTHON) or file.startswith("<frozen"):
+            return None
+        if is_user_code(frame.f_code, frame.f_globals):
+            return None if is_installed(file) else frame
+        if not (is_standard(file) or f"{os.sep}numpy{os.sep}" in file):
+            return None
+        frame = frame.f_back
+    return None
 
 
 def _is_clock_method(function: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import CellType, FunctionType
@@ -274,11 +275,17 @@ class Closure(Holder):
 
 
 class Behind(Holder):
-    """What a weak reference or a context variable stands for. The only entry is ``""``."""
+    """What a weak reference or proxy or a context variable stands for. The only entry is ``""``."""
 
     @staticmethod
     def peek(subject: Any, key: Any) -> Any:
-        return subject.get(MISSING) if isinstance(subject, ContextVar) else subject()
+        kind = type(subject)
+        if issubclass(kind, ContextVar):
+            return subject.get(MISSING)
+        try:
+            return subject.__dir__.__self__ if issubclass(kind, weakref.ProxyTypes) else subject()
+        except ReferenceError:
+            return MISSING
 
     def put(self, key: Any, value: Any) -> None:
         if not isinstance(self.subject, ContextVar) or value is MISSING:
@@ -286,7 +293,7 @@ class Behind(Holder):
         self.subject.set(value)
 
     def label(self, key: Any) -> str:
-        return f"{self.path}{'.get()' if isinstance(self.subject, ContextVar) else '()'}"
+        return f"{self.path}{'()' if isinstance(self.subject, weakref.ref) else ''}"
 
 
 class Entries(Holder):
@@ -302,22 +309,28 @@ class Entries(Holder):
             return MISSING
 
     def put(self, key: Any, value: Any) -> None:
+        kind = self.plain_kind(self.subject)
         if value is MISSING:
-            dict.pop(self.subject, key, None)
+            kind.pop(self.subject, key, None)
         else:
-            dict.__setitem__(self.subject, key, value)
+            kind.__setitem__(self.subject, key, value)
 
     def label(self, key: Any) -> str:
         return f"{self.path}[{key!r}]"
 
     @staticmethod
     def keys(subject: Any) -> list[Any]:
-        return list(dict.keys(subject))
+        return list(Entries.plain_kind(subject).keys(subject))
+
+    @staticmethod
+    def plain_kind(subject: Any) -> Any:
+        return collections.OrderedDict if isinstance(subject, collections.OrderedDict) else dict
 
     def refill(self, items: list[tuple[Any, Any]]) -> None:
-        dict.clear(self.subject)
+        kind = self.plain_kind(self.subject)
+        kind.clear(self.subject)
         for key, value in items:
-            dict.__setitem__(self.subject, key, value)
+            kind.__setitem__(self.subject, key, value)
 
 
 class Items(Holder):

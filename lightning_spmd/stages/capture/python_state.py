@@ -36,13 +36,14 @@ from lightning_spmd.stages.capture.holders import (
     Variables,
 )
 from lightning_spmd.stages.capture.host_scalar import Number, scalar_of
+from lightning_spmd.stages.capture.kinds import BOOKKEEPING, TORCH_INTERNALS
 from lightning_spmd.stages.capture.same_state import is_simple
 from lightning_spmd.stages.capture.side_effects import Effect, is_of_capture, module_unchanged, undo_effects
 from lightning_spmd.stages.capture.sightings import EMPTY, Sightings
 from lightning_spmd.stages.capture.state_guard import StateGuard
 from lightning_spmd.stages.capture.trainer_view import TrainerView
 from lightning_spmd.stages.capture.user_code import is_user_class, user_location
-from lightning_spmd.stages.capture.walk import BOOKKEEPING, TORCH_INTERNALS, Walk
+from lightning_spmd.stages.capture.walk import Walk
 
 _TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -8,21 +8,23 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.stages.capture.code_facts import line_that_changes
 from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Cell, Content, Entry, Holder
+from lightning_spmd.stages.capture.kinds import BOOKKEEPING, TORCH_INTERNALS, attributes_of, slots_of
 from lightning_spmd.stages.capture.same_state import MISSING, is_simple, same_simple
 from lightning_spmd.stages.capture.sightings import Sightings
-from lightning_spmd.stages.capture.walk import BOOKKEEPING, TORCH_INTERNALS
 
+_DEEPEST = 8
 _ADVICE = (
     "that statement would run once, at capture, and never again. Register tensors with register_buffer, or do it in "
     "on_train_batch_end"
@@ -54,8 +56,8 @@ class Effect:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is there now are numbers, texts and the like, which could stay."""
-        return not isinstance(self.holder, Content) and all(is_simple(value) for _, value in self._after)
+        """Whether what is there now are numbers, texts, and objects and containers of such, which could stay."""
+        return not isinstance(self.holder, Content) and all(_is_plain(value, 0) for _, value in self._after)
 
     def undo(self) -> None:
         """Put back what was there."""
@@ -76,6 +78,21 @@ class Effect:
         """What tells the user."""
         place = self.holder.place if self.entry is None else self.entry
         return CaptureError(f"training_step changes {self.path}; {_ADVICE}", _line(codes, place))
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    kind = type(value)
+    if value is MISSING or is_simple(value):
+        return True
+    if depth > _DEEPEST or issubclass(kind, (Tensor, nn.Module)):
+        return False
+    if issubclass(kind, dict):
+        inside = [*dict.keys(value), *dict.values(value)]
+    elif issubclass(kind, (list, tuple, set, deque)):
+        inside = list(value)
+    else:
+        inside = None if (attributes := attributes_of(value)) is None or slots_of(kind) else list(attributes.values())
+    return inside is not None and all(_is_plain(item, depth + 1) for item in inside)
 
 
 def undo_effects(sightings: Sightings) -> list[Effect]:

@@ -68,7 +68,7 @@ class Sightings:
             self.holders.append(holder)
         elif place is not None and holder.place is None and not holder.root:
             holder.lead_from(place)  # met before as an argument, now where it lasts
-        elif holder.place is not place:
+        elif place is not None and holder.place is not place:
             holder.shared = True
         return holder  # type: ignore[return-value] - filed under its kind
 

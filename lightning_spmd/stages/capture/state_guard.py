@@ -86,6 +86,7 @@ class StateGuard:
         for entry, number in self._number.items():
             self._mine.setdefault(entry.holder, []).append(number)
         self._sort()
+        self._kinds = _kinds(self._tensors)
 
     def _sort(self) -> None:
         """Prepare the questions: which place is asked how."""
@@ -114,6 +115,9 @@ class StateGuard:
         self._dicts = [plain_dict_of(self.entries[n].holder) for n in self._in_dicts]
         self._keys = [self.entries[n].key for n in self._in_dicts]
         self._calls = [_prepared_call(self.entries[n]) for n in self._by_calls]
+        tensors = [(n, v) for n, v in enumerate(self._expected) if isinstance(v, Tensor)]
+        self._tensors = [tensor for _, tensor in tensors]
+        self._tensor_numbers = [n for n, _ in tensors]
         self._in_dicts_expected = [self._expected[n] for n in self._in_dicts]
         self._by_calls_expected = [self._expected[n] for n in self._by_calls]
 
@@ -126,7 +130,8 @@ class StateGuard:
         if not self._free.isdisjoint(numbers):
             return lambda: False  # looked at one by one
         if isinstance(holder, Entries):
-            size, get_keys, get_values = dict.__len__, dict.keys, dict.values
+            kind = holder.plain_kind(subject)
+            size, get_keys, get_values = kind.__len__, kind.keys, kind.values
             return lambda: (
                 size(subject) == count
                 and all(map(operator.is_, get_values(subject), values))
@@ -146,12 +151,20 @@ class StateGuard:
         """What is not as it was, after taking over what is another object and yet the same."""
         suspects = self._suspects()
         if not suspects:
-            return []
+            return self._other_kinds()
         found = [change for number in sorted(n for n in suspects if n >= 0) for change in self._examine(number)]
         found += [change for holder, numbers in self._mine.items() if not numbers for change in self._other(holder)]
         if self._moved:
             self._sort()
-        return found
+        return found or self._other_kinds()
+
+    def _other_kinds(self) -> list[Change]:
+        """Tensors that are the very objects that they were and yet have another shape, or require gradients now."""
+        kinds = _kinds(self._tensors)
+        if kinds == self._kinds:
+            return []
+        pairs = zip(self._tensor_numbers, zip(*self._kinds, strict=True), zip(*kinds, strict=True), strict=True)
+        return [Change(self.entries[n].path, _Kind(old), _Kind(new)) for n, old, new in pairs if old != new]
 
     def _suspects(self) -> list[int]:
         """Numbers of entries, parents before children; -1 for an empty container."""
@@ -253,6 +266,23 @@ class StateGuard:
             holder.subject = new
             for inner in self._watched(holder):
                 self._take_over(inner, holder.peek(new, inner.key))
+
+
+def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
+    sizes, strides = list(map(Tensor.size, tensors)), list(map(Tensor.stride, tensors))
+    return sizes, strides, [t.dtype for t in tensors], [t.requires_grad for t in tensors]
+
+
+class _Kind:
+    """The kind of a tensor, in a message."""
+
+    def __init__(self, kind: tuple[Any, ...]) -> None:
+        size, stride, dtype, requires_grad = kind
+        self._text = f"{str(dtype)[6:]}{list(size)} with strides {list(stride)}"
+        self._text += ", requiring gradients" if requires_grad else ""
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 class _Items:

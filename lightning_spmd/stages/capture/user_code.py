@@ -53,12 +53,22 @@ def is_user_file(filename: str) -> bool:
     return known
 
 
+def is_installed(filename: str) -> bool:
+    """Whether a source file belongs to a package that was installed."""
+    return any(part in filename for part in _INSTALLED)
+
+
+def is_standard(filename: str) -> bool:
+    """Whether a source file belongs to the standard library."""
+    return filename.startswith(_STANDARD) and not is_installed(filename)
+
+
 def _is_user_file(filename: str) -> bool:
     if filename.startswith(_EXAMPLES):
         return True
     if filename.startswith(_LIBRARY_FOLDERS):
         return False
-    return not filename.startswith(_STANDARD) or any(part in filename for part in _INSTALLED)
+    return not is_standard(filename)
 
 
 def is_user_code(code: CodeType, scope: dict[str, Any]) -> bool:

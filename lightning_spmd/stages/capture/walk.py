@@ -8,13 +8,13 @@ are told by their type alone: asking an object (``isinstance``, ``hasattr``) wou
 
 from __future__ import annotations
 
-import argparse
+import array
 import collections
+import contextlib
 import contextvars
 import enum
 import functools
 import gc
-import itertools
 import os
 import sys
 import threading
@@ -31,7 +31,15 @@ from torchmetrics import Metric
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of, line_that_changes
-from lightning_spmd.stages.capture.contents import MOST_ITEMS, RandomKind, array_content, random_kinds, refill_array
+from lightning_spmd.stages.capture.contents import (
+    MOST_BYTES,
+    MOST_ITEMS,
+    RandomKind,
+    array_content,
+    bytes_of_buffer,
+    random_kinds,
+    refill_array,
+)
 from lightning_spmd.stages.capture.holders import (
     CANNOT_BE_PUT,
     Attributes,
@@ -49,6 +57,23 @@ from lightning_spmd.stages.capture.holders import (
     Members,
     Variables,
 )
+from lightning_spmd.stages.capture.kinds import (
+    BOOKKEEPING,
+    CONTAINERS,
+    DATA_DESCRIPTORS,
+    ITERATORS,
+    LIGHTNING,
+    OPERATORS,
+    PLAIN_DATA,
+    STATELESS,
+    SWAPPED,
+    TORCH_INTERNALS,
+    WITHOUT_STATE,
+    WRAPPERS,
+    attributes_of,
+    is_on,
+    slots_of,
+)
 from lightning_spmd.stages.capture.same_state import MISSING, SIMPLE, is_simple
 from lightning_spmd.stages.capture.sightings import Sightings
 from lightning_spmd.stages.capture.user_code import is_user_class, is_user_code, is_user_file
@@ -57,21 +82,6 @@ MOST_VISITS = 50_000
 """A walk that met more stops there, and says so."""
 _DEEPEST = 24
 _SEVERAL = 8  # items of a long container that are compared, at either end
-
-TORCH_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-BOOKKEEPING = frozenset({"_current_fx_name", "_trainer", "_fabric", "log", "print"})
-"""Lightning's own: the hook that runs (set around each), and what capture replaces."""
-_SWAPPED = frozenset({"param_groups", "state"})
-_LIGHTNING = ("lightning", "pytorch_lightning")
-_WRAPPERS = ("collections", "weakref", "queue")  # their data lies in attributes that no user's code names
-_PLAIN_DATA = (types.SimpleNamespace, argparse.Namespace)
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
-_ITERATORS = (
-    types.GeneratorType, *(type(iter(c)) for c in ([], (), {}, {}.values(), {}.items(), set(), "", range(0))),
-    enumerate, zip, map, filter, reversed, itertools.count, itertools.cycle, itertools.chain, itertools.repeat,
-    itertools.islice, itertools.product, itertools.permutations, itertools.combinations, itertools.accumulate,
-    itertools.starmap, itertools.takewhile, itertools.dropwhile, itertools.zip_longest,
-)  # fmt: skip
 
 Visit = Callable[[Any, str, "Entry | None", CodeFacts, int], None]
 
@@ -103,7 +113,7 @@ class Walk:
     def look_at(self, value: Any, path: str, facts: CodeFacts) -> None:
         """A frame with these facts has ``value``. Containers that were met nowhere else are the step's own."""
         place = self.sightings.places.get(id(value))
-        if issubclass(type(value), _CONTAINERS) and not self.sightings.was_met(value):
+        if issubclass(type(value), CONTAINERS) and not self.sightings.was_met(value):
             return
         self._visit(value, path if place is None else place.path, place, facts, 0)
 
@@ -202,12 +212,12 @@ class Walk:
             ((staticmethod, classmethod), self._fields("__func__")),
             (types.ModuleType, self._python_module),
             (type, self._class),
-            ((weakref.ref, contextvars.ContextVar), self._behind),
+            ((weakref.ref, *weakref.ProxyTypes, contextvars.ContextVar), self._behind),
             (types.MappingProxyType, self._proxy),
             (threading.local, self._thread_local),
             (type(functools.cache(lambda: None)), self._cached),
-            (_ITERATORS, self._iterator),
-            (bytearray, self._whole(bytes)),
+            (ITERATORS, self._iterator),
+            ((bytearray, memoryview, array.array), self._whole(bytes)),
             *((kind.kinds, self._random(kind)) for kind in random_kinds()),
         ]
         numpy = sys.modules.get("numpy")
@@ -263,28 +273,38 @@ class Walk:
         kind = type(value)
         top = kind.__module__.partition(".")[0]
         own = is_user_class(kind)
-        plain = own or kind in _PLAIN_DATA
-        everything = (facts.everything and plain) or top in _WRAPPERS
-        attributes, slots = _attributes_of(value), _slots(kind)
-        names = facts.names - _SWAPPED if top in _LIGHTNING else facts.names
+        plain = own or kind in PLAIN_DATA
+        everything = (facts.everything and plain) or top in WRAPPERS
+        attributes, slots = attributes_of(value), slots_of(kind)
+        names = facts.names - SWAPPED if top in LIGHTNING else facts.names
         if attributes is not None:
             holder = self.sightings.holder(Attributes, value, path, place)
             for name in list(attributes) if everything else names & attributes.keys():
                 self._see(holder, name, facts, depth)
             for name in names - attributes.keys():
-                if _is_on(kind, name) or (plain and name in facts.constants):
+                if is_on(kind, name) or name in facts.constants:
                     holder.see(name)  # may come, over the class's or where `hasattr` looks
         if slots:
             fields = self.sightings.holder(Fields, value, path, place)
             for name in slots if everything else names & slots:
                 self._see(fields, name, facts, depth)
-        if top in _LIGHTNING:  # properties whose frames are not looked at
+        if not own and top not in OPERATORS:  # properties whose frames are not looked at
             fields = self.sightings.holder(Fields, value, path, place)
             for name in names:
-                if isinstance(getattr(kind, name, None), property):
+                if isinstance(getattr(kind, name, None), DATA_DESCRIPTORS):
                     self._see(fields, name, facts, depth)
         self._class_attributes(kind, facts, depth)
-        if own and attributes is None and not slots and not issubclass(kind, _CONTAINERS):
+        if attributes is None and not slots and not issubclass(kind, (*CONTAINERS, *STATELESS)):
+            self._opaque(value, path, place)
+
+    def _opaque(self, value: Any, path: str, place: Entry | None) -> None:
+        """An object of C: what it keeps in a buffer can be read, the rest cannot."""
+        with contextlib.suppress(TypeError, ValueError, BufferError):
+            if memoryview(value).nbytes <= MOST_BYTES:
+                self._content(value, path, place, bytes_of_buffer)
+                return
+        kind = type(value)
+        if kind.__module__ not in WITHOUT_STATE:
             self.sightings.untold.setdefault(path, f"is a {kind.__qualname__}, whose state Python cannot read")
 
     def _class_attributes(self, kind: type, facts: CodeFacts, depth: int) -> None:
@@ -340,7 +360,7 @@ class Walk:
         optimizer = self.sightings.optimizer
         if value is optimizer:
             holder = self.sightings.root(Attributes, value, "optimizer")
-            for name in (facts.names & value.__dict__.keys()) - _SWAPPED:
+            for name in (facts.names & value.__dict__.keys()) - SWAPPED:
                 self._see(holder, name, facts, depth)
             self._class_attributes(type(value), facts, depth)
         elif optimizer is not None and place is not None and place.holder.subject is optimizer:
@@ -423,11 +443,15 @@ class Walk:
         holder.see("")
         return holder
 
-    def _array(self, value: Any, path: str, place: Entry | None, facts: CodeFacts, _: int) -> None:
+    def _array(self, value: Any, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
         whole = array_content(value)[0] == "all"
         if not whole:
             self.sightings.untold.setdefault(path, f"has {value.nbytes} bytes, of which a sample is compared")
         self._content(value, path, place, array_content, saved=value.copy() if whole else None, restore=refill_array)
+        if value.dtype == object and value.size <= MOST_ITEMS:
+            for index, item in enumerate(value.ravel().tolist()):
+                self._visit(item, f"{path}.flat[{index}]", None, facts, depth + 1)
+                self.sightings.lasts(item)
 
     def _whole(self, read: Callable[[Any], Any]) -> Visit:
         def visit(value: Any, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
@@ -461,27 +485,3 @@ def _where(facts: CodeFacts, place: Entry) -> str | None:
     keys = (entry.key for entry in place.way())
     lines = (line_that_changes([facts.code], key) for key in keys if isinstance(key, str))
     return next((line for line in lines if line is not None), None)
-
-
-def _attributes_of(value: Any) -> dict[str, Any] | None:
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-    return found if type(found) is dict else None
-
-
-def _is_on(kind: type, name: str) -> bool:
-    return any(name in vars(base) for base in kind.__mro__[:-1])
-
-
-@functools.cache
-def _slots(kind: type) -> frozenset[str]:
-    found = (
-        name
-        for base in kind.__mro__
-        if is_user_class(base)
-        for name, value in vars(base).items()
-        if isinstance(value, types.MemberDescriptorType)
-    )
-    return frozenset(found)
