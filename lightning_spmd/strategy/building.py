@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError, ExpansionError, SPMDError
+from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.messages import tell
@@ -77,6 +77,8 @@ class GraphBuilder:
             for listener in self._context.listeners:
                 listener(event)
 
+        if self._context.newcomers is not None:
+            self._context.newcomers.share()
         executable, problem = None, None
         tell("capture")
         try:
@@ -180,6 +182,12 @@ class GraphBuilder:
             context.streams,
             None if self._state_mesh is None else self._state_mesh.wrap,
         )
+        if whole := state.whole_ones(graphs.main):
+            raise ConfigurationError(
+                f"{', '.join(whole)} came into the module after the start of the run, whole, and the plan keeps each "
+                "rank's part of them. With parameters in parts replace layers before fit or in configure_model; or use "
+                "data_parallel='replicate' or 'zero2'"
+            )
         captured.guards.values.append(state.layout_guard(graphs.main))
         if not graphs.deferrable:
             self._tell_about_overlap(captured, graphs)

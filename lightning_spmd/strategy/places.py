@@ -21,6 +21,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.messages import warn
 from lightning_spmd.stages.runtime.control import THE_END, ControlPlane, Place, StepVote
+from lightning_spmd.strategy.newcomers import Newcomers
 
 _LIMITS = {"training": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
@@ -41,9 +42,11 @@ class Moment:
     stops: bool = False
     told_to_stop: bool = False
 
-    def meet(self, control: ControlPlane) -> None:
-        """Make sure that all ranks are here, and act on what they say; see :meth:`check`."""
-        self.check(control, control.vote(self.place, None, 0, 0, ends=self.ends, stop=self.told_to_stop))
+    def meet(self, control: ControlPlane, flag: bool = False) -> bool:
+        """Make sure that all ranks are here, and act on what they say (:meth:`check`); whether a rank has a flag."""
+        vote = control.vote(self.place, None, int(flag), 0, ends=self.ends, stop=self.told_to_stop)
+        self.check(control, vote)
+        return vote.rows[1] > 0
 
     def check(self, control: ControlPlane, vote: StepVote) -> None:
         """Act on what all ranks said of themselves.
@@ -188,13 +191,15 @@ def compare_training_batches(module: Any, control: ControlPlane | None) -> None:
         )
 
 
-def meet_in_training(module: Any, control: ControlPlane | None) -> None:
+def meet_in_training(module: Any, control: ControlPlane | None, newcomers: Newcomers | None) -> None:
     """The eager path's exchange before each batch: the reduction of its gradients needs all ranks as well."""
     if control is not None:
         trainer = module.trainer
         applies = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
         fetches_itself = "dataloader_iter" in inspect.signature(module.training_step).parameters
-        training_moment(trainer, applies=applies, knows_the_end=not fetches_itself).meet(control)
+        moment = training_moment(trainer, applies=applies, knows_the_end=not fetches_itself)
+        if moment.meet(control, newcomers is not None and newcomers.among_parameters()) and newcomers is not None:
+            newcomers.share()
 
 
 def meet_after_backward(module: Any, control: ControlPlane, count: int) -> None:

@@ -17,6 +17,7 @@ from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.strategy.newcomers import Newcomers
 
 
 class FellBack(Exception):
@@ -56,6 +57,7 @@ class RunContext:
         dump_dir: where every stage's graph is written, or None.
         options: pass list and bucket size.
         plan: the parallel plan of a variant's graph.
+        newcomers: what joins the module in mid-run; None where nobody has to share it.
     """
 
     module: Any
@@ -69,6 +71,7 @@ class RunContext:
     dump_dir: Path | None
     options: BuildOptions
     plan: Callable[[Variant], ParallelPlan]
+    newcomers: Newcomers | None = None
 
     def step_context(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """What the precision plugin puts around a step method, and so around the calls that it makes."""

@@ -40,6 +40,7 @@ from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import begin_alike, gradients_of
 from lightning_spmd.strategy.modes import ModeOfRun
+from lightning_spmd.strategy.newcomers import Newcomers
 from lightning_spmd.strategy.options import checked_options
 from lightning_spmd.strategy.overlap import FinishPendingWork, explain, finish_in_time, readers_between_batches
 from lightning_spmd.strategy.places import (
@@ -162,6 +163,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         self._backward_passes = 0  # of the current batch, on the eager path
         self._eager_apply = False
         self._modes = ModeOfRun()
+        self._newcomers: Newcomers | None = None
         self._held: dict[str, Tensor] = {}
 
     # ------------------------------------------------------------------ setup
@@ -183,7 +185,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._evaluation = None
+        self._evaluation, self._newcomers = None, None
         self._modes.begin()
         meet_at_borders(trainer, self._control)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -224,18 +226,12 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
                 "register_buffer (or as parameters), so that they move with the module"
             )
         self._iteration = None
+        self._newcomers = None if self._control is None else Newcomers(module, self._control)
         if self.mode is Mode.EAGER:
             return
-        overlap = self._overlaps(trainer, module)
-        self._iteration = TrainingIteration(
-            self._run_context(
-                module,
-                self.optimizers[0],
-                self._new_streams(),
-                self.dump_dir,
-                dataclasses.replace(self.build_options, overlap_iterations=overlap),
-            )
-        )
+        options = dataclasses.replace(self.build_options, overlap_iterations=self._overlaps(trainer, module))
+        optimizer, streams = self.optimizers[0], self._new_streams()
+        self._iteration = TrainingIteration(self._run_context(module, optimizer, streams, self.dump_dir, options))
 
     def _run_context(
         self,
@@ -258,6 +254,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             dump_dir=dump_dir,
             options=options,
             plan=self._plan,
+            newcomers=self._newcomers,
         )
 
     @override
@@ -343,7 +340,7 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         iteration = self._compiled_iteration()
         self._backward_passes = 0
         if iteration is None:
-            meet_in_training(self.lightning_module, self._control)
+            meet_in_training(self.lightning_module, self._control, self._newcomers)
             return self._eagerly("training_step", super().training_step, args, kwargs)
         variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
         self._drop_zeroed_gradients(iteration)

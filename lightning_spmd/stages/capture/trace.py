@@ -362,6 +362,7 @@ class _Capture:
             frozen_guard(request.module),
             tensor_kinds_guard(request.module),
             settings_guard(),
+            *([] if request.optimizer is None else [trained_guard(request.module, request.optimizer)]),
             *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
         ]
         leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
@@ -397,6 +398,17 @@ def frozen_guard(module: nn.Module) -> ValueGuard:
         return tuple([name for name, tensors, key in slots if not tensors[key].requires_grad])
 
     return ValueGuard("the frozen parameters", frozen, frozen())
+
+
+def trained_guard(module: nn.Module, optimizer: Optimizer) -> ValueGuard:
+    """A parameter that takes another one's place is not the one that the optimizer updates."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    slots = [(n, t, k, t[k]) for n, (t, k) in private.tensor_slots(module).items() if id(t[k]) in trained]
+
+    def replaced() -> tuple[str, ...]:
+        return tuple([name for name, tensors, key, parameter in slots if tensors.get(key) is not parameter])
+
+    return ValueGuard("the parameters of the module that are the optimizer's", replaced, replaced())
 
 
 def in_memory_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
@@ -118,6 +119,14 @@ class LiveState:
             return lambda: optimizer.param_groups[group][name][index]
         group, name = key
         return lambda: optimizer.param_groups[group][name]
+
+    def whole_ones(self, step: ShardedStep) -> list[str]:
+        """Parameters and buffers of which the graph wants this rank's part, and which are no DTensors."""
+        kinds = (InputRole.PARAMETER, InputRole.BUFFER)
+        entries = [entry for _, entry in step.signature.inputs_of(*kinds) if in_parts(entry.placements)]
+        reads = [self._reader(entry, ()) for entry in entries]
+        found = zip(entries, reads, strict=True)
+        return [entry.name for entry, read in found if callable(read) and not isinstance(read(), DTensor)]
 
     def layout_guard(self, step: ShardedStep) -> ValueGuard:
         """A guard on how parameters, buffers and state lie in memory: kernels, views and collectives depend on it.
