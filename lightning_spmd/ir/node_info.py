@@ -78,6 +78,13 @@ def info_of(node: fx.Node) -> NodeInfo:
     return node.meta.get("info", _UNKNOWN)
 
 
+def named(node: fx.Node) -> str:
+    """A node as messages name it: operator, module, the user's line."""
+    info = info_of(node)
+    module = f" in module {info.module!r}" if info.module else ""
+    return f"{node.target}{module}" + (f" at {info.source}" if info.source else "")
+
+
 def value_of(node: fx.Node) -> Any:
     """What the node produces: a TensorSpec, a number, or a tuple of these."""
     return node.meta.get("val")

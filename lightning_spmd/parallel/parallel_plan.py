@@ -185,6 +185,14 @@ def check_data_parallel(name: str, shard_size: object) -> None:
         )
 
 
+def options_in_parts(plan: ParallelPlan) -> str:
+    """The options to take back so that every rank has whole layers and state; empty where it has them."""
+    axes = plan.axes if isinstance(plan, MeshPlan) else {"data_parallel": plan}
+    needed = [name for name, own in axes.items() if own.needs_graphs]
+    words = ["data_parallel='replicate'" if name == "data_parallel" else f"{name}_size=1" for name in needed]
+    return " and ".join(words)
+
+
 def data_parallel_plan(name: str, *, reduce_gradients: bool) -> ParallelPlan:
     """The plan of the data axis.
 

@@ -16,6 +16,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError, StaleGraphError
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell, warn
+from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
@@ -192,7 +193,7 @@ class TrainingIteration:
         if self.context.mesh is not None and self.context.plan(Variant()).needs_graphs:
             raise ConfigurationError(
                 f"with state sharded over the ranks training cannot go on eagerly: {reason}. Change that, or use "
-                "data_parallel='replicate'"
+                f"{options_in_parts(self.context.plan(Variant()))}"
             )
         semantics = "" if self.context.mesh is None else " (gradients averaged over the ranks, as DDP does)"
         warn(f"strategy='spmd' trains eagerly from here on{semantics}: {reason}")

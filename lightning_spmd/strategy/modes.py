@@ -24,15 +24,14 @@ class ModeOfRun:
         """A new fit, which is told anew."""
         self._told = None
 
-    def of_all_ranks(
-        self, context: Context, control: ControlPlane | None, needs_graphs: str | None
-    ) -> tuple[Mode, bool]:
+    def of_all_ranks(self, context: Context, control: ControlPlane | None, in_parts: str) -> tuple[Mode, bool]:
         """How to run, the worst of what the ranks find: ``wandb.watch`` hooks the modules of rank 0 alone.
 
         Args:
             context: what decides.
             control: the other ranks; None on one device.
-            needs_graphs: the option by which no rank has whole layers, so that nothing can be trained eagerly; or None.
+            in_parts: the options to take back so that a rank has whole layers and state, without which nothing can be
+                trained eagerly; empty where it has them.
 
         Returns:
             the mode, and whether ``optimizer.step()`` itself must run, for its hooks.
@@ -49,10 +48,10 @@ class ModeOfRun:
             step_hooks = any(hooks for _, _, hooks in everyone)
         if mode is Mode.REJECTED:
             raise ConfigurationError(f"strategy='spmd' cannot train this: {reasons[0]}")
-        if mode is Mode.EAGER and needs_graphs is not None:
+        if mode is Mode.EAGER and in_parts:
             raise ConfigurationError(
-                f"{needs_graphs} needs training in graphs, and this training runs eagerly: {reasons[0]}. Change "
-                "that, or train with whole parameters on every rank (strategy='spmd')"
+                "state in parts on the ranks needs training in graphs, and this training runs eagerly: "
+                f"{reasons[0]}. Change that, or use {in_parts}"
             )
         if reasons and mode is not self._told:
             averaged = mode is Mode.EAGER and control is not None

@@ -213,6 +213,7 @@ class RankedStrategy(ParallelStrategy):
     @names_lost_ranks
     def barrier(self, name: str | None = None) -> None:
         if self.is_distributed and dist.is_initialized():
+            self._refuse_while_traced("barrier")
             if self._control is not None:
                 self._control.meet(Place(f"the barrier {name!r}" if name else "a barrier"))
             devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
@@ -223,6 +224,7 @@ class RankedStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not (self.is_distributed and dist.is_initialized()):
             return obj
+        self._refuse_while_traced("broadcast")
         if self._control is not None:
             self._control.meet(Place(f"a broadcast from rank {src}"))
         objects = [obj]
@@ -243,6 +245,7 @@ class RankedStrategy(ParallelStrategy):
         """What all ranks decide, those that have the same batch included: each of them acts on it."""
         if self._control is None:
             return decision
+        self._refuse_while_traced("reduce_boolean_decision")
         decisions = self._control.gather(bool(decision), Place("a decision of all ranks"))
         return False not in decisions if all else True in decisions
 
@@ -267,6 +270,15 @@ class RankedStrategy(ParallelStrategy):
                 user_location(),
             )
         return tensor.reshape(len(split), split[0], *tensor.shape[1:])
+
+    def _refuse_while_traced(self, method: str) -> None:
+        """What the ranks exchange beside the graph would be exchanged once, at capture."""
+        if self._traced_split is not None:
+            raise CaptureError(
+                f"training_step calls strategy.{method}, which would happen once, at capture, and never again; call it "
+                "in a hook such as on_train_batch_start",
+                user_location(),
+            )
 
     def _of_all_batches(self, group: Any | None) -> Any | None:
         """The group that a collective should run in: where ranks have the same batch, one of them stands for it.

@@ -26,7 +26,7 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, ParallelOptions
-from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel
+from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel, options_in_parts
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.runtime.control import Place
@@ -296,12 +296,9 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             self._iteration.flush()
 
     def _mode_of_all_ranks(self, trainer: Any, module: Any) -> Mode:
-        option = f"data_parallel={self.parallel_options.data_parallel!r}"
-        if self.layer_sharing.size > 1:
-            option = f"tensor_parallel_size={self.layer_sharing.size}"
-        needs_graphs = option if self.is_distributed and self._plan(Variant()).needs_graphs else None
         context = Context(trainer, module, self.optimizers)
-        mode, self._eager_apply = self._modes.of_all_ranks(context, self._control, needs_graphs)
+        in_parts = options_in_parts(self._plan(Variant())) if self.is_distributed else ""
+        mode, self._eager_apply = self._modes.of_all_ranks(context, self._control, in_parts)
         return mode
 
     def _look_again(self) -> None:

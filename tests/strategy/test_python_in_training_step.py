@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor
 
-from tests.strategy.small import Net, assert_as_eager
+from lightning_spmd.errors import SPMDError
+from tests.helpers.ranks import RankPool
+from tests.strategy.small import Net, Quiet, assert_as_eager, run
 
 Step = Callable[[Net, Any, int], Tensor]
 
@@ -118,3 +121,60 @@ class OwnGenerator(Net):
 def test_a_generator_of_ones_own_is_announced() -> None:
     result = assert_as_eager(OwnGenerator, mode="eager")
     assert any("draws from a torch.Generator of its own" in text for text in result.warnings), result.warnings
+
+
+class StopsItself(Net):
+    """Ends its epoch in the fourth batch, as a generator that is used up does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            raise StopIteration
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_stop_iteration_of_the_users_ends_the_epoch_as_in_eager_training() -> None:
+    result = assert_as_eager(StopsItself, mode="eager")
+    assert len(result.losses) == 9  # three epochs of three batches
+    assert any("training_step could not be captured (StopIteration" in text for text in result.warnings)
+
+
+class Stopping(torchmetrics.MeanMetric):
+    """Raises what Lightning's loops take for the end of the data."""
+
+    def update(self, value: Any, weight: Any = 1.0) -> None:
+        raise StopIteration
+
+
+class StoppingMetric(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Stopping()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric.update(loss)
+        return loss
+
+
+def test_a_stop_iteration_around_a_graph_does_not_end_the_run_mutely() -> None:
+    with pytest.raises(SPMDError, match=r"a StopIteration was raised .* at .*test_python_in_training_step.py:\d+"):
+        run(StoppingMetric)
+
+
+def _exchanging(method: str) -> list[str]:
+    class Exchanges(Quiet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            strategy: Any = self.trainer.strategy
+            getattr(strategy, method)(*([] if method == "barrier" else [True]))
+            return super().training_step(batch, batch_idx)
+
+    result = run(Exchanges, "spmd", 2, max_epochs=1)
+    assert result.mode == "eager"
+    return [text for text in result.warnings if "eagerly from here on" in text]
+
+
+def test_exchanges_beside_the_graph_are_not_frozen(two_ranks: RankPool) -> None:
+    for method in ("barrier", "broadcast", "reduce_boolean_decision"):
+        first, _ = two_ranks.run(_exchanging, method)
+        assert f"training_step calls strategy.{method}, which would happen once" in first[0]
+        assert "test_python_in_training_step.py:" in first[0]

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, SPMDError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
-from lightning_spmd.ir.guards import BatchGuard, Guards, ValueGuard
+from lightning_spmd.ir.guards import BatchGuard, Guards
 from lightning_spmd.ir.layout import densely, has_layout, row_major
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
@@ -34,6 +34,7 @@ from lightning_spmd.stages.capture.holders import Attributes, Entry
 from lightning_spmd.stages.capture.host_scalar import TensorsFollowScalars, math_follows_scalars, scalar_of
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
+from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, has_step_of_its_own
 from lightning_spmd.stages.capture.python_state import (
     PythonState,
@@ -390,27 +391,6 @@ def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> dict[int,
     return names
 
 
-def frozen_guard(module: nn.Module) -> ValueGuard:
-    """Freezing or unfreezing a parameter changes which gradients the graph computes."""
-    slots = [(n, t, k) for n, (t, k) in private.tensor_slots(module).items() if isinstance(t[k], nn.Parameter)]
-
-    def frozen() -> tuple[str, ...]:
-        return tuple([name for name, tensors, key in slots if not tensors[key].requires_grad])
-
-    return ValueGuard("the frozen parameters", frozen, frozen())
-
-
-def trained_guard(module: nn.Module, optimizer: Optimizer) -> ValueGuard:
-    """A parameter that takes another one's place is not the one that the optimizer updates."""
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    slots = [(n, t, k, t[k]) for n, (t, k) in private.tensor_slots(module).items() if id(t[k]) in trained]
-
-    def replaced() -> tuple[str, ...]:
-        return tuple([name for name, tensors, key, parameter in slots if tensors.get(key) is not parameter])
-
-    return ValueGuard("the parameters of the module that are the optimizer's", replaced, replaced())
-
-
 def in_memory_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient in the parameter's memory order, as autograd's accumulation into ``p.grad`` leaves it.
 
@@ -503,4 +483,6 @@ def explained(recorder: Recorder, what: Callable[[], str] = lambda: "training_st
             ) from error
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         reason = f"{recorder.failing}{reason}"
-        raise CaptureError(f"{what()} could not be captured ({reason})", location_of(error)) from error
+        # contextlib takes a RuntimeError whose cause is the StopIteration for Python's own, and lets the latter out.
+        cause = None if isinstance(error, StopIteration) else error
+        raise CaptureError(f"{what()} could not be captured ({reason})", location_of(error)) from cause

@@ -17,7 +17,7 @@ from lightning_spmd._private_api import is_random
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.first import first
-from lightning_spmd.ir.node_info import TensorSpec, info_of
+from lightning_spmd.ir.node_info import TensorSpec, info_of, named
 from lightning_spmd.ir.placement import REPLICATE, Placement, Shard, ShardAxis
 from lightning_spmd.ir.signature import OutputRole, Signature
 from lightning_spmd.parallel.pieces import local_shape, local_spec
@@ -44,9 +44,7 @@ class EmissionError(ExpansionError):
     """The local program of one node does not fit: a rule is wrong for this call. ``node`` is the global node."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
-        info = info_of(node)
-        where = " ".join(filter(None, [f"in module {info.module!r}" if info.module else "", info.source]))
-        super().__init__(f"{node.target} {where}: {reason}")
+        super().__init__(f"{named(node)}: {reason}")
         self.node = node
 
 

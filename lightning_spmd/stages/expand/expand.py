@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
-from lightning_spmd.ir.node_info import TensorSpec, info_of
+from lightning_spmd.ir.node_info import TensorSpec, named
 from lightning_spmd.ir.placement import Placement, ShardAxis
 from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
@@ -168,20 +168,14 @@ def _describe(plans: list[AxisPlan], banned: dict[fx.Node, str], lines: list[str
             known = banned.get(node) or plan.failures.get(node)
             reason = f" ({known})" if known else ""
             lines.append(
-                f"{_named(node)} has no sharding rule: its inputs are gathered over {plan.axis.name}, "
+                f"{named(node)} has no sharding rule: its inputs are gathered over {plan.axis.name}, "
                 f"{size} bytes a step{reason}; register one with "
                 "torch.distributed.tensor.experimental.register_sharding"
             )
         for node, size in plan.gathered.items():
             if node not in plan.replicated:
                 lines.append(
-                    f"{_named(node)} cannot work on pieces as its operands lie: they are gathered over "
+                    f"{named(node)} cannot work on pieces as its operands lie: they are gathered over "
                     f"{plan.axis.name}, {size} bytes a step; {why_whole(node) or plan.remedy}"
                 )
     return lines
-
-
-def _named(node: fx.Node) -> str:
-    info = info_of(node)
-    module = f" in module {info.module!r}" if info.module else ""
-    return f"{node.target}{module}" + (f" at {info.source}" if info.source else "")

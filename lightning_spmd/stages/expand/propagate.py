@@ -31,7 +31,7 @@ from lightning_spmd.cost.collectives import LATENCY
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
-from lightning_spmd.ir.node_info import Section, TensorSpec, info_of
+from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, named
 from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
@@ -383,9 +383,8 @@ class Propagation:
         if best is None:
             for operand in written:
                 self._make_whole(operand)
-            info = info_of(call.node)
             raise ExpansionError(
-                f"{call.op} in module {info.module!r} {info.source} writes into a tensor that is split over "
+                f"{named(call.node)} writes into a tensor that is split over "
                 f"{self.axis.name} in a way that the operator cannot work on; write to a copy (`x = x.clone()`) instead"
             )
         self._choose(call, best)
@@ -401,9 +400,8 @@ class Propagation:
         others = self.aliasing.others_read_later(operand, writer)
         if others and (operand in self.detached or any(o in self.detached for o in others)):
             self._make_whole(operand)
-            info = info_of(writer)
             raise ExpansionError(
-                f"{writer.target} in module {info.module!r} {info.source} writes into one of several views of a tensor "
+                f"{named(writer)} writes into one of several views of a tensor "
                 f"that lie differently on the ranks of {self.axis.name}; write to a copy instead"
             )
         self.versions[operand] = [placement]
