@@ -13,7 +13,9 @@ under the tensors that lie on it (``mesh.known_mesh``).
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,8 @@ from lightning_spmd.errors import ConfigurationError, RankDisagreementError
 
 # Groups that work answer within a millisecond; all ranks ask at once, for they have just exchanged messages.
 PATIENCE = timedelta(seconds=20)
+# Seconds between looks whether a Trainer that holds an ended group has been collected.
+_LOOK_AGAIN = 0.1
 
 
 class GroupOwner(Protocol):
@@ -113,9 +117,20 @@ class _Kept:
 
 
 def _end(groups: list[Any]) -> None:
-    """A collective that waits for a rank which never comes ends by its timeout alone, so this may take long."""
+    """End groups as soon as nobody else holds them, in a thread of its own.
+
+    What waits for a rank which never came ends when that rank ends the group too, or by its timeout. Until then the
+    destructor waits: were it called by the garbage collector, in the middle of a step, the other rank would wait for
+    this one and never come to collect its own.
+    """
+    for group in groups:
+        dist.destroy_process_group(group)
+    del group
     while groups:
-        dist.destroy_process_group(groups.pop())
+        unused = [i for i, _ in enumerate(groups) if sys.getrefcount(groups[i]) <= 2]
+        for i in reversed(unused):
+            del groups[i]
+        time.sleep(_LOOK_AGAIN)
 
 
 class _Pool:
@@ -178,7 +193,8 @@ class _Pool:
     def _retire(self, key: Hashable) -> None:
         kept = self.kept.pop(key, None)
         if kept is not None:
-            threading.Thread(target=_end, args=(list(kept.owner.groups().values()),), daemon=True).start()
+            groups = list(kept.owner.groups().values())
+            threading.Thread(target=_end, args=(groups,), name="end of process groups", daemon=True).start()
 
 
 def _agree(sides: Sequence[dict[tuple[str, tuple[int, ...]], int] | None]) -> bool:
