@@ -123,13 +123,12 @@ def _end(groups: list[Any]) -> None:
     destructor waits: were it called by the garbage collector, in the middle of a step, the other rank would wait for
     this one and never come to collect its own.
     """
-    for group in groups:
-        dist.destroy_process_group(group)
-    del group
+    for i in range(len(groups)):  # a name for each would hold the last one
+        dist.destroy_process_group(groups[i])
     while groups:
-        unused = [i for i, _ in enumerate(groups) if sys.getrefcount(groups[i]) <= 2]
-        for i in reversed(unused):
-            del groups[i]
+        for i in reversed(range(len(groups))):
+            if sys.getrefcount(groups[i]) <= 2:  # the list and the call
+                del groups[i]
         time.sleep(_LOOK_AGAIN)
 
 

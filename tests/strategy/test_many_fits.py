@@ -225,7 +225,6 @@ def ends_the_default_group(port: int) -> None:
     assert all(value.shape == wanted[name].shape for name, value in weights(module).items())
 
 
-@pytest.mark.long  # failed once beside other ranks of the same machine, passes alone
 def test_the_default_group_may_end_between_trainers(two_ranks: RankPool) -> None:
     two_ranks.run(ends_the_default_group, free_port())
 
