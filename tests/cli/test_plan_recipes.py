@@ -53,7 +53,9 @@ def data_parallel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("recipe", "parts"), [("gpt_bytes_zero3", 2), ("gpt_bytes_tp", 1), ("gpt_bytes_2d", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "parts"), [("gpt_bytes_zero3", 2), ("gpt_bytes_tp", 1), ("gpt_bytes_cp", 1), ("gpt_bytes_2d", 2)]
+)
 def test_a_plans_recipe_trains_as_data_parallelism_does(
     recipe: str, parts: int, data_parallel: tuple[Path, float], tmp_path: Path
 ) -> None:
