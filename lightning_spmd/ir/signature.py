@@ -36,6 +36,7 @@ class InputRole(enum.StrEnum):
     OPTIMIZER_STATE = "optimizer_state"
     HYPER_PARAMETER = "hyper_parameter"
     BATCH = "batch"
+    SHARED_BATCH = "shared_batch"  # a leaf of the batch that is the same for every sample
     HOST_VALUE = "host_value"
     GRADIENT = "gradient"
     RNG = "rng"

@@ -13,6 +13,7 @@ from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
 from lightning_spmd.strategy.graph_table import Found, GraphTable
 from lightning_spmd.strategy.places import Moment
 from lightning_spmd.strategy.run_context import StepRequest
+from lightning_spmd.strategy.shared_leaves import check_shared
 
 
 def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request: StepRequest, moment: Moment) -> Found:
@@ -26,9 +27,8 @@ def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request:
     batch = request.batch
     rows, problem = _rows(batch)
     found = table.find(request, (rows,) * mesh.batch_size)
-    shape = stable_hash(
-        (table.step_key(request), None if batch is None else batch.shared_key(), *request.numbers.items())
-    )
+    looks = None if batch is None else (batch.shared_key(), batch.shared_values())
+    shape = stable_hash((table.step_key(request), looks, *request.numbers.items()))
     vote = control.vote(
         moment.place,
         None if problem else found.index,
@@ -90,6 +90,8 @@ def _reconcile(control: ControlPlane, table: GraphTable, request: StepRequest, p
         raise BatchError(text if len(problems) == len(sides) else f"on rank {rank}: {text}")
     rank = next((rank for rank, side in enumerate(sides) if side[:-1] != sides[0][:-1]), None)
     if rank is None:
+        if batch is not None:
+            check_shared(control, batch)
         if batch is None or len({side[-1] for side in sides}) == 1:
             raise RankDisagreementError(f"the ranks' batches differ in a way that nothing shows: {sides[0][-1]}")
         batch.make_contiguous()

@@ -7,7 +7,7 @@ rank that has none makes all of them build (``building.py``). ``graph_table.py``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -28,6 +28,7 @@ from lightning_spmd.strategy.places import Moment, training_moment
 from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import replay, resolve
 from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
+from lightning_spmd.strategy.shared_leaves import check_shared, find_shared
 
 
 class TrainingIteration:
@@ -44,6 +45,7 @@ class TrainingIteration:
         self._arguments: dict[str, Any] = {}  # of the step that runs; graphs read them from here
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
         self._pending: Pending | None = None
+        self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.rechecks = Rechecks(context, self._builder.capture)
 
     @property
@@ -69,7 +71,7 @@ class TrainingIteration:
         Raises:
             FellBack: the iteration must run eagerly; nothing has been changed.
         """
-        batch = Batch(batch_tree)
+        batch = Batch(batch_tree, self._shared)
         variant = dataclasses.replace(variant, accumulated=bool(self.gradients))
         executable, rows = self._executable(self._request(batch, arguments, variant, clip))
         outputs = self._run(executable, batch.tensor_values)
@@ -134,6 +136,8 @@ class TrainingIteration:
             found = agreed_choice(context.control, context.mesh, table, request, self._moment(request))
         if found.index is not None and self._is_up_to_date(found, request):
             return table.executables[found.index], sum(found.split)
+        if self._new_shared_leaves(request, found.split):
+            found = table.find(request, found.split)
         if (surplus := table.surplus(found)) is not None:
             self._fall_back(surplus)
         if found.reason is not None and not table.follows_a_first_step(found.key):
@@ -146,6 +150,22 @@ class TrainingIteration:
             self._fall_back(str(error))
         self.rechecks.begin(table.add(found.key, executable))
         return executable, sum(found.split)
+
+    def _new_shared_leaves(self, request: StepRequest, split: tuple[int, ...]) -> bool:
+        """Whether leaves of the batch turned out to be the same for every sample."""
+        batch, control, mesh = request.batch, self.context.control, self.context.mesh
+        if batch is None or control is None or mesh is None or len(split) == 1:
+            return False
+        check_shared(control, batch)
+        variant = dataclasses.replace(request.variant, apply=False)
+
+        def trace(shared: Collection[str]) -> None:
+            trial = dataclasses.replace(request, batch=Batch(batch.tree, shared), variant=variant, clip=None)
+            self._builder.capture(trial, split)
+
+        found = find_shared(control, batch, trace)
+        self._shared |= found
+        return bool(found)
 
     def _is_up_to_date(self, found: Found, request: StepRequest) -> bool:
         """Whether a graph may run; now and then the step is traced again to tell. If not, it will never be asked again.

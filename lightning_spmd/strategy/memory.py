@@ -98,7 +98,8 @@ def check_writes(entries: Sequence[GraphInput], values: Sequence[object], module
         ConfigurationError: naming both.
     """
     pairs = zip(entries, values, strict=True)
-    tensors = {id(v): (e, v) for e, v in pairs if isinstance(v, Tensor) and e.role is not InputRole.BATCH}
+    leaves = (InputRole.BATCH, InputRole.SHARED_BATCH)
+    tensors = {id(v): (e, v) for e, v in pairs if isinstance(v, Tensor) and e.role not in leaves}
     written = {id(v) for e, v in tensors.values() if e.mutated}
     for (name, one), (other_name, other) in shared((e.name, v) for e, v in tensors.values()):
         if written & {id(one), id(other)}:

@@ -40,6 +40,20 @@ def assign(x: Tensor, where: Any, value: Any) -> Tensor:
     return found
 
 
+class Twice(torch.autograd.Function):
+    """Its gradient is written into an empty tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        found = torch.empty(gradient.shape, dtype=gradient.dtype)
+        torch.mul(gradient, 2, out=found)
+        return found
+
+
 def check(sample: Sample, split: Split) -> Outcome:
     return Checker(sample, split.batch).check(split)
 
@@ -88,6 +102,8 @@ ROWS: dict[str, tuple[Sample, tuple[int, int]]] = {
         sample_of(lambda x: (x, torch.sum(x.detach(), 0, out=torch.empty(3, dtype=torch.float64))), values(5, 3)),
         (3, 2),
     ),
+    # a partial sum made of an empty tensor that has been written
+    "a gradient in an empty tensor": (sample_of(lambda x, w: (x, Twice.apply(w)), values(4, 3), values(3)), (3, 1)),
     # what reads by place in a storage
     "places in what was gathered": (
         sample_of(lambda x: x.t().contiguous().t().as_strided((6, 2), (1, 6)), values(6, 6)), (5, 1),

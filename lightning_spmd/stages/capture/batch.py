@@ -8,6 +8,7 @@ touches it, capture starts again with the real value and a guard on it.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -58,11 +59,14 @@ class Batch:
     """The arguments of one training_step call, taken apart.
 
     Args:
-        args: positional arguments of training_step that hold the batch (first one) as Lightning passes them.
+        batch: what holds the batch (the first positional argument), as Lightning passes it.
+        shared: paths of tensors that are the same for every sample although they have dimensions (class weights). Those
+            without dimensions always are.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, shared: Collection[str] = ()) -> None:
         self.tree = batch
+        self.shared = shared
         found = leaves(batch)
         self.paths = [path for path, _ in found]
         self.values = [leaf for _, leaf in found]
@@ -73,13 +77,17 @@ class Batch:
         """The tensor leaves, in order."""
         return [self.values[i] for i in self.tensors]
 
+    def is_shared(self, index: int) -> bool:
+        """Whether a tensor leaf is the same for every sample."""
+        return self.values[index].ndim == 0 or self.paths[index] in self.shared
+
     def rows(self) -> int:
         """Size of the common first dimension of the tensors.
 
         Raises:
             BatchError: if tensors disagree, naming each with its shape; 0-dim tensors are not batched.
         """
-        sizes = {self.values[i].shape[0] for i in self.tensors if self.values[i].ndim > 0}
+        sizes = {self.values[i].shape[0] for i in self.tensors if not self.is_shared(i)}
         if len(sizes) == 1:
             return sizes.pop()
         shapes = ", ".join(f"batch{self.paths[i]}: {tuple(self.values[i].shape)}" for i in self.tensors)
@@ -98,9 +106,15 @@ class Batch:
     def cache_key(self) -> tuple[Any, ...]:
         """What must be equal for two batches of this rank to run the same graph, without the first dimensions."""
         described = tuple(
-            (tuple(t.shape[1:]), t.ndim, t.dtype, t.device, t.requires_grad, _order(t)) for t in self.tensor_values
+            (self._sizes(i), t.ndim, t.dtype, t.device, t.requires_grad, _order(t))
+            for i, t in zip(self.tensors, self.tensor_values, strict=True)
         )
         return (structure(self.tree), tuple(self.tensors), described)
+
+    def _sizes(self, index: int) -> tuple[Any, ...]:
+        """Shape of a tensor leaf without its rows."""
+        shape = tuple(self.values[index].shape)
+        return ("shared", *shape) if self.is_shared(index) else shape[1:]
 
     def shared_key(self) -> tuple[Any, ...]:
         """What must be equal for the batches of all ranks to be one.
@@ -111,7 +125,7 @@ class Batch:
         return tuple(
             (
                 _ADDRESS.sub("", self.paths[i]),
-                tuple(t.shape[1:]),
+                self._sizes(i),
                 t.ndim,
                 t.dtype,
                 t.device.type,
@@ -126,14 +140,18 @@ class Batch:
         for i in self.tensors:
             self.values[i] = self.values[i].contiguous()
 
+    def digests(self) -> list[str]:
+        """For every tensor leaf, what is the same for the same numbers, and hardly ever for others."""
+        return [_digest(tensor) for tensor in self.tensor_values]
+
     def digest(self) -> str:
-        """What is the same for batches of the same numbers, and hardly ever for others."""
-        sums: list[tuple[float, float]] = []
-        for tensor in self.tensor_values:
-            numbers = tensor.detach().reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
-            places = torch.arange(1, numbers.numel() + 1, dtype=numbers.dtype, device=numbers.device)
-            sums.append((float(numbers.sum().abs()), float((numbers * places.sqrt()).sum().abs())))
-        return repr(sums)
+        """The same for the whole batch."""
+        return repr(self.digests())
+
+    def shared_values(self) -> tuple[str, ...]:
+        """Digests of what is the same for every sample, where looking at it does not wait for a device."""
+        leaves = [self.values[i] for i in self.tensors if self.is_shared(i)]
+        return tuple(_digest(leaf) for leaf in leaves if leaf.device.type == "cpu")
 
     def describe(self, *, layout: bool = True) -> str:
         """Readable names, shapes and dtypes of the tensors, and whatever else ranks must have in common.
@@ -181,6 +199,12 @@ class Batch:
                 )
             values.append((path, value))
         return tuple(values)
+
+
+def _digest(tensor: Tensor) -> str:
+    numbers = tensor.detach().reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
+    places = torch.arange(1, numbers.numel() + 1, dtype=numbers.dtype, device=numbers.device)
+    return repr((tuple(tensor.shape), numbers.sum().item(), (numbers * places.sqrt()).sum().item()))
 
 
 def _order(tensor: Tensor) -> Any:

@@ -105,8 +105,9 @@ class InputTable:
 
     def drop_unused(self, keep: Collection[fx.Node]) -> None:
         """Remove inputs that nothing reads and that are not in ``keep``; the batch stays whole."""
+        batch = (InputRole.BATCH, InputRole.SHARED_BATCH)
         for node, entry in list(self.entries.items()):
-            if not node.users and node not in keep and entry.role is not InputRole.BATCH:
+            if not node.users and node not in keep and entry.role not in batch:
                 self.recorder.graph.erase_node(node)
                 del self.entries[node]
 

@@ -226,8 +226,10 @@ class _Capture:
         fakes = {}
         for position, index in enumerate(batch.tensors):
             live = batch.values[index]
-            spec = global_spec(live, self.request.rows)
-            fake = self.inputs.fresh_tensor(spec, InputRole.BATCH, (position,), f"batch{batch.paths[index]}")
+            shared = batch.is_shared(index)
+            spec = global_spec(live, None if shared else self.request.rows)
+            role = InputRole.SHARED_BATCH if shared else InputRole.BATCH
+            fake = self.inputs.fresh_tensor(spec, role, (position,), f"batch{batch.paths[index]}")
             fakes[index] = fake.requires_grad_(live.requires_grad)
         return batch.rebuild(fakes, self.read)
 

@@ -88,7 +88,7 @@ class LiveState:
         match entry.role:
             case InputRole.PENDING:
                 return None
-            case InputRole.BATCH:
+            case InputRole.BATCH | InputRole.SHARED_BATCH:
                 return int(key[0])
             case InputRole.PARAMETER | InputRole.BUFFER:
                 if key[0] in self._slots:
