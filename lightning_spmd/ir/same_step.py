@@ -20,7 +20,7 @@ from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.same_value import same_plain, same_tensor, shown
 from lightning_spmd.ir.signature import GraphInput, InputRole, OutputRole
 from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
-from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.ir.tree import leaves, map_leaves
 
 REPAIR = "repair"
 """In ``node.meta`` of what the first run of a graph put behind a node, to copy its value into another layout."""
@@ -111,9 +111,9 @@ class _Comparison:
             if one is None or other is None or (one.target, one.method) != (other.target, other.method):
                 return Difference(*("no such call" if call is None else _call(call) for call in (one, other)))
             mine, theirs = (_resolved(c, (c_.args, c_.kwargs)) for c, c_ in ((self.one, one), (self.other, other)))
-            if not self._same(mine, theirs):
+            if not self._same_tree(mine, theirs):
                 return Difference(_call(one), _call(other), other.source, other.target)
-        if not self._same(_resolved(self.one, self.one.returned), _resolved(self.other, self.other.returned)):
+        if not self._same_tree(_resolved(self.one, self.one.returned), _resolved(self.other, self.other.returned)):
             return Difference(shown(self.one.returned), shown(self.other.returned))
         state = (OutputRole.LOGGED, OutputRole.STEP_OUTPUT, OutputRole.METRIC_INPUT)
         ours, theirs = (
@@ -124,6 +124,13 @@ class _Comparison:
             if name != its_name or not self._same(one, other):
                 return Difference(f"the result {name} is {shown(one)}", f"{its_name} is {shown(other)}")
         return None
+
+    def _same_tree(self, one: Any, other: Any) -> bool:
+        ours, theirs = leaves(one), leaves(other)
+        return len(ours) == len(theirs) and all(
+            path == its_path and self._same(mine, its)
+            for (path, mine), (its_path, its) in zip(ours, theirs, strict=True)
+        )
 
     # ------------------------------------------------------------------ inputs
     def _births(self) -> Difference | None:

@@ -82,7 +82,7 @@ class GraphBuilder:
         executable, problem = None, None
         tell("capture")
         try:
-            self._check_same_batch(request)
+            self.check_same_batch(request)
             executable = self._capture_and_build(request, split, tell)
         except SPMDError as error:
             problem = error
@@ -111,9 +111,21 @@ class GraphBuilder:
         return {path: place.read() for path, place in self._numbers.places.items()}
 
     def capture(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
-        """The global-view graph of a step, as it is now."""
-        return capture(self._capture_request(request, split, self._numbers.places))
+        """The global-view graph of a step, as it is now; all numbers of Python's state are constants."""
+        return capture(self._capture_request(request, split, {}))
 
+    def check_same_batch(self, request: StepRequest) -> None:
+        """Compare the batches of ranks that must have the same one; all ranks do so together.
+
+        Raises:
+            BatchError: on all ranks; they differ.
+        """
+        context = self._context
+        if request.batch is None or context.mesh is None or context.control is None or not context.mesh.shares_batches:
+            return
+        context.mesh.check_same_batch(context.control.gather(request.batch.digest()))
+
+    # ------------------------------------------------------------------ pieces
     def _capture_request(
         self, request: StepRequest, split: tuple[int, ...], moving: Mapping[str, Entry]
     ) -> CaptureRequest:
@@ -150,13 +162,6 @@ class GraphBuilder:
                 f"strategy='spmd' may miss changes of {path}, which {unseen[path]}; a tensor in a buffer is always seen"
             )
         return captured
-
-    # ------------------------------------------------------------------ pieces
-    def _check_same_batch(self, request: StepRequest) -> None:
-        context = self._context
-        if request.batch is None or context.mesh is None or context.control is None or not context.mesh.shares_batches:
-            return
-        context.mesh.check_same_batch(context.control.gather(request.batch.digest()))
 
     def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context

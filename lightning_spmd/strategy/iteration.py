@@ -46,7 +46,7 @@ class TrainingIteration:
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
         self._pending: Pending | None = None
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
-        self.rechecks = Rechecks(context, self._builder.capture)
+        self.rechecks = Rechecks(context, self._builder)
 
     @property
     def captures(self) -> int:

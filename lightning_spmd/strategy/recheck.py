@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_spmd.ir.same_step import Difference, first_difference
+from lightning_spmd.ir.same_step import Difference, difference_at_capture, first_difference
 from lightning_spmd.ir.same_value import shown
-from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import place_of, tell, warn
 from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.run_context import RunContext, StepRequest
 
 # Tracing again may take these seconds and this share of the run; 1 % is what it and the guards may cost together.
@@ -123,13 +124,13 @@ class Rechecks:
 
     Args:
         context: what they were made in.
-        capture: captures a step, given the rows of the global batch by data rank.
+        builder: what they were made by.
     """
 
-    def __init__(self, context: RunContext, capture: Callable[[StepRequest, tuple[int, ...]], CapturedStep]) -> None:
+    def __init__(self, context: RunContext, builder: GraphBuilder) -> None:
         self.schedule = Schedule()
         self._context = context
-        self._capture = capture
+        self._builder = builder
         self._watches: dict[int, Watch] = {}
         self._started: float | None = None
         self._told_about_prints = False
@@ -153,9 +154,13 @@ class Rechecks:
             executable: that graph.
             request: the step.
             split: rows of the global batch by data rank.
+
+        Raises:
+            BatchError: on all ranks; some that must hold the same batch do not.
         """
         control, watch = self._context.control, self._watches[index]
         begun = time.perf_counter()
+        self._builder.check_same_batch(request)
         found = self._difference(executable, request, split)
         now = time.perf_counter()
         mine = (now - begun, now - (self._started or begun), None if found is None else str(found))
@@ -186,9 +191,14 @@ class Rechecks:
         tensors = [] if request.batch is None else request.batch.tensor_values
         try:
             with _silent() as printed:
-                traced = self._capture(request, split)
+                traced = self._builder.capture(request, split)
             self._tell_about_prints(request, "".join(printed))
-            found = first_difference(executable.captured, traced, live=lambda: executable.inputs(tensors))
+            used = executable.captured
+            live = functools.partial(executable.inputs, tensors)
+            if used.host_values:  # constants of the trace
+                found = difference_at_capture(used, traced, live())
+            else:
+                found = first_difference(used, traced, live=live)
             if found is None or found.source:
                 return found
             method = getattr(type(self._context.module), request.variant.method)

@@ -18,7 +18,7 @@ from lightning_spmd.strategy import recheck
 from lightning_spmd.strategy.recheck import Schedule, Watch
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, assert_compiled, assert_equals_one_device
-from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, loader_of, rows, run
 
 _MEMORY = ctypes.c_double(1.0)
 
@@ -441,6 +441,22 @@ def test_where_there_is_no_eager_path_a_value_of_each_step_is_an_error(two_ranks
         two_ranks.run(run_without_limit, EachStep, {"data_parallel": "zero3"})
     assert caught.value.type_names == [ConfigurationError.__name__] * 2
     assert line_of(Hides) in str(caught.value)
+
+
+def other_batches_later() -> Any:
+    """Ranks that share layers hold the same first two batches, and then their own."""
+    samples = rows()
+    if os.environ["RANK"] == "1":
+        samples = samples[: 2 * ROWS] + samples[: 2 * ROWS : -1]
+    return loader_of(samples)
+
+
+def test_ranks_that_share_layers_must_go_on_to_hold_the_same_batches(two_ranks: RankPool) -> None:
+    plan = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"first": "colwise", "last": "rowwise"}}
+    with pytest.raises(RankError) as caught:
+        two_ranks.run(run_without_limit, WithAdam, plan, data=other_batches_later, use_distributed_sampler=False)
+    assert caught.value.type_names == ["BatchError"] * 2
+    assert "ranks 0 and 1 share layers but hold different batches" in str(caught.value)
 
 
 class HidesInValidation(WithAdam):
