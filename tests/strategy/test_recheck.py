@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import inspect
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -353,6 +355,36 @@ class SameNumberTwice(Net):
 @pytest.mark.usefixtures("at_every_use")
 def test_a_number_that_is_frozen_in_one_trace_alone_is_compared_by_value() -> None:
     assert_no_alarm(SameNumberTwice, 1)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    beta: float
+
+
+class Moves(Net):
+    """A number that a hook changes at every batch: after two changes an input, which a trace has as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.beta *= 0.9
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * self.beta**2
+        self.log("beta", self.beta)
+        return {"loss": loss, "more": Output(loss.detach(), 2 * self.beta)}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.usefixtures("at_every_use")
+def test_numbers_that_became_inputs_are_compared_by_value() -> None:
+    assert_no_alarm(Moves, 3)
 
 
 class Turned(Net):
