@@ -1,6 +1,6 @@
 """Prints how far DDP and this strategy are from one device on the global batch: ``python -m tests.equality.table``.
 
-Two ranks, 20 batches of 16 rows, the last batch of each epoch ragged. Deviations of the loss are relative, of weights
+Two ranks, batches of 16 rows, the last batch of each epoch ragged. Deviations of the loss are relative, of weights
 absolute. DDP takes means of per-rank means, so a loss with ``ignore_index`` or class weights differs, and its batch
 norm sees one rank's rows.
 """
@@ -36,11 +36,13 @@ def measure(pool: RankPool, case: TrainingCase, strategy: str) -> Deviation:
     return deviation(global_losses(train_on(pool, case, strategy)), one_device(case))
 
 
-def rows(pool: RankPool, names: tuple[str, ...] = tuple(CASES)) -> list[tuple[str, Deviation, Deviation]]:
+def rows(
+    pool: RankPool, names: tuple[str, ...] = tuple(CASES), batches: int = 20
+) -> list[tuple[str, Deviation, Deviation]]:
     """(case, ours, DDP's)."""
     found = []
     for name in names:
-        case = dataclasses.replace(CASES[name], batches=20, count=RAGGED, dropout=0.0, eps=1e-5)
+        case = dataclasses.replace(CASES[name], batches=batches, count=RAGGED, dropout=0.0, eps=1e-5)
         found.append((name, measure(pool, case, "spmd"), measure(pool, case, "ddp")))
     return found
 

@@ -40,7 +40,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 tp2 sequence": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
 }
 """Number of ranks, and options beside ``context_parallel_size=2``."""
-_SHORT = {("cp2", "gpt_llama", "accumulate_clip"), ("cp2 zero3", "gpt_ignore_index", "accumulate_clip")}
+_SHORT = {("cp2", "gpt_llama", "accumulate_clip"), ("cp2 zero3", "gpt_ignore_index", "plain")}
 _MODELS = {"gpt_llama": "adamw", "gpt_ignore_index": "adamw_fused"}
 
 
@@ -62,13 +62,14 @@ def _options(plan: str, model: str) -> dict[str, Any]:
 def test_training_equals_one_device(request: pytest.FixtureRequest, plan: str, model: str, option: str) -> None:
     ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[PLANS[plan][0]])
     case = TrainingCase(model, _MODELS[model], option, dropout=0.0, eps=1e-5)
+    case = case if request.node.get_closest_marker("long") is None else case.longer()
     results = train_on(ranks, case, {**_options(plan, model), "overlap_iterations": True})
     assert_compiled(*results)
     assert_equals_one_device(results, one_device(case))
 
 
 def test_dropout_is_reproducible(two_ranks: RankPool) -> None:
-    case = TrainingCase("gpt", batches=10, dropout=0.3)
+    case = TrainingCase("gpt", batches=3, dropout=0.3)
     options = _options("cp2", case.model)
     first, second = train_on(two_ranks, case, options), train_on(two_ranks, case, options)
     for ours, again in zip(first, second, strict=True):
@@ -113,10 +114,10 @@ def test_evaluation_is_shared_and_counts_each_batch_once(two_ranks: RankPool) ->
 
 
 def _resumed(folder: str, options: dict[str, Any], resume: str | None, devices: int) -> Result:
-    case = TrainingCase("gpt", "adamw", count=16 * 4, dropout=0.0, eps=1e-5)
+    case = TrainingCase("gpt", "adamw", count=16 * 2, dropout=0.0, eps=1e-5)
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     data = InOrder(samples(case.model, case.count), case.rows)
-    flags = {"max_epochs": 3, "enable_checkpointing": True}
+    flags = {"max_epochs": 2, "enable_checkpointing": True}
     return fit(case.module(), data, SPMDStrategy(**options), devices, [saver], resume, **flags)[0]
 
 
@@ -127,7 +128,7 @@ def test_a_checkpoint_goes_on_beside_other_plans(two_ranks: RankPool, tmp_path: 
     for name, other in (("shared", "zero3"), ("zero3", "shared")):
         path = str(tmp_path / other / "epoch=0.ckpt")
         (resumed, _) = two_ranks.run(_resumed, str(tmp_path / f"{name} again"), plans[name], path, 2)
-        assert resumed.losses == pytest.approx(whole[other].losses[4:], rel=1e-5)
+        assert resumed.losses == pytest.approx(whole[other].losses[2:], rel=1e-5)
 
 
 @pytest.mark.parametrize(

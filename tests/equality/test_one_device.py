@@ -38,13 +38,16 @@ _ROWS = {
     for option in range(4)
     for optimizer in range(4)
 }
-"""16 rows of (model, option, optimizer) → ranks with every pair of two values: two Latin squares on each other."""
+"""16 rows of (model, option, optimizer) with every pair of two values, and on how many ranks they run in the long
+matrix: two Latin squares on each other. By default all run on two; four show more of plans (``test_plans.py``)."""
+_ON_FOUR = ("conv", "clip_value", "adamw_fused")
 
 
 def test_the_rows_cover_all_pairs() -> None:
     factors = [_MODELS, ACCEPTANCE_OPTIONS, ACCEPTANCE_OPTIMIZERS, (2, 4)]
     rows = [(*row, ranks) for row, ranks in _ROWS.items()]
     assert len(rows) == 16
+    assert _ROWS[_ON_FOUR] == 4
     for one, other in itertools.combinations(range(4), 2):
         found = {(row[one], row[other]) for row in rows}
         assert found == set(itertools.product(factors[one], factors[other]))
@@ -58,19 +61,37 @@ def _product() -> list[object]:
 
 
 @pytest.mark.parametrize(("model", "option", "optimizer"), _product())
-def test_world_size_one_is_bitwise_the_eager_trainer(model: str, option: str, optimizer: str) -> None:
-    case = TrainingCase(model, optimizer, option, shuffle=True)
+def test_world_size_one_is_bitwise_the_eager_trainer(
+    request: pytest.FixtureRequest, model: str, option: str, optimizer: str
+) -> None:
+    case = _case(request, TrainingCase(model, optimizer, option, shuffle=True))
     ours = train(case, "spmd")
     assert_compiled(ours)
     assert_bitwise(ours, one_device(case))
 
 
-# Each of the other optimizers on the model where it does most: conv has parameters of 1, 2 and 4 dimensions.
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in ACCEPTANCE_OPTIMIZERS])
-@pytest.mark.parametrize("groups", [False, True], ids=["one_group", "two_groups"])
+def _case(request: pytest.FixtureRequest, case: TrainingCase) -> TrainingCase:
+    """The long matrix trains longer."""
+    return case if request.node.get_closest_marker("long") is None else case.longer()
+
+
+# Each of the other optimizers on the model where it does most: conv has parameters of 1, 2 and 4 dimensions. Of one
+# group, which is less than two, one optimizer of each kind of update: lists, a fused kernel, a loop, Python counters.
+_IN_ONE_GROUP = ("adam_foreach", "adamw_amsgrad_fused", "adamw_loop", "adamw_tensor_lr", "lion")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "groups"),
+    [
+        pytest.param(name, groups, marks=() if groups or name in _IN_ONE_GROUP else pytest.mark.long)
+        for groups in (False, True)
+        for name in OPTIMIZERS
+        if name not in ACCEPTANCE_OPTIMIZERS
+    ],
+)
 def test_every_optimizer_is_bitwise_the_eager_one(optimizer: str, groups: bool) -> None:
     # torch itself has no tensor lr beside a second group with a number: both groups take the tensor
-    case = TrainingCase("conv", optimizer, batches=20, count=16 * 9, groups=groups)
+    case = TrainingCase("conv", optimizer, batches=12, groups=groups)
     ours = train(case, "spmd")
     assert_compiled(ours)
     assert_bitwise(ours, one_device(case))
@@ -83,12 +104,15 @@ _SEEDS = {("conv", "accumulate", "rmsprop"): 2}
 
 def _product_on_ranks() -> list[object]:
     """(ranks, model, option, optimizer): the rows that cover all pairs, and the whole product on two ranks (long)."""
-    found: list[object] = [pytest.param(ranks, *row) for row, ranks in _ROWS.items()]
-    for row in itertools.product(_MODELS, ACCEPTANCE_OPTIONS, ACCEPTANCE_OPTIMIZERS):
-        if _ROWS.get(row) != 2:
-            found.append(pytest.param(2, *row, marks=pytest.mark.long))
+    found: list[object] = [
+        pytest.param(2, *row, marks=() if row in _ROWS else pytest.mark.long)
+        for row in itertools.product(_MODELS, ACCEPTANCE_OPTIONS, ACCEPTANCE_OPTIMIZERS)
+    ]
+    for row, ranks in _ROWS.items():
+        if ranks == 4:
+            found.append(pytest.param(4, *row, marks=() if row == _ON_FOUR else pytest.mark.long))
     for model in _LOSSES:
-        found.append(pytest.param(2, model, "plain", "sgd"))
+        found.append(pytest.param(2, model, "plain", "sgd", marks=() if model == _LOSSES[-1] else pytest.mark.long))
         found.append(pytest.param(4, model, "accumulate", "adamw", marks=pytest.mark.long))
     return found
 
@@ -102,7 +126,7 @@ def test_several_ranks_equal_one_device(
     # A convolution's bias in front of batch norm has a zero true gradient: rounding, which every optimizer that divides
     # by the gradient's size amplifies. RMSprop does so ten times as much as Adam: its average starts at 0, uncorrected.
     eps = 1e-4 if optimizer == "rmsprop" else 1e-5
-    case = TrainingCase(model, optimizer, option, dropout=0.0, eps=eps, seed=seed)
+    case = _case(request, TrainingCase(model, optimizer, option, dropout=0.0, eps=eps, seed=seed))
     # the recorder of losses runs between batches, and does not look at weights
     results = train_on(pool, case, {"overlap_iterations": True})
     assert_compiled(*results)
@@ -112,12 +136,13 @@ def test_several_ranks_equal_one_device(
 @pytest.mark.parametrize("model", ["gpt", "conv"])
 def test_dropout_on_two_ranks_is_reproducible_and_differs_a_shard(two_ranks: RankPool, model: str) -> None:
     """Two runs from one seed are the same bits; without dropout the losses are others."""
-    case = TrainingCase(model, batches=10, dropout=0.3)
+    case = TrainingCase(model, batches=4, dropout=0.3)
     first, second = train_on(two_ranks, case), train_on(two_ranks, case)
     assert_compiled(*first)
     for ours, again in zip(first, second, strict=True):
         assert_bitwise(ours, again)
-    assert first[0].losses != train_on(two_ranks, TrainingCase(model, batches=10, dropout=0.0))[0].losses
+    without = one_device(TrainingCase(model, batches=4, dropout=0.0)).losses
+    assert first[0].losses != pytest.approx(without, rel=1e-3)
 
 
 def test_rows_of_different_ranks_get_different_dropout_masks(two_ranks: RankPool) -> None:
@@ -163,7 +188,7 @@ def masks(devices: int) -> torch.Tensor:
 
 def test_what_ddp_gives_in_the_same_place(two_ranks: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
     """Where DDP's mean of means is biased we are not; ``python -m tests.equality.table`` prints more rows."""
-    for name, ours, theirs in table.rows(two_ranks, ("gpt, ignore_index", "conv net, batch norm")):
+    for name, ours, theirs in table.rows(two_ranks, ("gpt, ignore_index", "conv net, batch norm"), batches=8):
         with capsys.disabled():
             print(f"\n{name}: spmd {ours}\n{' ' * len(name)}  ddp  {theirs}")
         assert ours.loss <= 1e-5

@@ -65,28 +65,41 @@ TENSOR_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Number of ranks and options; two ranks share each layer."""
 _OPTIMIZERS = {"gpt_tied": "adamw_fused", "gpt_llama": "adamw", "conv": "sgd", "mlp": "adamw"}
-_SHORT = {(2, "gpt_tied", "plain"), (2, "conv", "accumulate_clip"), (4, "gpt_llama", "accumulate_clip")}
+_SHORT = {
+    ("zero2", 2, "gpt_tied", "plain"),
+    ("zero2", 2, "conv", "accumulate_clip"),
+    ("zero3", 2, "gpt_tied", "plain"),
+    ("zero3", 2, "gpt_llama", "accumulate_clip"),
+    ("zero3", 4, "conv", "accumulate_clip"),
+}
 
 
 def _cases() -> list[object]:
     return [
-        pytest.param(ranks, model, option, marks=() if (ranks, model, option) in _SHORT else pytest.mark.long)
+        pytest.param(
+            plan, ranks, model, option, marks=() if (plan, ranks, model, option) in _SHORT else pytest.mark.long
+        )
+        for plan in PLANS
         for ranks in (2, 4)
         for model, option in RUNS
         if option != "plain" or ranks == 2
     ]
 
 
+def _case(request: pytest.FixtureRequest, case: TrainingCase) -> TrainingCase:
+    """The long matrix trains longer."""
+    return case if request.node.get_closest_marker("long") is None else case.longer()
+
+
 def _pool(request: pytest.FixtureRequest, ranks: int) -> RankPool:
     return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
 
 
-@pytest.mark.parametrize(("ranks", "model", "option"), _cases())
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "ranks", "model", "option"), _cases())
 def test_a_plan_equals_one_device(
     request: pytest.FixtureRequest, plan: str, ranks: int, model: str, option: str
 ) -> None:
-    case = TrainingCase(model, _OPTIMIZERS[model], option, dropout=0.0, eps=1e-5)
+    case = _case(request, TrainingCase(model, _OPTIMIZERS[model], option, dropout=0.0, eps=1e-5))
     results = train_on(_pool(request, ranks), case, {**PLANS[plan], "overlap_iterations": True})
     assert_compiled(*results)
     assert_equals_one_device(results, one_device(case))
@@ -100,8 +113,10 @@ def test_a_plan_equals_one_device(
         for run in RUNS
     ],
 )
-def test_hybrid_sharding_equals_one_device(four_ranks: RankPool, plan: str, model: str, option: str) -> None:
-    case = TrainingCase(model, _OPTIMIZERS[model], option, dropout=0.0, eps=1e-5)
+def test_hybrid_sharding_equals_one_device(
+    request: pytest.FixtureRequest, four_ranks: RankPool, plan: str, model: str, option: str
+) -> None:
+    case = _case(request, TrainingCase(model, _OPTIMIZERS[model], option, dropout=0.0, eps=1e-5))
     results = train_on(four_ranks, case, {**HYBRIDS[plan], "overlap_iterations": True})
     assert_compiled(*results)
     assert_equals_one_device(results, one_device(case))
@@ -111,7 +126,7 @@ _TENSOR_SHORT = {
     ("tp2", "conv", "accumulate_clip"),
     ("tp2 sequence", "gpt_llama", "accumulate_clip"),
     ("dp2 tp2 sequence", "gpt_tied", "plain"),
-    ("zero3 tp2", "gpt_tied", "accumulate_clip"),
+    ("zero3 tp2", "mlp", "accumulate_clip"),
 }
 
 
@@ -133,7 +148,7 @@ def tensor_options(plan: str, model: str) -> dict[str, Any]:
 def test_a_tensor_parallel_plan_equals_one_device(
     request: pytest.FixtureRequest, plan: str, model: str, option: str
 ) -> None:
-    case = TrainingCase(model, _OPTIMIZERS[model], option, dropout=0.0, eps=1e-5)
+    case = _case(request, TrainingCase(model, _OPTIMIZERS[model], option, dropout=0.0, eps=1e-5))
     options = {**tensor_options(plan, model), "overlap_iterations": True}
     results = train_on(_pool(request, TENSOR_PLANS[plan][0]), case, options)
     assert_compiled(*results)
@@ -145,20 +160,21 @@ def test_a_tensor_parallel_plan_equals_one_device(
     [pytest.param("zero3", n, marks=() if n in ("adagrad", "lion") else pytest.mark.long) for n in OPTIMIZERS]
     + [pytest.param("zero2", n, marks=pytest.mark.long) for n in ("adagrad", "lion")],
 )
-def test_every_optimizer_works_on_chunks(four_ranks: RankPool, plan: str, optimizer: str) -> None:
-    """On sizes that four ranks do not divide, with two parameter groups where torch itself takes them."""
+def test_every_optimizer_works_on_chunks(request: pytest.FixtureRequest, plan: str, optimizer: str) -> None:
+    """On sizes that the ranks do not divide, with two parameter groups where torch itself takes them."""
+    ranks = 2 if request.node.get_closest_marker("long") is None else 4
     groups = optimizer != "adamw_tensor_lr"
     # Rprop looks at signs alone, and a bias in front of batch norm has rounding for a gradient
     model = "mlp" if optimizer == "rprop" else "conv"
     case = TrainingCase(model, optimizer, batches=12, dropout=0.0, eps=1e-4, groups=groups)
-    results = train_on(four_ranks, case, PLANS[plan])
+    results = train_on(_pool(request, ranks), case, PLANS[plan])
     assert_compiled(*results)
     assert_equals_one_device(results, one_device(case))
 
 
-@pytest.mark.parametrize("plan", ["zero2", "zero3", "tp2 sequence"])
+@pytest.mark.parametrize("plan", [pytest.param("zero2", marks=pytest.mark.long), "zero3", "tp2 sequence"])
 def test_dropout_is_reproducible(two_ranks: RankPool, plan: str) -> None:
-    case = TrainingCase("gpt_tied", batches=10, dropout=0.3)
+    case = TrainingCase("gpt_tied", batches=3, dropout=0.3)
     options = PLANS[plan] if plan in PLANS else tensor_options(plan, case.model)
     first, second = train_on(two_ranks, case, options), train_on(two_ranks, case, options)
     for ours, again in zip(first, second, strict=True):
@@ -167,9 +183,9 @@ def test_dropout_is_reproducible(two_ranks: RankPool, plan: str) -> None:
 
 def _stored_bytes(plan: str, devices: int) -> tuple[int, int]:
     """Bytes of parameters and optimizer state that this rank keeps, and that the whole has, in storages."""
-    case = TrainingCase("gpt_tied", "adamw", batches=4, dropout=0.0)
+    case = TrainingCase("gpt_tied", "adamw", dropout=0.0)
     module, strategy = case.module(), SPMDStrategy(**{**PLANS, **HYBRIDS}[plan])
-    _, trainer = fit(module, InOrder(samples(case.model, case.count), case.rows), strategy, devices, max_steps=4)
+    _, trainer = fit(module, InOrder(samples(case.model, case.count), case.rows), strategy, devices, max_steps=1)
     states = [v for state in trainer.optimizers[0].state.values() for v in state.values() if isinstance(v, Tensor)]
     tensors = [*module.parameters(), *states]
     mine = {(s := local(t).untyped_storage()).data_ptr(): s.nbytes() for t in tensors}
@@ -217,7 +233,7 @@ def _lbfgs(devices: int) -> None:
 
 
 def _found_plan(devices: int) -> Any:
-    case = TrainingCase("gpt_llama", "adamw", batches=10, dropout=0.0, eps=1e-5)
+    case = TrainingCase("gpt_llama", "adamw", batches=4, dropout=0.0, eps=1e-5)
     strategy = SPMDStrategy(tensor_parallel_size=2, tensor_parallel_plan="auto")
     module = case.module()
     data = InOrder(samples(case.model, case.count), case.rows)
@@ -228,11 +244,11 @@ def _found_plan(devices: int) -> Any:
 
 def test_a_plan_is_found(two_ranks: RankPool) -> None:
     """In the first batch's graph; parameters and optimizer are sharded by it and training goes on."""
-    reference = one_device(TrainingCase("gpt_llama", "adamw", batches=10, dropout=0.0, eps=1e-5))
+    reference = one_device(TrainingCase("gpt_llama", "adamw", batches=4, dropout=0.0, eps=1e-5))
     for result, found, split, names in two_ranks.run(_found_plan, 2):
         assert_compiled(result)
-        assert {"blocks.0.q", "blocks.0.o", "blocks.1.gate", "blocks.1.down"} <= set(found)
-        assert split >= 14  # seven layers a block
+        assert {"blocks.0.q", "blocks.0.o", "blocks.0.gate", "blocks.0.down"} <= set(found)
+        assert split >= 7  # layers of the block
         assert names == ("data_parallel", "tensor_parallel")
         assert result.losses == pytest.approx(reference.losses, rel=1e-5)
 

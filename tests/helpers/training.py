@@ -50,7 +50,8 @@ class TrainingCase:
         model: name in ``modules.MODELS``.
         optimizer: name in ``modules.OPTIMIZERS``.
         option: name in OPTIONS.
-        batches: training batches (not optimizer steps) of the run.
+        batches: training batches (not optimizer steps) of the run: enough for a graph's second use, for state of its
+            own, for accumulation, and for the second epoch.
         rows: rows of the global batch.
         count: samples of the data set; by default such that an epoch ends within the run, with whole batches.
         shuffle: shuffled data, on one device only.
@@ -62,9 +63,9 @@ class TrainingCase:
     model: str
     optimizer: str = "sgd"
     option: str = "plain"
-    batches: int = 50
+    batches: int = 15
     rows: int = 16
-    count: int = 16 * 21
+    count: int = 16 * 9
     shuffle: bool = False
     dropout: float = 0.1
     scheduler: str | None = None
@@ -75,6 +76,10 @@ class TrainingCase:
 
     def __str__(self) -> str:
         return f"{self.model}-{self.optimizer}-{self.option}"
+
+    def longer(self) -> TrainingCase:
+        """Fifty batches in three epochs, in which small deviations add up: for the long matrices."""
+        return dataclasses.replace(self, batches=50, count=16 * 21)
 
     def module(self) -> L.LightningModule:
         """The module, with weights from seed 3."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from tests.helpers.modules import GPT, MLP, samples
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, TrainingCase, assert_compiled, fit
 
-CASE = TrainingCase("gpt", "adamw", shuffle=True, count=16 * 6, scheduler="one_cycle")
-PER_EPOCH = 6
+CASE = TrainingCase("gpt", "adamw", shuffle=True, count=16 * 4, scheduler="one_cycle")
+PER_EPOCH = 4
 
 
 def _run(
@@ -46,21 +47,25 @@ def _assert_continues(resumed: Result, whole: Result) -> None:
         assert same, name
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """``CASE`` in graphs, and where its checkpoints are."""
+    folder = tmp_path_factory.mktemp("trained")
+    return _run(folder, "spmd"), folder
+
+
 @pytest.mark.parametrize("model", ["gpt", "mlp"])
-def test_resume_is_bitwise(tmp_path: Path, model: str) -> None:
-    """With dropout and shuffling, from an end-of-epoch checkpoint."""
-    case = TrainingCase(model, "adamw", shuffle=True, count=16 * 6, scheduler="one_cycle")
-    whole = _run(tmp_path / "whole", "spmd", case=case)
-    resumed = _run(tmp_path / "again", "spmd", resume=tmp_path / "whole/epoch=1.ckpt", case=case)
+def test_resume_is_bitwise(trained: tuple[Result, Path], tmp_path: Path, model: str) -> None:
+    """With dropout and shuffling, from an end-of-epoch checkpoint, with as many graphs as a fresh run."""
+    case = dataclasses.replace(CASE, model=model)
+    whole, folder = (
+        trained if model == CASE.model else (_run(tmp_path / "whole", "spmd", case=case), tmp_path / "whole")
+    )
+    resumed = _run(tmp_path / "again", "spmd", resume=folder / "epoch=1.ckpt", case=case)
     assert_compiled(whole, resumed)
     assert len(resumed.losses) == 2 * PER_EPOCH
-    _assert_continues(resumed, whole)
-
-
-def test_a_resumed_run_builds_one_graph_as_a_fresh_one_does(tmp_path: Path) -> None:
-    whole = _run(tmp_path / "whole", "spmd")
-    resumed = _run(tmp_path / "again", "spmd", resume=tmp_path / "whole/epoch=1.ckpt")
     assert resumed.captures <= whole.captures
+    _assert_continues(resumed, whole)
 
 
 class StatefulLoader:
@@ -90,32 +95,31 @@ class StatefulLoader:
 
 def test_resume_in_mid_epoch_is_bitwise_with_a_loader_that_keeps_its_place(tmp_path: Path) -> None:
     def run(resume: Path | None) -> Result:
-        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=4)
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=3)
         loader = StatefulLoader(samples("gpt", CASE.count), CASE.rows)
         flags = {"max_epochs": 3, "enable_checkpointing": True}
         return fit(CASE.module(), loader, "spmd", 1, [saver], resume, **flags)[0]
 
     whole = run(None)
-    resumed = run(tmp_path / "step=8.ckpt")
+    resumed = run(tmp_path / "step=6.ckpt")
     assert_compiled(whole, resumed)
-    assert len(resumed.losses) == 3 * PER_EPOCH - 8
+    assert len(resumed.losses) == 3 * PER_EPOCH - 6
     _assert_continues(resumed, whole)
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("spmd", "auto"), ("auto", "spmd")])
 def test_checkpoints_are_plain_lightning_ones(tmp_path: Path, writer: str, reader: str) -> None:
     """Without dropout or shuffling, what ``auto`` wrote goes on under ``spmd`` bitwise, and the other way round."""
-    case = TrainingCase("gpt", "adamw", dropout=0.0, count=16 * 6, scheduler="one_cycle")
+    case = dataclasses.replace(CASE, dropout=0.0, shuffle=False)
     whole = _run(tmp_path / "whole", writer, case=case)
     resumed = _run(tmp_path / "again", reader, resume=tmp_path / "whole/epoch=1.ckpt", case=case)
     _assert_continues(resumed, whole)
 
 
-def test_a_checkpoint_holds_what_lightnings_own_holds(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_what_lightnings_own_holds(trained: tuple[Result, Path], tmp_path: Path) -> None:
     """The same keys, weights, optimizer and scheduler state; readable with ``weights_only=True``."""
-    _run(tmp_path / "spmd", "spmd", epochs=2)
     _run(tmp_path / "auto", "auto", epochs=2)
-    ours = torch.load(tmp_path / "spmd/epoch=1.ckpt", weights_only=True)
+    ours = torch.load(trained[1] / "epoch=1.ckpt", weights_only=True)
     theirs = torch.load(tmp_path / "auto/epoch=1.ckpt", weights_only=True)
     assert ours.keys() - {"lightning_spmd"} == theirs.keys()
     assert all(torch.equal(ours["state_dict"][k], v) for k, v in theirs["state_dict"].items())
@@ -124,11 +128,11 @@ def test_a_checkpoint_holds_what_lightnings_own_holds(tmp_path: Path) -> None:
     assert (ours["global_step"], ours["epoch"]) == (theirs["global_step"], theirs["epoch"])
 
 
-def test_load_from_checkpoint_gives_the_trained_module(tmp_path: Path) -> None:
-    trained = _run(tmp_path, "spmd", epochs=2)
-    module = GPT.load_from_checkpoint(tmp_path / "epoch=1.ckpt", weights_only=True)
+def test_load_from_checkpoint_gives_the_trained_module(trained: tuple[Result, Path]) -> None:
+    result, folder = trained
+    module = GPT.load_from_checkpoint(folder / "epoch=3.ckpt", weights_only=True)
     assert module.hparams.scheduler == "one_cycle"
-    assert all(torch.equal(module.state_dict()[k], v) for k, v in trained.weights.items())
+    assert all(torch.equal(module.state_dict()[k], v) for k, v in result.weights.items())
 
 
 def _watched(strategy: str, folder: Path) -> tuple[Result, str, int]:
@@ -162,7 +166,7 @@ def test_resume_on_two_ranks_is_bitwise(two_ranks: RankPool, tmp_path: Path) -> 
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_on_one_device(two_ranks: RankPool, tmp_path: Path) -> None:
-    case = TrainingCase("gpt", "adamw", dropout=0.0, eps=1e-5, count=16 * 6)
+    case = TrainingCase("gpt", "adamw", dropout=0.0, eps=1e-5, count=CASE.count)
     whole = two_ranks.run(_run, tmp_path / "whole", "spmd", 2, case=case)[0]
     resumed = _run(tmp_path / "again", "auto", resume=tmp_path / "whole/epoch=1.ckpt", case=case)
     assert resumed.losses == pytest.approx(whole.losses[-2 * PER_EPOCH :], rel=1e-5)

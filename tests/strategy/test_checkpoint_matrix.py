@@ -21,7 +21,7 @@ from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import QUIET, InOrder, Result, TrainingCase, deviation, fit
 from tests.strategy import killed_while_saving
 
-CASE = TrainingCase("gpt", "adamw", "clip_norm", count=16 * 6, dropout=0.0, eps=1e-5, scheduler="one_cycle")
+CASE = TrainingCase("gpt", "adamw", "clip_norm", count=16 * 3, dropout=0.0, eps=1e-5, scheduler="one_cycle")
 LAYERS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "tensor_parallel_plan": {
@@ -53,10 +53,15 @@ FOLDERS = [name for name in PLANS if "folder" in name]
 NOT_FOLDERS = [name for name in PLANS if name not in FOLDERS]
 
 
-def _run(folder: str, strategy: Any, devices: int = 1, resume: str | None = None, case: TrainingCase = CASE) -> Result:
+def _run(folder: str, strategy: Any, devices: int = 1, resume: str | None = None, epochs: int = 4) -> Result:
+    case = CASE
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     data = InOrder(samples(case.model, case.count), case.rows)
-    flags = {"max_epochs": 4, "enable_checkpointing": True, **{k: v for k, v in case.flags().items() if "clip" in k}}
+    flags = {
+        "max_epochs": epochs,
+        "enable_checkpointing": True,
+        **{k: v for k, v in case.flags().items() if "clip" in k},
+    }
     return fit(case.module(), data, strategy, devices, [saver], resume, **flags)[0]
 
 
@@ -72,12 +77,12 @@ _SAVED: dict[str, Path] = {}
 def _saved(pool: RankPool, plan: str, tmp: Any) -> Path:
     if plan not in _SAVED:
         folder = tmp.mktemp("saved")
-        pool.run(_run, str(folder), PLANS[plan], pool.size)
+        pool.run(_run, str(folder), PLANS[plan], pool.size, epochs=2)
         _SAVED[plan] = folder / "epoch=1.ckpt"
     return _SAVED[plan]
 
 
-def _assert_continues(resumed: Result, batches: int = 12) -> None:
+def _assert_continues(resumed: Result, batches: int = 6) -> None:
     whole, count = _whole()[0], len(resumed.losses)
     wanted = dataclasses.replace(whole, losses=whole.losses[-count:], logged=[{}])
     found = deviation(dataclasses.replace(resumed, logged=[{}]), wanted)
@@ -123,7 +128,7 @@ def test_resumed_on_a_mesh(
     folder = tmp_path_factory.mktemp("again")
     _assert_continues(four_ranks.run(_run, str(folder), MESHES[target], 4, str(checkpoint))[0])
     back = str(tmp_path_factory.mktemp("back"))
-    _assert_continues(two_ranks.run(_run, back, PLANS["zero2"], 2, str(folder / "epoch=2.ckpt"))[0], batches=6)
+    _assert_continues(two_ranks.run(_run, back, PLANS["zero2"], 2, str(folder / "epoch=2.ckpt"))[0], batches=3)
 
 
 @pytest.mark.parametrize("source", NOT_FOLDERS)

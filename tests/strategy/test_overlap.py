@@ -29,6 +29,7 @@ from tests.strategy.test_checkpoint import StatefulLoader, _assert_continues
 SMALL = 0.01
 """MiB: several buckets also in small models."""
 OPTIMIZERS = ("sgd", "adamw_amsgrad_foreach", "rmsprop", "radam", "lion")
+_SHORT = ("adamw_amsgrad_foreach", "radam")
 
 
 def deferring(trainer: L.Trainer) -> int:
@@ -40,13 +41,18 @@ def deferring(trainer: L.Trainer) -> int:
 # ---------------------------------------------------------------- same bits
 @pytest.mark.parametrize(
     ("model", "optimizer", "option"),
-    [("mlp", name, "plain") for name in OPTIMIZERS]
-    + [("gpt", "adamw_fused", o) for o in ("plain", "clip_value", "accumulate_clip")]
-    + [("conv", "adamw", "plain"), ("conv", "sgd", "accumulate")],
+    [pytest.param("mlp", n, "plain", marks=() if n in _SHORT else pytest.mark.long) for n in OPTIMIZERS]
+    + [
+        ("gpt", "adamw_fused", "accumulate_clip"),
+        ("conv", "sgd", "accumulate"),
+        pytest.param("gpt", "adamw_fused", "plain", marks=pytest.mark.long),
+        pytest.param("gpt", "adamw_fused", "clip_value", marks=pytest.mark.long),
+        pytest.param("conv", "adamw", "plain", marks=pytest.mark.long),
+    ],
 )
 def test_overlap_changes_no_bit(two_ranks: RankPool, model: str, optimizer: str, option: str) -> None:
     scheduler = None if optimizer == "adagrad" else "one_cycle"  # which wants a momentum to change
-    case = TrainingCase(model, optimizer, option, batches=24, count=16 * 9, scheduler=scheduler)
+    case = TrainingCase(model, optimizer, option, batches=12, scheduler=scheduler)
     plain = train_on(two_ranks, case, {"overlap_iterations": False, "bucket_size_mb": SMALL})
     ours = train_on(two_ranks, case, {"overlap_iterations": True, "bucket_size_mb": SMALL})
     assert_compiled(*plain, *ours)
@@ -89,8 +95,8 @@ def snapshots(overlap: Any, folder: Path, **flags: Any) -> tuple[list[Any], dict
     watcher = Snapshots()
     callbacks: list[L.Callback] = [watcher, LearningRateMonitor()]
     if flags.pop("save", False):
-        callbacks.append(ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=5))
-    data = InOrder(samples("gpt", 16 * 14), 16)
+        callbacks.append(ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=3))
+    data = InOrder(samples("gpt", 16 * 6), 16)
     strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
     settings = {"max_epochs": 2, "limit_val_batches": 2, **flags}
     _, trainer = fit(case.module(), data, strategy, 2, callbacks, **settings)
@@ -101,11 +107,13 @@ def snapshots(overlap: Any, folder: Path, **flags: Any) -> tuple[list[Any], dict
 @pytest.mark.parametrize(
     "flags",
     [
-        {},
-        {"val_check_interval": 3},
-        {"max_steps": 11},
-        {"limit_train_batches": 6, "accumulate_grad_batches": 2},
-        {"save": True, "enable_checkpointing": True},
+        {"val_check_interval": 3, "max_steps": 8},
+        {"save": True, "enable_checkpointing": True, "limit_train_batches": 4, "accumulate_grad_batches": 2},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"val_check_interval": 3}, marks=pytest.mark.long),
+        pytest.param({"max_steps": 11}, marks=pytest.mark.long),
+        pytest.param({"limit_train_batches": 6, "accumulate_grad_batches": 2}, marks=pytest.mark.long),
+        pytest.param({"save": True, "enable_checkpointing": True}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -162,18 +170,18 @@ def test_an_exceptions_handlers_see_the_same_bits(two_ranks: RankPool) -> None:
 
 
 def resumed(overlap: bool, folder: Path, resume: Path | None) -> Result:
-    case = TrainingCase("gpt", "adamw", count=16 * 6, scheduler="one_cycle")
-    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=4)
+    case = TrainingCase("gpt", "adamw", count=16 * 4, scheduler="one_cycle")
+    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=3)
     loader = StatefulLoader(samples("gpt", case.count), 8)
     strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
-    flags = {"max_epochs": 3, "enable_checkpointing": True, "use_distributed_sampler": False}
+    flags = {"max_epochs": 2, "enable_checkpointing": True, "use_distributed_sampler": False}
     return fit(case.module(), loader, strategy, 2, [saver], resume, **flags)[0]
 
 
 def test_resume_in_mid_epoch_is_bitwise(two_ranks: RankPool, tmp_path: Path) -> None:
     whole = two_ranks.run(resumed, True, tmp_path, None)
     plain = two_ranks.run(resumed, False, tmp_path / "plain", None)
-    again = two_ranks.run(resumed, True, tmp_path / "again", tmp_path / "step=16.ckpt")
+    again = two_ranks.run(resumed, True, tmp_path / "again", tmp_path / "step=9.ckpt")
     for ours, wanted, undeferred in zip(again, whole, plain, strict=True):
         _assert_continues(ours, wanted)
         assert_bitwise(wanted, undeferred)

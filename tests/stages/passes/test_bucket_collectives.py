@@ -21,7 +21,7 @@ from lightning_spmd.stages.passes.contract import GraphPass
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulate import expand_all, run_ranks
 from tests.helpers.tiny_capture import capture_module
-from tests.helpers.training import TrainingCase, assert_bitwise, deviation, train_on
+from tests.helpers.training import TrainingCase, assert_bitwise, deviation, one_device
 from tests.stages.expand.test_models import MODELS, captured_model, clipped, sgd
 from tests.stages.passes.local_programs import BATCH, PARAMETER, Body, R, functional, write
 
@@ -376,9 +376,9 @@ def test_half_precision_gradients_can_be_reduced_in_full_precision() -> None:
 
 
 # ---------------------------------------------------------------- through the Trainer
-@pytest.mark.parametrize("model", ["gpt", "conv"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("conv", marks=pytest.mark.long)])
 def test_training_on_two_ranks_is_bitwise_the_same_with_and_without_buckets(two_ranks: RankPool, model: str) -> None:
-    case = TrainingCase(model, "adamw_fused", "clip_norm", batches=20, dropout=0.1)
+    case = TrainingCase(model, "adamw_fused", "clip_norm", batches=6, dropout=0.1)
     with_buckets = two_ranks.run(_train, case, 2, smallest=64, passes=["bucket_collectives"])
     without = two_ranks.run(_train, case, 2, passes=[])
     for ours, plain in zip(with_buckets, without, strict=True):
@@ -386,12 +386,11 @@ def test_training_on_two_ranks_is_bitwise_the_same_with_and_without_buckets(two_
 
 
 def test_training_with_bf16_reduction_stays_near_full_precision(two_ranks: RankPool) -> None:
-    """20 steps: losses within 1 %. One cast loses up to 0.4 % of an element of a gradient."""
-    case = TrainingCase("gpt", "sgd", "accumulate_clip", batches=20, dropout=0.0)
+    """Losses within 1 %. One cast loses up to 0.4 % of an element of a gradient."""
+    case = TrainingCase("mlp", "sgd", "accumulate_clip", dropout=0.0)
     half = two_ranks.run(_train, case, 2, reduce_dtype="bf16")
-    full = train_on(two_ranks, case)
-    found = deviation(half[0], full[0])
-    assert 0.0 < found.loss < 1e-2, found
+    found = deviation(half[0], one_device(case))
+    assert 1e-5 < found.loss < 1e-2, found
     assert half[0].losses == half[1].losses
 
 

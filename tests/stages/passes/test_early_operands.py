@@ -65,9 +65,9 @@ def test_the_verifier_catches_an_operand_moved_too_far() -> None:
         programs(step, [GraphPass("broken", broken)])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd_maximize", "adam_amsgrad"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd_maximize", marks=pytest.mark.long), "adam_amsgrad"])
 def test_training_keeps_every_bit(two_ranks: RankPool, optimizer: str) -> None:
-    case = TrainingCase("mlp", optimizer, batches=20)
+    case = TrainingCase("mlp", optimizer, batches=6)
     plain = train_on(two_ranks, case, {"passes": []})
     ours = train_on(two_ranks, case, {"passes": ["early_operands"]})
     assert_compiled(*plain, *ours)

@@ -74,12 +74,12 @@ def _trained(names: Iterable[str], *short: str) -> list[object]:
     return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in names]
 
 
-@pytest.mark.parametrize("optimizer", _trained(KNOWN, "adamw", "adagrad"))
+@pytest.mark.parametrize("optimizer", _trained(KNOWN, "adagrad"))
 def test_known_updates_are_one_kernel_and_agree_within_rounding(
     two_ranks: RankPool, optimizer: str, tmp_path: Path
 ) -> None:
     scheduler = "cosine" if optimizer == "adagrad" else "one_cycle"  # which moves betas and momentum, too
-    case = TrainingCase("mlp", optimizer, batches=20, groups=True, eps=1e-5, scheduler=scheduler)
+    case = TrainingCase("mlp", optimizer, batches=6, groups=True, eps=1e-5, scheduler=scheduler)
     fused, joined, graph = _both(two_ranks, case, tmp_path)
     assert f"aten.{KNOWN[optimizer]}" in graph
     assert "_foreach_addcdiv_" not in graph
@@ -93,7 +93,7 @@ def test_known_updates_are_one_kernel_and_agree_within_rounding(
 
 @pytest.mark.parametrize("optimizer", _trained(UNKNOWN, "radam"))
 def test_other_updates_stay_as_they_are(two_ranks: RankPool, optimizer: str, tmp_path: Path) -> None:
-    fused, joined, graph = _both(two_ranks, TrainingCase("mlp", optimizer, batches=12), tmp_path)
+    fused, joined, graph = _both(two_ranks, TrainingCase("mlp", optimizer, batches=8), tmp_path)
     assert "_fused_" not in graph.replace("_fused_kernels", "")
     for ours, theirs in zip(fused, joined, strict=True):
         assert_bitwise(ours, theirs)

@@ -41,14 +41,14 @@ def run(case: TrainingCase, passes: list[str], folder: Path | None = None, **opt
 
 
 def assert_unchanged(pool: RankPool, case: TrainingCase, folder: Path, **options: Any) -> str:
-    """The same bits with and without the pass; gives the text of the last graph that it made."""
+    """The same bits with and without the pass; gives the text of the largest graph that it made, which updates."""
     with_pass = pool.run(run, case, [*BEFORE, "fuse_optimizer"], folder, **options)
     plain = pool.run(run, case, BEFORE)
     assert_compiled(*with_pass, *plain)
     for ours, theirs in zip(with_pass, plain, strict=True):
         assert_bitwise(ours, theirs)
         assert ours.captures == theirs.captures
-    return max(folder.glob("*_fuse_optimizer.py")).read_text()
+    return max((f.read_text() for f in folder.glob("*_fuse_optimizer.py")), key=len)
 
 
 @pytest.mark.parametrize("optimizer", sorted(LOOPS | LEFT_ALONE))
@@ -62,13 +62,10 @@ def test_the_bits_of_every_optimizer_stay(optimizer: str) -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        pytest.param(name, marks=() if name in ("adamw", "radam", "rprop") else pytest.mark.long)
-        for name in sorted(LOOPS | LEFT_ALONE)
-    ],
+    [pytest.param(name, marks=() if name == "radam" else pytest.mark.long) for name in sorted(LOOPS | LEFT_ALONE)],
 )
 def test_training_is_bitwise_the_same_for_every_optimizer(two_ranks: RankPool, optimizer: str, tmp_path: Path) -> None:
-    case = TrainingCase("mlp", optimizer, batches=20, groups=True)
+    case = TrainingCase("mlp", optimizer, batches=8, groups=True)
     graph = assert_unchanged(two_ranks, case, tmp_path)
     if optimizer in LOOPS:
         assert "_foreach_" in graph
@@ -77,22 +74,22 @@ def test_training_is_bitwise_the_same_for_every_optimizer(two_ranks: RankPool, o
     assert "each_item(_" not in first
 
 
-@pytest.mark.parametrize("option", ["clip_norm", "clip_value", "accumulate_clip"])
+@pytest.mark.parametrize("option", [pytest.param("clip_norm", marks=pytest.mark.long), "clip_value", "accumulate_clip"])
 def test_clipping_and_accumulation_are_bitwise_the_same(two_ranks: RankPool, option: str, tmp_path: Path) -> None:
-    graph = assert_unchanged(two_ranks, TrainingCase("mlp", "adamw", option, batches=21), tmp_path)
+    graph = assert_unchanged(two_ranks, TrainingCase("mlp", "adamw", option, batches=9), tmp_path)
     assert ("_foreach_norm" if "norm" in option or "accumulate" in option else "_foreach_clamp_min_") in graph
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "nadam"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.long), "nadam"])
 def test_a_scheduler_changes_lr_without_a_new_graph(two_ranks: RankPool, optimizer: str, tmp_path: Path) -> None:
-    case = TrainingCase("gpt", optimizer, batches=20, scheduler="one_cycle", groups=True, dropout=0.1)
+    case = TrainingCase("gpt", optimizer, batches=5, scheduler="one_cycle", groups=True, dropout=0.1)
     graph = assert_unchanged(two_ranks, case, tmp_path)
     assert "each_pow(hyper_parameter_group_0_betas_1_" in graph
     assert "(hyper_parameter_group_0_lr" in graph
 
 
 def test_updates_in_lists_may_run_inside_the_next_iteration(two_ranks: RankPool, tmp_path: Path) -> None:
-    case = TrainingCase("gpt", "adamw", batches=20, scheduler="cosine")
+    case = TrainingCase("gpt", "adamw", batches=8, scheduler="cosine")
     assert_unchanged(two_ranks, case, tmp_path, overlap_iterations=True)
     deferred = max(tmp_path.glob("*_cleanup.py")).read_text()
     assert "_foreach_addcdiv_" in deferred

@@ -209,10 +209,10 @@ class WordsModule(L.LightningModule):
 
 
 def _train(ranks: int, passes: list[str] | None = None, folder: str | None = None) -> Result:
-    data = InOrder(list(tokens(8 * 20, seed=4)), 8)
+    data = InOrder(list(tokens(8 * 6, seed=4)), 8)
     strategy: Any = "auto" if ranks == 1 else SPMDStrategy(passes=passes, dump_dir=folder)
     return fit(
-        WordsModule(), data, strategy, ranks, max_steps=20, accelerator="cpu", enable_checkpointing=False,
+        WordsModule(), data, strategy, ranks, max_steps=6, accelerator="cpu", enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0,
     )[0]  # fmt: skip
 

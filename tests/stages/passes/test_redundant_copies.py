@@ -231,5 +231,5 @@ def test_the_verifier_catches_the_removal_of_a_copy_that_is_needed(monkeypatch: 
 
 
 def test_training_on_two_ranks_is_bitwise_unchanged(two_ranks: RankPool, tmp_path: Path) -> None:
-    case = TrainingCase("conv", "adamw_fused", batches=20)
+    case = TrainingCase("conv", "adamw_fused", batches=6)
     assert_training_is_unchanged(two_ranks, case, "redundant_copies", tmp_path)

@@ -148,7 +148,7 @@ def test_whole_parameters_are_left_alone(stage: str) -> None:
 
 
 # ---------------------------------------------------------------- training
-def train(steps: Sequence[ShardedStep], live: Sequence[Any], count: int = 20) -> list[Any]:
+def train(steps: Sequence[ShardedStep], live: Sequence[Any], count: int = 6) -> list[Any]:
     """Losses of ``count`` updates, then all inputs."""
     found = []
     for _ in range(count):
@@ -162,21 +162,27 @@ def assert_equal(got: Sequence[Any], wanted: Sequence[Any]) -> None:
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
-@pytest.mark.parametrize("split", [(3, 3), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("split", [pytest.param((3, 3), marks=pytest.mark.long), (1, 3, 2)], ids=str)
 @pytest.mark.parametrize("update", UPDATES)
 def test_many_steps_are_bitwise_the_same(update: str, split: tuple[int, ...]) -> None:
     captured, live = captured_net(sum(split), UPDATES[update])
     plain, ours = (cleaned(captured, split) for _ in range(2))
     state = apply(PASS, ours)
     assert state.notes, "the pass had nothing to do"
-    # the update by whole matrices cubes the gradient: it diverges in its eighteenth step
-    count = 15 if update == "whole matrix" else 20
-    assert_equal(train(ours, live, count), train(plain, live, count))
+    assert_equal(train(ours, live), train(plain, live))
 
 
-@pytest.mark.parametrize("size", [1e-4, 1.0])
-@pytest.mark.parametrize("split", [(3, 3), (1, 3, 2)], ids=str)
-def test_twenty_steps_through_all_passes_are_bitwise_the_same(split: tuple[int, ...], size: float) -> None:
+@pytest.mark.parametrize(
+    ("split", "size"),
+    [
+        ((3, 3), 1e-4),
+        ((1, 3, 2), 1.0),
+        pytest.param((3, 3), 1.0, marks=pytest.mark.long),
+        pytest.param((1, 3, 2), 1e-4, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_some_steps_through_all_passes_are_bitwise_the_same(split: tuple[int, ...], size: float) -> None:
     captured, live = captured_net(sum(split), UPDATES["one by one"])
     without = [p for p in PASSES if p is not PASS]
     runs = []
