@@ -42,7 +42,7 @@ def names_lost_ranks(method: F) -> F:
         try:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
-            control: ControlPlane | None = self._control
+            control: ControlPlane | None = self._ranks.control
             if control is None or isinstance(error, SPMDError) or not is_communication_failure(error):
                 raise
             raise control.peers.explain(error, str(control.place)) from error

@@ -1,30 +1,25 @@
-"""The evaluation half of the strategy: whether a step is a graph, what happens when it cannot be one, uneven loaders.
+"""Evaluation steps: whether they are graphs, what happens when one cannot be, ranks with different numbers of batches.
 
-A step that cannot be a graph runs eagerly inside :meth:`EvaluatingStrategy._eager_evaluation`, which puts whole
-parameters in place, and is announced once with the reason.
+A step that cannot be a graph runs eagerly on whole parameters, which are put in place for it, and is announced once
+with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback
-from typing_extensions import override
 
-from lightning_spmd.errors import BatchError, ConfigurationError
-from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages.runtime.control import Place
-from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.evaluation import EvaluationSteps
-from lightning_spmd.strategy.iteration import TrainingIteration
-from lightning_spmd.strategy.ranks import RankedStrategy
-from lightning_spmd.strategy.replay import log_keys_kept
+from lightning_spmd.strategy.replay import StepsInGraphs
 from lightning_spmd.strategy.run_context import FellBack
+from lightning_spmd.strategy.state_layout import StateLayout
 
 
 @dataclass
@@ -58,143 +53,83 @@ class FinishTurns(Callback):
         self._take_part()
 
 
-class EvaluatingStrategy(RankedStrategy):
-    """The evaluation steps of a strategy: eager, or as graphs.
+class Evaluation:
+    """The validation, test and predict steps of a strategy.
 
-    A subclass says which (:meth:`_evaluates_in_graphs`), makes the graphs' owner (:meth:`_new_evaluation`), and puts
-    whole parameters in place for what must run eagerly (:meth:`_eager_evaluation`).
+    Args:
+        layout: where parameters lie. Where every rank has all of them no step needs a graph.
+        steps: which methods have run as graphs.
+        new_graphs: makes the owner of a run's graphs.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._iteration: TrainingIteration | None = None
-        self._evaluation: EvaluationSteps | None = None
+    def __init__(self, layout: StateLayout, steps: StepsInGraphs, new_graphs: Callable[[], EvaluationSteps]) -> None:
+        self.graphs: EvaluationSteps | None = None
+        self._layout = layout
+        self._ranks = layout.ranks
+        self._steps = steps
+        self._new_graphs = new_graphs
         self._turns: Turns | None = None
-        self._replayed: set[str] = set()  # methods that have logged from graphs: Lightning keeps a run's keys for good
 
-    def _evaluates_in_graphs(self) -> bool:
-        """Whether evaluation steps run as graphs; the same on all ranks. Replicated parameters need no graph."""
-        return False
+    def begin(self) -> None:
+        """A new run."""
+        self.graphs = None
 
-    @contextlib.contextmanager
-    def _eager_evaluation(self) -> Iterator[None]:
+    @property
+    def in_graphs(self) -> bool:
+        """Whether steps run as graphs; the same on all ranks."""
+        mesh = self._ranks.mesh  # a sequence that needs several ranks would not fit on one
+        return mesh is not None and (mesh.splits_sequences or self._layout.plan.shards_parameters)
+
+    def on_whole_parameters(self, module: Any) -> contextlib.AbstractContextManager[None]:
         """Around each step that runs eagerly although graphs were asked for; entered by all ranks together."""
-        yield
+        return self._layout.whole(module)
 
-    @abstractmethod
-    def _new_evaluation(self) -> EvaluationSteps:
-        """The owner of the evaluation steps' graphs."""
+    # ------------------------------------------------------------------ steps
+    def step(
+        self, module: Any, method: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a step on this rank's batch.
 
-    @abstractmethod
-    def flush(self) -> None:
-        """Bring weights up to date."""
-
-    # ------------------------------------------------------------------ Lightning's steps
-    @override
-    @names_lost_ranks
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated("validation_step", super().validation_step, args, kwargs)
-
-    @override
-    @names_lost_ranks
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated("test_step", super().test_step, args, kwargs)
-
-    @override
-    @names_lost_ranks
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._turns is not None:
+        Args:
+            module: whose step it is.
+            method: its name.
+            eager: how Lightning runs it.
+            args: as Lightning passes them.
+            kwargs: likewise.
+        """
+        turns = self._turns if method == "predict_step" else None
+        if turns is not None:
             self._take_part(upto=args[2] if len(args) > 2 else 0)
-            self._turns.last = args
-        return self._evaluated("predict_step", super().predict_step, args, kwargs)
-
-    def _evaluated(self, method: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._evaluates_in_graphs():
-            return self._eagerly(method, eager, args, kwargs)
+            turns.last = args
+        batches = None if self._ranks.mesh is None else self._ranks.batches
+        if not self.in_graphs:
+            return self._steps.run_eagerly(module, method, eager, args, kwargs, batches)
         if kwargs:
             raise ConfigurationError(f"{method} was called with keywords ({', '.join(kwargs)}); Lightning passes none")
         try:
-            output = self._graphs().evaluate(method, args, turns=self._turns is not None and method == "predict_step")
+            output = self._evaluate(method, args, turns=turns is not None)
         except FellBack:
-            with self._eager_evaluation():
-                return self._eagerly(method, eager, args)
-        self._replayed.add(method)
+            with self.on_whole_parameters(module):
+                return self._steps.run_eagerly(module, method, eager, args, {}, batches)
+        self._steps.add(method)
         return output
 
-    def _eagerly(
-        self, method: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a step as Lightning does; under the keys of its graphs if it had some."""
-        if not self.is_distributed or method not in self._replayed or self.lightning_module is None:
-            return step(*args, **(kwargs or {}))
-        try:
-            rows = Batch(args[0]).rows()
-        except BatchError:
-            rows = None
-        with log_keys_kept(self.lightning_module, rows, self.batches):
-            return step(*args, **(kwargs or {}))
-
-    def _graphs(self) -> EvaluationSteps:
-        self.flush()
-        if self._evaluation is None:
-            self._evaluation = self._new_evaluation()
-        return self._evaluation
-
-    @property
-    def evaluation_captures(self) -> int:
-        """Number of graphs built for evaluation since the Trainer began; 0 where it runs eagerly."""
-        return 0 if self._evaluation is None else self._evaluation.captures
-
-    @property
-    def rechecks(self) -> tuple[int, float]:
-        """How often a step was traced again and found to be what its graph does, and the seconds that took."""
-        schedules = [graphs.rechecks.schedule for graphs in (self._iteration, self._evaluation) if graphs is not None]
-        return sum(s.count for s in schedules), sum(s.spent for s in schedules)
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        if self._iteration is not None:
-            self._iteration.rechecks.tell()
+    def _evaluate(self, method: str, args: tuple[Any, ...], **how: bool) -> Any:
+        if self.graphs is None:
+            self.graphs = self._new_graphs()
+        return self.graphs.evaluate(method, args, **how)
 
     # ------------------------------------------------------------------ ranks with different numbers of batches
-    @override
-    def on_validation_start(self) -> None:
-        trainer = self._trainer()
-        self._compare(
-            "validation", trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        )
+    def compare(self, stage: str, batches: Sequence[float]) -> list[float] | None:
+        """The largest number of batches of a rank, by dataloader, where the ranks differ; None where they do not.
 
-    @override
-    def on_test_start(self) -> None:
-        self._compare("test", self._trainer().num_test_batches)
-
-    @override
-    def on_predict_start(self) -> None:
-        trainer = self._trainer()
-        most = self._compare("predict", trainer.num_predict_batches)
-        self._turns = None
-        if most is not None:
-            self._turns = Turns([int(m - own) for m, own in zip(most, trainer.num_predict_batches, strict=True)])
-            trainer.callbacks.insert(0, FinishTurns(self._take_part))
-
-    @override
-    def teardown(self) -> None:
-        if self.lightning_module is not None:
-            callbacks: list[Any] = self._trainer().callbacks
-            callbacks[:] = [c for c in callbacks if not isinstance(c, FinishTurns)]
-        super().teardown()
-
-    def _trainer(self) -> Any:
-        if self.lightning_module is None:
-            raise ConfigurationError("there is no LightningModule to evaluate")
-        return self.lightning_module.trainer
-
-    def _compare(self, stage: str, batches: Sequence[float]) -> list[float] | None:
-        """The largest number of batches of a rank, by dataloader, where the ranks differ; None where they do not."""
-        if self._control is None or not self._evaluates_in_graphs():
+        Raises:
+            ConfigurationError: they differ, and the stage cannot go on so.
+        """
+        control = self._ranks.control
+        if control is None or not self.in_graphs:
             return None
-        everyone = self._control.gather(list(batches), Place(f"the start of {stage}"))
+        everyone = control.gather(list(batches), Place(f"the start of {stage}"))
         if all(counts == everyone[0] for counts in everyone):
             return None
         known = all(len(counts) == len(everyone[0]) and math.inf not in counts for counts in everyone)
@@ -205,6 +140,18 @@ class EvaluatingStrategy(RankedStrategy):
                 "(Trainer(use_distributed_sampler=True)), which gives all ranks the same number"
             )
         return [max(counts) for counts in zip(*everyone, strict=True)]
+
+    def begin_prediction(self, trainer: Any) -> None:
+        """Find out in how many steps of others this rank will take part."""
+        most = self.compare("predict", trainer.num_predict_batches)
+        self._turns = None
+        if most is not None:
+            self._turns = Turns([int(m - own) for m, own in zip(most, trainer.num_predict_batches, strict=True)])
+            trainer.callbacks.insert(0, FinishTurns(self._take_part))
+
+    def end(self, trainer: Any) -> None:
+        """End a run."""
+        trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, FinishTurns)]
 
     def _take_part(self, upto: int | None = None) -> None:
         """Take part in the others' steps of the dataloaders before ``upto``; of all if it is None."""
@@ -217,7 +164,7 @@ class EvaluatingStrategy(RankedStrategy):
                 batch, *numbers = turns.last
                 turns.last = (batch, *[numbers[0] + 1, *numbers[1:]]) if numbers else (batch,)
                 try:
-                    self._graphs().evaluate("predict_step", turns.last, turns=True, discard=True)
+                    self._evaluate("predict_step", turns.last, turns=True, discard=True)
                 except FellBack:
-                    with self._eager_evaluation():
+                    with self.on_whole_parameters(None if self.graphs is None else self.graphs.context.module):
                         pass

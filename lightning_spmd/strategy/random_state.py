@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 
@@ -34,3 +35,32 @@ def restore_random_state(state: dict[str, Any], streams: RandomStreams | None) -
     random.setstate((version, tuple(numbers), gauss))
     if streams is not None and state["streams"] is not None:
         streams.seed, streams.tick = state["streams"]["seed"], state["streams"]["tick"]
+
+
+class RandomState:
+    """The random state of a strategy's runs: what a checkpoint takes along, and when it comes back.
+
+    Attributes:
+        streams: random numbers of several ranks; None on one device.
+    """
+
+    def __init__(self) -> None:
+        self.streams: RandomStreams | None = None
+        self._resumed: dict[str, Any] | None = None
+
+    def entry(self, trainer: Any) -> dict[str, Any]:
+        """What to write."""
+        within = private.is_within_training_epoch(trainer)
+        return {"random_state": pack_random_state(self.streams), "within_epoch": within}
+
+    def resume(self, entry: dict[str, Any] | None) -> None:
+        """Keep what was read until :meth:`restore`."""
+        self._resumed = entry
+
+    def restore(self, module: Any, *, within_epoch: bool) -> None:
+        """Go on with what was read, if it was written at such a moment."""
+        if self._resumed is None or module is None or not module.trainer.training:
+            return
+        if self._resumed["within_epoch"] == within_epoch:
+            restore_random_state(self._resumed["random_state"], self.streams)
+            self._resumed = None

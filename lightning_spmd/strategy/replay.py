@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_spmd.errors import CaptureError
+from lightning_spmd.errors import BatchError, CaptureError
 from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.stages.capture.batch import Batch
 
 
 def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: Sequence[Any] = ()) -> Any:
@@ -155,6 +156,45 @@ def log_keys_kept(module: nn.Module, rows: int | None, batches: int) -> Iterator
     finally:
         for owner in owners:
             del owner.__dict__["log"]
+
+
+class StepsInGraphs:
+    """Which step methods have logged from graphs: Lightning keeps a run's keys for good."""
+
+    def __init__(self) -> None:
+        self._methods: set[str] = set()
+
+    def add(self, method: str) -> None:
+        """A graph ran in place of this method."""
+        self._methods.add(method)
+
+    def run_eagerly(
+        self,
+        module: LightningModule | None,
+        method: str,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batches: int | None,
+    ) -> Any:
+        """Run a step as Lightning does; under the keys of its graphs if it had some.
+
+        Args:
+            module: whose step it is.
+            method: its name.
+            step: what runs it.
+            args: its arguments.
+            kwargs: likewise.
+            batches: number of different batches a step; None on one device, where keys are Lightning's own.
+        """
+        if batches is None or method not in self._methods or module is None:
+            return step(*args, **kwargs)
+        try:
+            rows = Batch(args[0]).rows()
+        except BatchError:
+            rows = None
+        with log_keys_kept(module, rows, batches):
+            return step(*args, **kwargs)
 
 
 def _already_global(value: Any, *_: Any, **__: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.newcomers import Newcomers
+from lightning_spmd.strategy.ranks import Ranks
 
 
 class FellBack(Exception):
@@ -83,6 +85,71 @@ class RunContext:
             "predict_step": precision.predict_step_context,
         }
         return contexts[method]()
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """What the graphs of all runs of a strategy have in common.
+
+    Args:
+        ranks: among which they are expanded.
+        options: pass list, bucket size, overlap.
+        dump_dir: where every stage's graph is written, or None.
+        listeners: called with each BuildEvent.
+    """
+
+    ranks: Ranks
+    options: BuildOptions
+    dump_dir: Path | None
+    listeners: list[Callable[[BuildEvent], None]] = field(default_factory=list[Callable[[BuildEvent], None]])
+
+    def of_training(
+        self,
+        module: Any,
+        optimizer: Optimizer,
+        streams: RandomStreams | None,
+        newcomers: Newcomers | None,
+        overlaps: bool | str,
+    ) -> RunContext:
+        """What graphs of training are made in.
+
+        Args:
+            module: the LightningModule.
+            optimizer: its optimizer.
+            streams: random numbers of several ranks.
+            newcomers: what joins the module in mid-run.
+            overlaps: whether iterations may overlap, or ``"auto"``.
+        """
+        return self._context(module, optimizer, streams, self.dump_dir, overlaps, newcomers)
+
+    def of_evaluation(self, module: Any, streams: RandomStreams | None) -> RunContext:
+        """What graphs of evaluation steps are made in."""
+        folder = None if self.dump_dir is None else self.dump_dir / "evaluation"
+        return self._context(module, None, streams, folder, False, None)
+
+    def _context(
+        self,
+        module: Any,
+        optimizer: Optimizer | None,
+        streams: RandomStreams | None,
+        folder: Path | None,
+        overlaps: bool | str,
+        newcomers: Newcomers | None,
+    ) -> RunContext:
+        return RunContext(
+            module=module,
+            optimizer=optimizer,
+            trainer=module.trainer,
+            mesh=self.ranks.mesh,
+            control=self.ranks.control,
+            streams=streams,
+            tracing_context=self.ranks.tracing,
+            listeners=self.listeners,
+            dump_dir=folder,
+            options=dataclasses.replace(self.options, overlap_iterations=overlaps),
+            plan=self.ranks.plan,
+            newcomers=newcomers,
+        )
 
 
 @dataclass(frozen=True)

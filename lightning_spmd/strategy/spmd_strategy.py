@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -22,40 +20,26 @@ from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.ir.first import first
-from lightning_spmd.ir.steps import CapturedStep, Variant
-from lightning_spmd.messages import tell
-from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, ParallelOptions
-from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan, check_data_parallel, options_in_parts
-from lightning_spmd.stages import BuildOptions
-from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
-from lightning_spmd.stages.runtime.control import Place
-from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.parallel.axes import ParallelOptions
+from lightning_spmd.parallel.parallel_plan import check_data_parallel
 from lightning_spmd.strategy.boundary import names_lost_ranks
-from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
-from lightning_spmd.strategy.evaluating import EvaluatingStrategy
+from lightning_spmd.strategy.evaluating import Evaluation
 from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
-from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
-from lightning_spmd.strategy.memory import begin_alike, gradients_of
-from lightning_spmd.strategy.modes import ModeOfRun
-from lightning_spmd.strategy.newcomers import Newcomers
+from lightning_spmd.strategy.memory import begin_alike
 from lightning_spmd.strategy.options import checked_options
-from lightning_spmd.strategy.overlap import FinishPendingWork, explain, finish_in_time, readers_between_batches
-from lightning_spmd.strategy.places import (
-    compare_training_batches,
-    leave_borders,
-    meet_after_backward,
-    meet_at_borders,
-    meet_in_training,
-)
-from lightning_spmd.strategy.run_context import BuildEvent, FellBack, RunContext
-from lightning_spmd.strategy.sharding import ShardingStrategy
-from lightning_spmd.strategy.support import Context, Mode
+from lightning_spmd.strategy.overlap import FinishPendingWork
+from lightning_spmd.strategy.places import leave_borders, meet_at_borders
+from lightning_spmd.strategy.ranks import Ranks
+from lightning_spmd.strategy.replay import StepsInGraphs
+from lightning_spmd.strategy.run_context import BuildEvent, GraphSettings
+from lightning_spmd.strategy.saving import SavingStrategy
+from lightning_spmd.strategy.support import Mode
+from lightning_spmd.strategy.training import Training
 
 
-class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
+class SPMDStrategy(SavingStrategy):
     """Trains an unmodified LightningModule as one distributed graph an iteration, exactly as one device would.
 
     Forward, loss, backward, gradient clipping, optimizer step and logged values become one graph that every device runs
@@ -131,17 +115,18 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
     ) -> None:
         check_data_parallel(data_parallel, data_parallel_shard_size)
         self.layer_sharing = LayerSharing(tensor_parallel_plan, tensor_parallel_size, sequence_parallel)
+        self.parallel_options = ParallelOptions(
+            data_parallel=data_parallel,
+            data_parallel_size=data_parallel_size,
+            context_parallel_size=context_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            layers=self.layer_sharing.plan,
+        )
+        ranks = Ranks(self.parallel_options, data_parallel_shard_size, timeout)
         super().__init__(
+            ranks,
             process_group_backend,
             timeout,
-            ParallelOptions(
-                data_parallel=data_parallel,
-                data_parallel_size=data_parallel_size,
-                context_parallel_size=context_parallel_size,
-                tensor_parallel_size=tensor_parallel_size,
-                layers=self.layer_sharing.plan,
-            ),
-            data_parallel_shard_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -151,251 +136,74 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
         )
         self.build_options = checked_options(passes, bucket_size_mb, reduce_dtype, overlap_iterations)
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
-        self._prepare_for_training()
+        self._settings = GraphSettings(ranks, self.build_options, self.dump_dir)
+        steps = StepsInGraphs()
+        self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random)
+        self._evaluation = Evaluation(self._layout, steps, self._new_evaluation)
 
-    def _prepare_for_training(self) -> None:
-        self.mode = Mode.EAGER
-        self._listeners: list[Callable[[BuildEvent], None]] = []
-        self._iteration: TrainingIteration | None = None
-        self._stepping = False
-        self._ran_forward = False
-        self._sync_blocked = False
-        self._backward_passes = 0  # of the current batch, on the eager path
-        self._eager_apply = False
-        self._modes = ModeOfRun()
-        self._newcomers: Newcomers | None = None
-        self._held: dict[str, Tensor] = {}
-
-    # ------------------------------------------------------------------ setup
+    # ------------------------------------------------------------------ from setup to teardown
     @override
     def setup(self, trainer: Any) -> None:
         if self.accelerator is None or self.model is None:
             raise ConfigurationError("SPMDStrategy is not attached to a Trainer: pass it to Trainer(strategy=...)")
         self.accelerator.setup(trainer)
-        self._materialize(self.model)
+        self._layout.materialize(self.model, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self.is_distributed:
             begin_alike(self.model)
-        if self._mesh is not None and self.layer_sharing.size > 1:
-            self.layer_sharing.resolve(self.model)
-        if self._mesh is not None and self._mesh.shares_batches:
-            self._sync_metrics(self.model, self._mesh.batch_group())
-        self._shard_module(self.model)
+            if self.layer_sharing.size > 1:
+                self.layer_sharing.resolve(self.model)
+            self._ranks.sync_metrics(self.model)
+        self._layout.shard(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._evaluation, self._newcomers = None, None
-        self._modes.begin()
-        meet_at_borders(trainer, self._control)
+        self._evaluation.begin()
+        self._training.forget()
+        meet_at_borders(trainer, self._ranks.control)
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
-            self._shard_optimizers()
-            self._setup_iteration(trainer)
-
-    def _plan(self, variant: Variant) -> ParallelPlan:
-        """The parallel plan of a variant's graph."""
-        options = self.parallel_options
-        plans = {
-            kind.name: kind.plan(options, variant.expose_gradients)
-            for kind in AXIS_KINDS
-            if kind is DATA or kind.size(options) != 1
-        }
-        return MeshPlan(plans) if len(plans) > 1 else plans[DATA.name]
-
-    @override
-    def _evaluates_in_graphs(self) -> bool:
-        mesh = self._mesh  # a sequence that needs several ranks would not fit on one
-        return mesh is not None and (mesh.splits_sequences or self._plan(Variant()).shards_parameters)
-
-    @override
-    @contextlib.contextmanager
-    def _eager_evaluation(self) -> Iterator[None]:
-        with self.full_parameters():
-            yield
-
-    def _setup_iteration(self, trainer: Any) -> None:
-        module = self.lightning_module
-        if module is None:
-            raise ConfigurationError("there is no LightningModule to train")
-        self.mode = self._mode_of_all_ranks(trainer, module)
-        elsewhere = tensors_on_other_devices(module, self.root_device)
-        if elsewhere:
-            raise ConfigurationError(
-                f"tensors of the module are not on {self.root_device}: {', '.join(elsewhere[:5])}. Register them with "
-                "register_buffer (or as parameters), so that they move with the module"
-            )
-        self._iteration = None
-        self._newcomers = None if self._control is None else Newcomers(module, self._control)
-        if self.mode is Mode.EAGER:
-            return
-        options = dataclasses.replace(self.build_options, overlap_iterations=self._overlaps(trainer, module))
-        optimizer, streams = self.optimizers[0], self._new_streams()
-        self._iteration = TrainingIteration(self._run_context(module, optimizer, streams, self.dump_dir, options))
-
-    def _run_context(
-        self,
-        module: Any,
-        optimizer: Optimizer | None,
-        streams: RandomStreams | None,
-        dump_dir: Path | None,
-        options: BuildOptions,
-    ) -> RunContext:
-        """What graphs of training and of evaluation are made in."""
-        return RunContext(
-            module=module,
-            optimizer=optimizer,
-            trainer=module.trainer,
-            mesh=self._mesh,
-            control=self._control,
-            streams=streams,
-            tracing_context=self._tracing,
-            listeners=self._listeners,
-            dump_dir=dump_dir,
-            options=options,
-            plan=self._plan,
-            newcomers=self._newcomers,
-        )
-
-    @override
-    def _new_evaluation(self) -> EvaluationSteps:
-        module = self.lightning_module
-        if module is None:
-            raise ConfigurationError("there is no LightningModule to evaluate")
-        seed = self.broadcast(torch.initial_seed()) if self.is_distributed else 0
-        return EvaluationSteps(
-            self._run_context(
-                module,
-                None,
-                self._streams_from(seed) if self.is_distributed else None,
-                None if self.dump_dir is None else self.dump_dir / "evaluation",
-                dataclasses.replace(self.build_options, overlap_iterations=False),
-            )
-        )
-
-    def _overlaps(self, trainer: Any, module: Any) -> bool | str:
-        """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
-        if self._control is None or self.build_options.overlap_iterations is False:
-            return False
-        place = Place("the choice whether iterations overlap")
-        readers = sum(self._control.gather(readers_between_batches(module, trainer.callbacks), place), [])
-        if readers and self.mode is Mode.COMPILED:
-            tell(explain(list(dict.fromkeys(readers)), insisted=self.build_options.overlap_iterations is True))
-        if readers and self.build_options.overlap_iterations is not True:
-            return False
-        finish_in_time(trainer, self.flush)
-        return self.build_options.overlap_iterations
-
-    @override
-    def flush(self) -> None:
-        """Finish what the last iteration left for the next one: afterwards weights and optimizer state are up to date.
-
-        Lightning's own readers (validation, checkpoints, hooks at an epoch's end) need no call.
-        """
-        if self._iteration is not None:
-            self._iteration.flush()
-
-    def _mode_of_all_ranks(self, trainer: Any, module: Any) -> Mode:
-        context = Context(trainer, module, self.optimizers)
-        in_parts = options_in_parts(self._plan(Variant())) if self.is_distributed else ""
-        mode, self._eager_apply = self._modes.of_all_ranks(context, self._control, in_parts)
-        return mode
-
-    def _look_again(self) -> None:
-        """Hooks that came after setup (``wandb.watch`` in ``on_fit_start`` or ``on_train_start``) count as well."""
-        module = self.lightning_module
-        if module is None or self._iteration is None:
-            return
-        self.mode = self._mode_of_all_ranks(module.trainer, module)
-        if self.mode is Mode.EAGER:
-            self._iteration = None
-
-    def _new_streams(self) -> RandomStreams | None:
-        if not self.is_distributed:
-            return None
-        seed = self.broadcast(torch.initial_seed())
-        self._streams = self._streams_from(seed)
-        return self._streams
-
-    def _streams_from(self, seed: int) -> RandomStreams:
-        several = self._mesh is not None and len(self._mesh.sizes) > 1
-        return RandomStreams(seed, self._mesh.coordinates if self._mesh and several else self.global_rank)
+            if self.lightning_module is None:
+                raise ConfigurationError("there is no LightningModule to train")
+            self._layout.shard_optimizers(self.lightning_module, self.optimizers)
+            self._training.begin(self.lightning_module)
 
     @override
     def model_to_device(self) -> None:
         if self.model is not None:
             self.model.to(self.root_device)
 
-    def add_build_listener(self, listener: Callable[[BuildEvent], None]) -> None:
-        """Call ``listener`` with a :class:`BuildEvent` at every stage of building a graph (for progress bars)."""
-        self._listeners.append(listener)
+    def _new_evaluation(self) -> EvaluationSteps:
+        if self.lightning_module is None:
+            raise ConfigurationError("there is no LightningModule to evaluate")
+        streams = self._ranks.streams(self.broadcast(torch.initial_seed())) if self.is_distributed else None
+        return EvaluationSteps(self._settings.of_evaluation(self.lightning_module, streams))
 
-    # ------------------------------------------------------------------ the training iteration
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None:
+            trainer: Any = module.trainer
+            trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, FinishPendingWork)]
+            leave_borders(trainer)
+            self._evaluation.end(trainer)
+        # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept
+        # it there is on its way to the user
+        unfinished = module is not None and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+        with contextlib.suppress(NotImplementedError) if unfinished else contextlib.nullcontext():
+            super().teardown()
+
+    # ------------------------------------------------------------------ training
+    @override
+    def on_train_start(self) -> None:
+        self._training.look_again()
+        super().on_train_start()
+
     @override
     @names_lost_ranks
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        iteration = self._compiled_iteration()
-        self._backward_passes = 0
-        if iteration is None:
-            meet_in_training(self.lightning_module, self._control, self._newcomers)
-            return self._eagerly("training_step", super().training_step, args, kwargs)
-        variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
-        self._drop_zeroed_gradients(iteration)
-        arguments = dict(inspect.signature(iteration.context.module.training_step).bind(*args, **kwargs).arguments)
-        batch = arguments.pop(first(arguments, "argument of training_step"))
-        if self.layer_sharing.is_sought and self._mesh is not None and self.layer_sharing.size > 1:
-            iteration = self._share_layers(iteration, iteration.captured(batch, arguments, variant))
-        try:
-            output = iteration.run(batch, arguments, variant, self._clip)
-        except FellBack:
-            self._leave_graphs(iteration)
-            return self._eagerly("training_step", super().training_step, args, kwargs)
-        self._ran_forward = True
-        self._replayed.add("training_step")
-        if self.mode is Mode.SPLIT:
-            self._held = dict(iteration.gradients)
-            iteration.gradients.clear()
-        return output
-
-    def _share_layers(self, iteration: TrainingIteration, captured: CapturedStep) -> TrainingIteration:
-        """Find the tensor-parallel plan in the first batch's graph; shard what exists already by it, and start anew."""
-        self.layer_sharing.find(captured, iteration.context.module, self.broadcast)
-        self._shard_again(iteration.context.module)
-        self._setup_iteration(iteration.context.trainer)
-        return self._iteration or iteration
-
-    def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
-        """Lightning zeroes gradients before the first backward of an accumulation, step or no step."""
-        trainer = iteration.context.trainer
-        if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            iteration.gradients.clear()
-
-    def _compiled_iteration(self) -> TrainingIteration | None:
-        if self._iteration is None or self.lightning_module is None:
-            return None
-        # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
-        return None if private.skips_backward(self.lightning_module.trainer) else self._iteration
-
-    def _clip(self, optimizer: Optimizer) -> None:
-        """What the graph does between backward and step: Lightning's own hook, as ``Precision`` calls it."""
-        module = self.lightning_module
-        if module is not None:
-            trainer = module.trainer
-            module.configure_gradient_clipping(
-                optimizer,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            )
-
-    def _leave_graphs(self, iteration: TrainingIteration) -> None:
-        """From now on eagerly; gradients of micro-batches that already ran become ``p.grad``."""
-        iteration.flush()
-        self.mode = Mode.EAGER
-        self._iteration = None
-        scale = self.world_size  # each rank holds its share of the sum; the eager path takes the mean over the ranks
-        parameters = dict(iteration.context.module.named_parameters())
-        for name, gradient in iteration.gradients.items():
-            parameters[name].grad = gradient * scale
+        return self._training.step(super().training_step, args, kwargs)
 
     @override
     @names_lost_ranks
@@ -405,15 +213,9 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
             raise ConfigurationError("there is no LightningModule to train")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self._iteration is not None and module.automatic_optimization:
-            add_gradients(module, self._held)
-            self._held = {}
-        else:
+        if not self._training.give_gradients(module):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-            if self._control is not None and not self._sync_blocked:
-                self._backward_passes += 1
-                meet_after_backward(module, self._control, self._backward_passes)
-                average_gradients(list(module.parameters()))
+            self._training.average_gradients(module)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -421,72 +223,98 @@ class SPMDStrategy(EvaluatingStrategy, ShardingStrategy):
     @override
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        self._sync_blocked = True
+        self._training.sync_blocked = True
         try:
             yield
         finally:
-            self._sync_blocked = False
+            self._training.sync_blocked = False
 
     @override
     @names_lost_ranks
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        if self._iteration is None:
-            return super().optimizer_step(
-                optimizer, synced(closure) if self.is_distributed else closure, model, **kwargs
-            )
-        self._stepping, self._ran_forward = True, False
-        try:
-            result = closure()
-        finally:
-            self._stepping = False
-        module = self.lightning_module
-        if self._iteration is None:  # the closure fell back: its gradients are in p.grad, its step is still to come
-            return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
-        if self.mode is Mode.SPLIT:
-            private.after_closure(self.precision_plugin, module, optimizer)
-            self._apply_gradients(optimizer)
-        elif not self._ran_forward:
-            self._iteration.apply(dict(self._iteration.gradients), self._clip, reduced=False)
-        return result
-
-    def _apply_gradients(self, optimizer: Optimizer) -> None:
-        iteration = self._iteration
-        module = self.lightning_module
-        if iteration is None or module is None:
-            return
-        gradients = gradients_of(module, self._state)
-        if not self._eager_apply:
-            try:
-                iteration.apply(gradients, None, reduced=True)
-            except FellBack:
-                self._eager_apply = True
-        if self._eager_apply:
-            optimizer.step()
+        return self._training.optimizer_step(super().optimizer_step, optimizer, closure, model, kwargs)
 
     @override
-    def teardown(self) -> None:
-        module = self.lightning_module
-        if module is not None:
-            callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-            callbacks[:] = [c for c in callbacks if not isinstance(c, FinishPendingWork)]
-            leave_borders(module.trainer)
-        # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept
-        # it there is on its way to the user
-        unfinished = module is not None and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-        with contextlib.suppress(NotImplementedError) if unfinished else contextlib.nullcontext():
-            super().teardown()
+    def flush(self) -> None:
+        """Finish what the last iteration left for the next one: afterwards weights and optimizer state are up to date.
+
+        Lightning's own readers (validation, checkpoints, hooks at an epoch's end) need no call.
+        """
+        self._training.flush()
 
     @override
-    def on_train_start(self) -> None:
-        self._look_again()
-        compare_training_batches(self.lightning_module, self._control)
-        super().on_train_start()
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._training.iteration is not None:
+            self._training.iteration.rechecks.tell()
 
-    def __repr__(self) -> str:
-        # pytorch_lightning's Trainer prints this in its "invalid strategy" error
-        return f"SPMDStrategy [{EXPLANATION}]" if "pytorch_lightning" in sys.modules else super().__repr__()
+    # ------------------------------------------------------------------ evaluation
+    @override
+    @names_lost_ranks
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("validation_step", super().validation_step, args, kwargs)
+
+    @override
+    @names_lost_ranks
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("test_step", super().test_step, args, kwargs)
+
+    @override
+    @names_lost_ranks
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated("predict_step", super().predict_step, args, kwargs)
+
+    def _evaluated(self, method: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._evaluation.in_graphs:
+            self.flush()
+        return self._evaluation.step(self.lightning_module, method, eager, args, kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        trainer = self._running_trainer()
+        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._evaluation.compare("validation", batches)
+
+    @override
+    def on_test_start(self) -> None:
+        self._evaluation.compare("test", self._running_trainer().num_test_batches)
+
+    @override
+    def on_predict_start(self) -> None:
+        self._evaluation.begin_prediction(self._running_trainer())
+
+    def _running_trainer(self) -> Any:
+        if self.lightning_module is None:
+            raise ConfigurationError("there is no LightningModule to evaluate")
+        return self.lightning_module.trainer
+
+    # ------------------------------------------------------------------ what is told
+    def add_build_listener(self, listener: Callable[[BuildEvent], None]) -> None:
+        """Call ``listener`` with a :class:`BuildEvent` at every stage of building a graph (for progress bars)."""
+        self._settings.listeners.append(listener)
+
+    @property
+    def mode(self) -> Mode:
+        """How the current fit runs, or the last one did."""
+        return self._training.mode
 
     @property
     def captures(self) -> int:
         """Number of graphs built since ``fit`` began; 0 when training runs eagerly."""
-        return 0 if self._iteration is None else self._iteration.captures
+        return 0 if self._training.iteration is None else self._training.iteration.captures
+
+    @property
+    def evaluation_captures(self) -> int:
+        """Number of graphs built for evaluation since the Trainer began; 0 where it runs eagerly."""
+        return 0 if self._evaluation.graphs is None else self._evaluation.graphs.captures
+
+    @property
+    def rechecks(self) -> tuple[int, float]:
+        """How often a step was traced again and found to be what its graph does, and the seconds that took."""
+        owners = (self._training.iteration, self._evaluation.graphs)
+        schedules = [graphs.rechecks.schedule for graphs in owners if graphs is not None]
+        return sum(s.count for s in schedules), sum(s.spent for s in schedules)
+
+    def __repr__(self) -> str:
+        # pytorch_lightning's Trainer prints this in its "invalid strategy" error
+        return f"SPMDStrategy [{EXPLANATION}]" if "pytorch_lightning" in sys.modules else super().__repr__()

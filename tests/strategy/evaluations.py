@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
+from lightning_spmd.strategy.evaluating import Evaluation
+from lightning_spmd.strategy.replay import StepsInGraphs
 from tests.helpers.training import QUIET
 from tests.strategy.small import Quiet
 
@@ -24,21 +26,30 @@ ROWS, CLASSES = 8, 3
 Sample = tuple[Tensor, Tensor]
 
 
-class InGraphs(SPMDStrategy):
+class EvaluationInGraphs(Evaluation):
     """Evaluates in graphs; counts the steps that ran eagerly all the same."""
+
+    eager_steps = 0
+
+    @property
+    def in_graphs(self) -> bool:
+        return True
+
+    def on_whole_parameters(self, module: Any) -> contextlib.AbstractContextManager[None]:
+        self.eager_steps += 1
+        return super().on_whole_parameters(module)
+
+
+class InGraphs(SPMDStrategy):
+    """Evaluates in graphs also where every rank has whole parameters."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.eager_steps = 0
+        self._evaluation = EvaluationInGraphs(self._layout, StepsInGraphs(), self._new_evaluation)
 
-    def _evaluates_in_graphs(self) -> bool:
-        return True
-
-    @contextlib.contextmanager
-    def _eager_evaluation(self) -> Iterator[None]:
-        self.eager_steps += 1
-        with super()._eager_evaluation():
-            yield
+    @property
+    def eager_steps(self) -> int:
+        return self._evaluation.eager_steps
 
 
 class Everything(Quiet):

@@ -221,8 +221,8 @@ def test_a_step_on_parameters_in_chunks_equals_one_device(split: tuple[int, ...]
     strategy, module = InGraphs(), Everything()
     trainer = L.Trainer(strategy=strategy, devices=1, **QUIET)
     trainer.validate(module, Loaders((ROWS,)), verbose=False)
-    assert strategy._evaluation is not None
-    executable = strategy._evaluation.table.executables[0]
+    assert strategy._evaluation.graphs is not None
+    executable = strategy._evaluation.graphs.table.executables[0]
     x, y = (torch.stack(column) for column in zip(*made(ROWS, 5), strict=True))
     live = executable.inputs([x, y])
     simulate.assert_equals_one_device(executable.captured, live, split, plan=ShardedStatePlan(parameters=True))

@@ -34,7 +34,7 @@ _SHORT = ("adamw_amsgrad_foreach", "radam")
 
 def deferring(trainer: L.Trainer) -> int:
     """How many of a run's graphs leave work to the next iteration."""
-    iteration = trainer.strategy._iteration  # type: ignore[attr-defined]
+    iteration = trainer.strategy._training.iteration  # type: ignore[attr-defined]
     return sum(e.graphs.cleanup is not None for e in iteration.table.executables)
 
 

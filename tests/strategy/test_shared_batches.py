@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_spmd import SPMDStrategy
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
+from tests.strategy.evaluations import InGraphs
 from tests.strategy.small import Quiet, loader_of, rows
 
 PLAN = {"first": "colwise", "last": "rowwise"}
@@ -55,11 +56,6 @@ class UnevenFallsBack(FallsBack):
         if batch_idx == 1:
             float(value)
         self.log("mean", value, sync_dist=True)
-
-
-class InGraphs(SPMDStrategy):
-    def _evaluates_in_graphs(self) -> bool:
-        return True
 
 
 def _uneven() -> float:

@@ -33,7 +33,7 @@ class _KeepInputs(L.Callback):
         self.inputs: dict[int, list[Any]] = {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for index, executable in enumerate(trainer.strategy._iteration.table.executables):
+        for index, executable in enumerate(trainer.strategy._training.iteration.table.executables):
             if index not in self.inputs:
                 values = executable.inputs(Batch(batch).tensor_values)
                 self.inputs[index] = [v.detach().clone() if isinstance(v, Tensor) else v for v in values]
@@ -45,8 +45,8 @@ def captured_training(case: TrainingCase) -> list[tuple[CapturedStep, list[Any]]
     keeps, strategy = _KeepInputs(), SPMDStrategy()
     data = InOrder(samples(case.model, case.count, case.seed), case.rows)
     fit(case.module(), data, strategy, callbacks=[keeps], **{**case.flags(), "max_steps": 3})
-    assert strategy._iteration is not None
-    executables = strategy._iteration.table.executables
+    assert strategy._training.iteration is not None
+    executables = strategy._training.iteration.table.executables
     return [(executable.captured, keeps.inputs[index]) for index, executable in enumerate(executables)]
 
 

@@ -1,0 +1,187 @@
+"""What Lightning asks of a strategy with several processes: launcher, ranks, collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError, ConfigurationError
+from lightning_spmd.stages.capture.user_code import user_location
+from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.strategy.boundary import names_lost_ranks
+from lightning_spmd.strategy.ranks import Processes, Ranks
+
+
+class ProcessStrategy(ParallelStrategy):
+    """One process a device. Inside ``training_step`` its collectives see the global batch, which needs none.
+
+    Args:
+        ranks: what this process will know of the others.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
+        timeout: how long a collective may wait for the other ranks.
+        kwargs: those of Lightning's ``ParallelStrategy``, set by the Trainer.
+    """
+
+    def __init__(
+        self, ranks: Ranks, process_group_backend: str | None, timeout: timedelta | None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.num_nodes = 1
+        self.process_group_backend = process_group_backend
+        self.timeout = timeout
+        self._ranks = ranks
+
+    # ------------------------------------------------------------------ what Lightning asks by name
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning should sync metrics and split the data set; on one device nothing differs from ``auto``."""
+        return self.num_processes * self.num_nodes > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self.parallel_devices is None:
+            raise ConfigurationError("SPMDStrategy has no devices yet: pass it to Trainer(strategy=...)")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node, one a device."""
+        return 0 if self.parallel_devices is None else len(self.parallel_devices)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return self._ranks.sampler_arguments(self.num_nodes * self.num_processes, self.global_rank)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of this run, as ``ModelParallelStrategy`` has it.
+
+        Its axes are ``data_parallel``, ``context_parallel``, ``tensor_parallel``; one of a single rank is left out, but
+        for the first.
+
+        Raises:
+            ConfigurationError: before the process groups are there, and on one device.
+        """
+        if self._ranks.mesh is None:
+            raise ConfigurationError(
+                "there is no device mesh: it is made when the Trainer starts its processes, and one device needs none"
+            )
+        return self._ranks.mesh.device_mesh
+
+    # ------------------------------------------------------------------ from setup to teardown
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is None:
+            raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
+        if self.num_processes * self.num_nodes > 1:
+            self._launcher = private.SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._set_world_ranks()
+        count = self.num_nodes * self.num_processes
+        self._ranks.check(count, self.num_processes)
+        if not self.is_distributed:
+            return  # nor reset_seed(): one device draws the numbers that strategy="auto" draws
+        reset_seed()
+        backend = self.process_group_backend or private.default_backend(self.root_device)
+        device = None if self.root_device.type == "cpu" else self.root_device
+        if self.cluster_environment is None:
+            raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
+        private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
+        self._ranks.begin(Processes(count, self.global_rank, self.num_processes, self.root_device, backend))
+
+    def _set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        private.set_rank_zero_only(self.global_rank)
+
+    @override
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self._ranks.end()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._ranks.explain_end(exception)
+
+    # ------------------------------------------------------------------ collectives
+    @override
+    @names_lost_ranks
+    def barrier(self, name: str | None = None) -> None:
+        if self.is_distributed and dist.is_initialized():
+            self._ranks.refuse_while_traced("barrier")
+            if self._ranks.control is not None:
+                self._ranks.control.meet(Place(f"the barrier {name!r}" if name else "a barrier"))
+            devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=devices)
+
+    @override
+    @names_lost_ranks
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not (self.is_distributed and dist.is_initialized()):
+            return obj
+        self._ranks.refuse_while_traced("broadcast")
+        if self._ranks.control is not None:
+            self._ranks.control.meet(Place(f"a broadcast from rank {src}"))
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    @names_lost_ranks
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the ranks; inside training_step values are global already and come back as they are."""
+        if not isinstance(tensor, Tensor) or self._ranks.traced_split is not None:
+            return tensor
+        return private.reduce_over_ranks(tensor, self._ranks.of_all_batches(group), reduce_op)
+
+    @override
+    @names_lost_ranks
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """What all ranks decide, those that have the same batch included: each of them acts on it."""
+        if self._ranks.control is None:
+            return decision
+        self._ranks.refuse_while_traced("reduce_boolean_decision")
+        decisions = self._ranks.control.gather(bool(decision), Place("a decision of all ranks"))
+        return False not in decisions if all else True in decisions
+
+    @override
+    @names_lost_ranks
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of ranks with different batches: inside training_step a view of the global tensor.
+
+        That view is differentiable by nature.
+        """
+        split = self._ranks.traced_split
+        if split is None:
+            return super().all_gather(tensor, self._ranks.of_all_batches(group), sync_grads)
+        if not self.is_distributed:
+            return tensor
+        if tensor.ndim == 0 or tensor.shape[0] != sum(split):
+            return tensor.unsqueeze(0).expand(len(split), *tensor.shape)
+        if len(set(split)) > 1:
+            raise CaptureError(
+                f"self.all_gather in training_step needs the same number of rows on every rank, not {list(split)}; the "
+                "tensor itself has the rows of all ranks already",
+                user_location(),
+            )
+        return tensor.reshape(len(split), split[0], *tensor.shape[1:])

@@ -1,0 +1,276 @@
+"""How a strategy trains: the mode of a fit, its iteration, and what is kept between Lightning's hooks of one batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.messages import tell
+from lightning_spmd.parallel.parallel_plan import options_in_parts
+from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
+from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
+from lightning_spmd.strategy.iteration import TrainingIteration
+from lightning_spmd.strategy.layer_sharing import LayerSharing
+from lightning_spmd.strategy.memory import gradients_of
+from lightning_spmd.strategy.modes import ModeOfRun
+from lightning_spmd.strategy.newcomers import Newcomers
+from lightning_spmd.strategy.overlap import explain, finish_in_time, readers_between_batches
+from lightning_spmd.strategy.places import compare_training_batches, meet_after_backward, meet_in_training
+from lightning_spmd.strategy.random_state import RandomState
+from lightning_spmd.strategy.replay import StepsInGraphs
+from lightning_spmd.strategy.run_context import FellBack, GraphSettings
+from lightning_spmd.strategy.state_layout import StateLayout
+from lightning_spmd.strategy.support import Context, Mode
+
+
+class Training:
+    """The fits of one strategy, one after the other.
+
+    Args:
+        settings: what all its graphs have in common.
+        layout: where state lies.
+        layers: which layers are shared.
+        steps: which methods have run as graphs.
+        random: what a checkpoint takes along of random numbers.
+
+    Attributes:
+        mode: how the current fit runs.
+        iteration: its graphs; None where it runs eagerly.
+        sync_blocked: gradients stay this rank's own for now.
+    """
+
+    def __init__(
+        self,
+        settings: GraphSettings,
+        layout: StateLayout,
+        layers: LayerSharing,
+        steps: StepsInGraphs,
+        random: RandomState,
+    ) -> None:
+        self.mode = Mode.EAGER
+        self.iteration: TrainingIteration | None = None
+        self.sync_blocked = False
+        self._settings = settings
+        self._ranks = settings.ranks
+        self._layout = layout
+        self._layers = layers
+        self._steps = steps
+        self._random = random
+        self._modes = ModeOfRun()
+        self._module: Any = None
+        self._newcomers: Newcomers | None = None
+        self._stepping = False
+        self._ran_forward = False
+        self._backward_passes = 0  # of the current batch, on the eager path
+        self._steps_eagerly = False
+        self._held: dict[str, Tensor] = {}
+
+    # ------------------------------------------------------------------ the beginning
+    def forget(self) -> None:
+        """A new run, of whatever kind: what is told once in a run may be told again."""
+        self._modes.begin()
+        self._newcomers = None
+
+    def begin(self, module: Any) -> None:
+        """Decide how to train; all ranks together.
+
+        Raises:
+            ConfigurationError: this cannot be trained.
+        """
+        self._module = module
+        if self._ranks.mesh is not None:
+            self._random.streams = self._ranks.streams(module.trainer.strategy.broadcast(torch.initial_seed()))
+        self._start()
+
+    def _start(self) -> None:
+        module, trainer = self._module, self._module.trainer
+        self._decide()
+        device = trainer.strategy.root_device
+        elsewhere = tensors_on_other_devices(module, device)
+        if elsewhere:
+            raise ConfigurationError(
+                f"tensors of the module are not on {device}: {', '.join(elsewhere[:5])}. Register them with "
+                "register_buffer (or as parameters), so that they move with the module"
+            )
+        self.iteration = None
+        self._newcomers = None if self._ranks.control is None else Newcomers(module, self._ranks.control)
+        if self.mode is Mode.EAGER:
+            return
+        overlaps, streams = self._overlaps(trainer, module), self._random.streams
+        context = self._settings.of_training(module, trainer.optimizers[0], streams, self._newcomers, overlaps)
+        self.iteration = TrainingIteration(context)
+
+    def _decide(self) -> None:
+        """The mode, the worst of what all ranks find."""
+        trainer = self._module.trainer
+        context = Context(trainer, self._module, trainer.optimizers)
+        in_parts = "" if self._ranks.mesh is None else options_in_parts(self._layout.plan)
+        self.mode, self._steps_eagerly = self._modes.of_all_ranks(context, self._ranks.control, in_parts)
+
+    def look_again(self) -> None:
+        """Hooks that came after setup (``wandb.watch`` in ``on_fit_start`` or ``on_train_start``) count as well."""
+        if self.iteration is not None:
+            self._decide()
+            if self.mode is Mode.EAGER:
+                self.iteration = None
+        compare_training_batches(self._module, self._ranks.control)
+
+    def _overlaps(self, trainer: Any, module: Any) -> bool | str:
+        """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
+        wanted, control = self._settings.options.overlap_iterations, self._ranks.control
+        if control is None or wanted is False:
+            return False
+        place = Place("the choice whether iterations overlap")
+        readers = sum(control.gather(readers_between_batches(module, trainer.callbacks), place), [])
+        if readers and self.mode is Mode.COMPILED:
+            tell(explain(list(dict.fromkeys(readers)), insisted=wanted is True))
+        if readers and wanted is not True:
+            return False
+        finish_in_time(trainer, self.flush)
+        return wanted
+
+    def flush(self) -> None:
+        """Finish what the last iteration left for the next one."""
+        if self.iteration is not None:
+            self.iteration.flush()
+
+    # ------------------------------------------------------------------ forward
+    def step(self, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one micro-batch: all of the iteration that belongs to it, or ``training_step`` alone.
+
+        Args:
+            eager: how Lightning runs ``training_step``.
+            args: as Lightning passes them.
+            kwargs: likewise.
+        """
+        iteration = self._usable_iteration()
+        self._backward_passes = 0
+        if iteration is None:
+            meet_in_training(self._module, self._ranks.control, self._newcomers)
+            return self._eagerly(eager, args, kwargs)
+        variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
+        self._drop_zeroed_gradients(iteration)
+        arguments = dict(inspect.signature(iteration.context.module.training_step).bind(*args, **kwargs).arguments)
+        batch = arguments.pop(first(arguments, "argument of training_step"))
+        if self._layers.is_sought and self._ranks.mesh is not None and self._layers.size > 1:
+            iteration = self._share_layers(iteration, iteration.captured(batch, arguments, variant))
+        try:
+            output = iteration.run(batch, arguments, variant, self._clip)
+        except FellBack:
+            self._leave_graphs(iteration)
+            return self._eagerly(eager, args, kwargs)
+        self._ran_forward = True
+        self._steps.add("training_step")
+        if self.mode is Mode.SPLIT:
+            self._held = dict(iteration.gradients)
+            iteration.gradients.clear()
+        return output
+
+    def _eagerly(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batches = None if self._ranks.mesh is None else self._ranks.batches
+        return self._steps.run_eagerly(self._module, "training_step", step, args, kwargs, batches)
+
+    def _usable_iteration(self) -> TrainingIteration | None:
+        if self.iteration is None:
+            return None
+        # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
+        return None if private.skips_backward(self._module.trainer) else self.iteration
+
+    def _share_layers(self, iteration: TrainingIteration, captured: CapturedStep) -> TrainingIteration:
+        """Find the tensor-parallel plan in the first batch's graph; shard what exists already by it, and start anew."""
+        trainer = self._module.trainer
+        self._layers.find(captured, self._module, trainer.strategy.broadcast)
+        self._layout.shard_again(self._module, trainer.optimizers)
+        self._start()
+        return self.iteration or iteration
+
+    def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
+        """Lightning zeroes gradients before the first backward of an accumulation, step or no step."""
+        trainer = iteration.context.trainer
+        if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            iteration.gradients.clear()
+
+    def _clip(self, optimizer: Optimizer) -> None:
+        """What the graph does between backward and step: Lightning's own hook, as ``Precision`` calls it."""
+        trainer = self._module.trainer
+        self._module.configure_gradient_clipping(
+            optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
+
+    def _leave_graphs(self, iteration: TrainingIteration) -> None:
+        """From now on eagerly; gradients of micro-batches that already ran become ``p.grad``."""
+        iteration.flush()
+        self.mode = Mode.EAGER
+        self.iteration = None
+        # each rank holds its share of the sum; the eager path takes the mean over the ranks
+        scale = torch.distributed.get_world_size() if self._ranks.mesh is not None else 1
+        parameters = dict(iteration.context.module.named_parameters())
+        for name, gradient in iteration.gradients.items():
+            parameters[name].grad = gradient * scale
+
+    # ------------------------------------------------------------------ backward
+    def give_gradients(self, module: Any) -> bool:
+        """Let ``p.grad`` be what a graph computed; whether one did."""
+        if self.iteration is None or not module.automatic_optimization:
+            return False
+        add_gradients(module, self._held)
+        self._held = {}
+        return True
+
+    def average_gradients(self, module: Any) -> None:
+        """After an eager backward pass: average ``p.grad`` over the ranks, unless that is blocked."""
+        if self._ranks.control is not None and not self.sync_blocked:
+            self._backward_passes += 1
+            meet_after_backward(module, self._ranks.control, self._backward_passes)
+            average_gradients(list(module.parameters()))
+
+    # ------------------------------------------------------------------ step
+    def optimizer_step(
+        self, eager: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], model: Any, kwargs: Any
+    ) -> Any:
+        """Run the closure and the optimizer's step, which is part of the graph where there is one.
+
+        Args:
+            eager: how Lightning does it.
+            optimizer: whose step it is.
+            closure: forward and backward.
+            model: as Lightning passes it.
+            kwargs: likewise.
+        """
+        if self.iteration is None:
+            return eager(optimizer, closure if self._ranks.mesh is None else synced(closure), model, **kwargs)
+        self._stepping, self._ran_forward = True, False
+        try:
+            result = closure()
+        finally:
+            self._stepping = False
+        if self.iteration is None:  # the closure fell back: its gradients are in p.grad, its step is still to come
+            return eager(optimizer, lambda: result, model, **kwargs)
+        if self.mode is Mode.SPLIT:
+            private.after_closure(self._module.trainer.precision_plugin, self._module, optimizer)
+            self._apply(self.iteration, optimizer)
+        elif not self._ran_forward:
+            self.iteration.apply(dict(self.iteration.gradients), self._clip, reduced=False)
+        return result
+
+    def _apply(self, iteration: TrainingIteration, optimizer: Optimizer) -> None:
+        gradients = gradients_of(self._module, self._layout.state)
+        if not self._steps_eagerly:
+            try:
+                iteration.apply(gradients, None, reduced=True)
+            except FellBack:
+                self._steps_eagerly = True
+        if self._steps_eagerly:
+            optimizer.step()
