@@ -40,6 +40,10 @@ def assign(x: Tensor, where: Any, value: Any) -> Tensor:
     return found
 
 
+def images(*shape: int) -> Tensor:
+    return values(*shape).contiguous(memory_format=torch.channels_last)
+
+
 class Twice(torch.autograd.Function):
     """Its gradient is written into an empty tensor."""
 
@@ -108,6 +112,10 @@ ROWS: dict[str, tuple[Sample, tuple[int, int]]] = {
     "places in what was gathered": (
         sample_of(lambda x: x.t().contiguous().t().as_strided((6, 2), (1, 6)), values(6, 6)), (5, 1),
     ),
+    # torch's shape function takes views that its kernel refuses
+    "pixels of a piece that lies channels-last": (
+        sample_of(F.max_unpool2d, images(2, 2, 1, 2), torch.arange(8).view(2, 2, 1, 2), 3), (2, 0),
+    ),
     # a copy that conjugates
     "lazily conjugated": (sample_of(torch.fft.ifft, values(5, 6)), (3, 2)),
     "a row of a number": (sample_of(torch.index_select, values(), 0, torch.zeros(1, dtype=torch.long)), (1, 0)),
@@ -128,6 +136,7 @@ PARAMETERS: dict[str, tuple[Sample, int, int]] = {
         sample_of(torch.nn.functional.group_norm, values(2, 6, 3), 2, values(6), values(6)), 1, 0,
     ),
     "renorm": (sample_of(torch.renorm, values(4, 4, 4), 2, 1, 0.5), 0, 0),
+    "moved dimensions": (sample_of(torch.movedim, values(4, 3, 2, 1), [0, -1, -2, -3], [-3, -2, -1, 0]), 0, 1),
 }  # fmt: skip
 
 

@@ -98,6 +98,8 @@ class LocalProgram:
         fake_kwargs = fx.map_arg(kwargs, self._fake_of)
         if not self._has_rows:
             _try_kernel(op, fake_args, fake_kwargs)
+        if op is torch.ops.aten.view.default:
+            _try_view(*fake_args)
         with self.mode:
             return _compute(op, fake_args, fake_kwargs)
 
@@ -222,6 +224,17 @@ def _try_kernel(op: Any, args: Any, kwargs: Any) -> None:
     with disable_dispatch_modes(), torch.no_grad():
         args, kwargs = pytree.tree_map_only(torch.Tensor, zeros_like_fake, (args, kwargs))
         op(*args, **kwargs)
+
+
+def _try_view(tensor: torch.Tensor, size: Sequence[int]) -> None:
+    """Take a view as kernels do: on fake tensors torch 2.13 takes (2, 4, 1, 2) of strides (2, 4, 1, 1) for (2, 8).
+
+    Raises:
+        RuntimeError: it is none.
+    """
+    with disable_dispatch_modes():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        like.view(size)
 
 
 _ENDS_WITHOUT_ROWS = {torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit}
