@@ -14,7 +14,7 @@ from torch import fx
 
 from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, written_arguments
 from lightning_spmd.ir.effects import draws_random
-from lightning_spmd.ir.verify import is_wait, starts_collective
+from lightning_spmd.ir.verify import copies_nothing, is_wait, starts_collective
 
 T = TypeVar("T")
 
@@ -49,15 +49,15 @@ class Dependences:
     def _add_hazards(self) -> None:
         histories: dict[fx.Node, _History] = {}
         for node in self.order:
-            written = set(written_arguments(node))
-            for operand in node.all_input_nodes:
+            written, operands = set(written_arguments(node)), _read_by(node)
+            for operand in operands:
                 root, piece = self.regions[operand]
                 history = histories.setdefault(root, _History())
                 self.before[node].update(_overlapping(history.writers, piece))
                 if operand in written:
                     for readers in _overlapping(history.readers, piece):
                         self.before[node].update(readers)
-            for operand in node.all_input_nodes:
+            for operand in operands:
                 root, piece = self.regions[operand]
                 history = histories[root]
                 if operand in written:
@@ -87,6 +87,14 @@ class Dependences:
     def origins(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
         """``ends`` and everything that must come before one of them."""
         return _reach(ends, self.before)
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """Values that a node works on; what a collective reads it reads until it has been waited for."""
+    if not is_wait(node):
+        return node.all_input_nodes
+    start = node.all_input_nodes[0]
+    return [start, *start.all_input_nodes] if copies_nothing(start) else [start]
 
 
 def _overlapping(by_piece: dict[fx.Node | None, T], piece: fx.Node | None) -> list[T]:

@@ -94,6 +94,11 @@ def is_wait(node: fx.Node) -> bool:
     return _namespace(node) == _NAMESPACE and "wait_tensor" in str(node.target)
 
 
+def copies_nothing(node: fx.Node) -> bool:
+    """Whether the node starts a collective that reads its operands until it ends; an all-reduce works in a copy."""
+    return starts_collective(node) and "all_reduce" not in str(node.target)
+
+
 def activation_collectives(step: ShardedStep) -> list[fx.Node]:
     """Collectives that move activations, which data parallelism never needs. For tests.
 
@@ -223,7 +228,7 @@ def _verify_in_flight(graph: fx.Graph, regions: dict[fx.Node, Region]) -> None:
         if starts:
             for operand in targets:
                 working[regions[operand][0]] = node
-            if "all_reduce" not in str(node.target):
+            if copies_nothing(node):
                 reading[node] = node.all_input_nodes
 
 

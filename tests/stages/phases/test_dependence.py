@@ -50,3 +50,17 @@ def test_random_draws_stay_in_order() -> None:
     other = graph.call_function(aten.rand_like.default, (x,))
     graph.output((one, other))
     assert one in Dependences(graph).before[other]
+
+
+def test_what_a_collective_reads_is_written_after_its_wait() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    start = graph.call_function(torch.ops._c10d_functional.all_gather_into_tensor.default, (x, 2, ""))
+    wait = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (start,))
+    copied = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", ""))
+    reduced = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (copied,))
+    write = graph.call_function(aten.neg_.default, (x,))
+    graph.output((wait, reduced, write))
+    before = Dependences(graph).before[write]
+    assert wait in before
+    assert reduced not in before  # an all-reduce works in a copy
