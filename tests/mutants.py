@@ -307,7 +307,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the results of a joined update are handed out in reverse",
         PASSES,
-        "stages/passes/fuse_optimizer.py",
+        "stages/passes/optimizer/fuse_optimizer.py",
         "item = self.graph.call_function(operator.getitem, (made, index))",
         "item = self.graph.call_function(operator.getitem, (made, len(group) - 1 - index))",
         ("tests/stages/passes/test_fuse_optimizer.py",),
@@ -315,7 +315,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "equal functions of different numbers are one",
         PASSES,
-        "stages/passes/fuse_optimizer.py",
+        "stages/passes/optimizer/fuse_optimizer.py",
         "key = (node.target, *[_constant(a) for a in node.args])",
         "key = (node.target, len(node.args))",
         ("tests/stages/passes/test_fuse_optimizer.py", f"{ONE_DEVICE}::test_world_size_one"),

@@ -9,15 +9,13 @@ from lightning_spmd.stages.passes import (
     common_subexpressions,
     dead_code,
     early_operands,
-    fuse_optimizer,
-    fused_kernels,
     gather_embedding_rows,
     identity_views,
     redundant_copies,
     regather_parameters,
-    split_optimizer,
 )
 from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState, check_order, select
+from lightning_spmd.stages.passes.optimizer import fuse_optimizer, fused_kernels, split_optimizer
 from lightning_spmd.stages.passes.runner import run_passes
 
 PASSES: tuple[GraphPass, ...] = (

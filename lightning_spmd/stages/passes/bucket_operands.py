@@ -13,7 +13,7 @@ from lightning_spmd.ir.node_info import info_of, spec_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.passes.flat_buffers import Memory, aten, origin_spec
-from lightning_spmd.stages.passes.fused_kernels_homes import UPDATE
+from lightning_spmd.stages.passes.optimizer.homes import UPDATE
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default  # noqa: SLF001 - the namespace of functional collectives
 _UNDOING = (aten.slice.Tensor, aten.permute.default)

@@ -14,9 +14,10 @@ from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.dependence import Dependences
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import is_wait
-from lightning_spmd.stages.passes import PASSES, GraphPass, PassState, bucket_collectives, fuse_optimizer, run_passes
-from lightning_spmd.stages.passes.fused_kernels_homes import WORKING_SET
-from lightning_spmd.stages.passes.fused_kernels_lists import ITEM, Each
+from lightning_spmd.stages.passes import PASSES, GraphPass, PassState, bucket_collectives, run_passes
+from lightning_spmd.stages.passes.optimizer import fuse_optimizer
+from lightning_spmd.stages.passes.optimizer.homes import WORKING_SET
+from lightning_spmd.stages.passes.optimizer.lists import ITEM, Each
 from tests.helpers.simulate import expand_all, run_ranks
 from tests.helpers.tiny_capture import capture_module
 from tests.stages.expand.test_models import captured_model, sgd

@@ -18,7 +18,8 @@ from lightning_spmd.ir.printer import readable
 from lightning_spmd.ir.signature import GraphInput, InputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import stamp_writes
-from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, GraphPass, PassState, fused_kernels, run_passes
+from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, GraphPass, PassState, run_passes
+from lightning_spmd.stages.passes.optimizer import fused_kernels
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulate import axes_for, run_ranks
 from tests.helpers.training import TrainingCase, assert_bitwise, assert_compiled, deviation

@@ -12,9 +12,10 @@ from torch import Tensor, fx
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.dependence import Dependences, tails
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
-from lightning_spmd.stages.passes import PassState, bucket_collectives, run_passes, split_optimizer
+from lightning_spmd.stages.passes import PassState, bucket_collectives, run_passes
 from lightning_spmd.stages.passes.contract import GraphPass
-from lightning_spmd.stages.passes.split_optimizer import list_length
+from lightning_spmd.stages.passes.optimizer import split_optimizer
+from lightning_spmd.stages.passes.optimizer.split_optimizer import list_length
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulate import expand_all, run_ranks
 from tests.helpers.tiny_capture import capture_module

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd.ir.aliasing import storage_regions, written_arguments
-from lightning_spmd.stages.passes.fused_kernels_lists import ITEM, Each
+from lightning_spmd.stages.passes.optimizer.lists import ITEM, Each
 
 Expression = Any
 """A node that is an input, a constant, or ``(name of the function, *arguments)``."""

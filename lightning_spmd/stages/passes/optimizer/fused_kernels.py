@@ -35,10 +35,10 @@ from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes
 from lightning_spmd.stages.passes.contract import GraphPass, PassState
 from lightning_spmd.stages.passes.flat_buffers import is_dense
-from lightning_spmd.stages.passes.fuse_optimizer import join_updates
-from lightning_spmd.stages.passes.fused_kernels_homes import UPDATE
-from lightning_spmd.stages.passes.fused_kernels_lists import Each, is_number_call
-from lightning_spmd.stages.passes.fused_kernels_match import (
+from lightning_spmd.stages.passes.optimizer.fuse_optimizer import join_updates
+from lightning_spmd.stages.passes.optimizer.homes import UPDATE
+from lightning_spmd.stages.passes.optimizer.lists import Each, is_number_call
+from lightning_spmd.stages.passes.optimizer.matching import (
     Flow,
     Numbers,
     Unknown,

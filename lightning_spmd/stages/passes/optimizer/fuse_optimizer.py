@@ -13,7 +13,7 @@ with the same numbers (or a list of numbers where the operator takes one), on te
 clipping and in the optimizer. ``lr`` and all other hyper-parameters stay inputs. The arithmetic on Python numbers that
 every parameter has of its own (``lr / (1 - beta ** step)``) is shared where it is the same, else done for the list.
 
-Joined is only what has the same home (``fused_kernels_homes``): waits for the same communication buckets, and fits with
+Joined is only what has the same home (``homes``): waits for the same communication buckets, and fits with
 the rest into the cache. Operators at equal distance cannot depend on one another, so joining them makes no cycle; then
 the graph is put into the first order that all dependences allow, writes to shared memory included.
 
@@ -44,8 +44,8 @@ from lightning_spmd.ir.node_info import NodeInfo, TensorSpec, info_of, spec_of, 
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, is_wait, starts_collective
 from lightning_spmd.stages.passes.contract import GraphPass, PassState
-from lightning_spmd.stages.passes.fused_kernels_homes import UPDATE, Homes, is_on_host
-from lightning_spmd.stages.passes.fused_kernels_lists import (
+from lightning_spmd.stages.passes.optimizer.homes import UPDATE, Homes, is_on_host
+from lightning_spmd.stages.passes.optimizer.lists import (
     ITEM,
     Each,
     ListCall,
@@ -343,5 +343,5 @@ def _erase_unread(graph: fx.Graph) -> None:
 PASS = GraphPass(
     "fuse_optimizer",
     fuse_optimizer,
-    after=frozenset({"bucket_collectives", "bucket_all_reduces", "split_optimizer"}),
+    after=frozenset({"bucket_collectives", "split_optimizer"}),
 )
