@@ -481,7 +481,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gradients of an unfinished accumulation live on",
         STRATEGY,
-        "strategy/spmd_strategy.py",
+        "strategy/training.py",
         "trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:\n            iteration.gradients.clear()",
         "trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:\n            pass",
         ("tests/strategy/test_features.py", "tests/strategy/test_more_features.py", f"{ONE_DEVICE}"),
@@ -489,9 +489,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the eager path takes over a rank's share of a sum as if it were its mean",
         STRATEGY,
-        "strategy/spmd_strategy.py",
-        "        scale = self.world_size  #",
-        "        scale = 1  #",
+        "strategy/training.py",
+        "        scale = torch.distributed.get_world_size() if self._ranks.mesh is not None else 1\n",
+        "        scale = 1\n",
         ("tests/strategy/test_messages.py", "tests/strategy"),
     ),
     Mutant(
@@ -530,7 +530,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "metrics are told to sync among ranks that share layers",
         STRATEGY,
         "strategy/ranks.py",
-        "                part.process_group = group\n",
+        "                part.process_group = self.mesh.batch_group()\n",
         "                pass\n",
         (
             "tests/strategy/test_shared_batches.py",
@@ -590,7 +590,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "random state of a resume in mid-epoch is restored too early",
         CHECKPOINTS,
-        "strategy/saving.py",
+        "strategy/random_state.py",
         '        if self._resumed["within_epoch"] == within_epoch:\n',
         "        if not within_epoch:\n",
         ("tests/strategy/test_checkpoint.py",),
