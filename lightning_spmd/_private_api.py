@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.modules.module as _torch_module
 import torch.optim.optimizer as _torch_optimizer
 
 # The launcher that DDP uses: it validates SLURM settings and sets thread counts; there is no public one.
@@ -27,6 +28,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero as _rank_zero
 from torch import Tensor, fx, nn
+from torch._C import _DisableAutocast
 
 # Sharding rules are looked up by operator; rules for unknown overloads need its packet and tags.
 from torch._ops import OpOverload
@@ -45,6 +47,7 @@ from torch.distributed.tensor import DTensor
 
 # Where the text of compiled graphs is kept.
 from torch.fx.graph_module import _loader as _graph_sources
+from torch.overrides import _get_current_function_mode_stack
 
 # Nested arguments of operators are taken apart and put together at every recorded call; the public
 # torch.utils.pytree is newer than 2.11.
@@ -53,59 +56,22 @@ from torch.utils import _pytree as pytree
 # Capture computes on true values while its own modes are active (step counters); without it they would be recorded.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
+__all__ = [  # what is handed on as it is, beside what is defined below
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "GraphModule",
     "OpOverload",
-    "OpOverload",
-    "SubprocessScriptLauncher",
     "TorchDispatchMode",
-    "after_closure",
-    "autograd_hooks",
-    "child_tables",
-    "collectives_begun",
-    "current_backward_sequence_number",
-    "decide_shapes",
-    "default_backend",
-    "default_generator",
     "default_process_group_timeout",
-    "default_store",
-    "detects_anomaly",
-    "disable_dispatch_modes",
-    "dtensor_strategies",
-    "give_groups",
-    "has_dtensor_strategy",
-    "init_process_group",
-    "is_within_training_epoch",
-    "is_mutating",
-    "is_random",
-    "mutated_arguments",
-    "last_learning_rate_readers",
-    "last_learning_rates_replaced",
-    "layer_sync",
-    "local_tensor",
-    "mark_stepped",
-    "module_tensors_replaced",
-    "next_sequence_number",
-    "optimizers_accept_fake_tensors",
-    "optimizers_to_device",
     "pytree",
-    "reduce_over_ranks",
-    "returns_alias",
-    "set_rank_zero_only",
-    "skips_backward",
-    "step_hooks",
-    "stop_signal_sent_by_lightning",
-    "storage_elements",
-    "storage_of",
-    "tensor_slots",
-    "zeros_like_fake",
 ]
 
 disable_dispatch_modes = _disable_current_modes
+# A graph holds the casts that autocast made; where a hook left it on, they would be made again.
+disable_autocast = _DisableAutocast
+# A mode that a user entered may turn Python's calls of torch into others.
+function_modes = _get_current_function_mode_stack
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 # Starting process groups as Lightning's own strategies do (environment variables, device ids, TCP store).
@@ -296,6 +262,7 @@ def autograd_hooks(module: nn.Module) -> list[tuple[str, Any]]:
     tables = [
         *((n, getattr(p, t, None)) for n, p in module.named_parameters() for t in _PARAMETER_HOOKS),
         *((n or "self", getattr(m, t)) for n, m in module.named_modules() for t in _MODULE_HOOKS),
+        *(("all modules", getattr(_torch_module, f"_global{t}")) for t in _MODULE_HOOKS),
     ]
     return [(name, hook) for name, table in tables if table for hook in table.values()]
 
@@ -304,10 +271,36 @@ _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
+def global_forward_hooks() -> dict[str, dict[int, Any]]:
+    """Hooks that run around every module's ``forward``, by the name of their table."""
+    names = ("_global_forward_pre_hooks", "_global_forward_hooks")
+    return {name: getattr(_torch_module, name) for name in names}
+
+
 def step_hooks(optimizer: Any) -> list[Any]:
     """Pre- and post-hooks of ``optimizer.step``, which a graph would run once, at capture."""
-    tables = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) or {} for when in ("pre", "post")]
-    return [hook for table in tables for hook in table.values()]
+    return [hook for table in _step_hook_tables(optimizer) for hook in table.values()]
+
+
+def _step_hook_tables(optimizer: Any) -> list[dict[int, Any]]:
+    tables = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+    tables += [_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks]
+    return [table for table in tables if table is not None]
+
+
+def prepared_hooks(module: nn.Module, optimizer: Any) -> Callable[[], list[Any]]:
+    """Reads, fast, every hook that autograd or ``step`` calls: one that comes in mid-run would be skipped."""
+    slots = tensor_slots(module).values()
+    tables = [getattr(m, t) for m in module.modules() for t in _MODULE_HOOKS]
+    tables += [_torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks]
+    tables += [] if optimizer is None else _step_hook_tables(optimizer)
+
+    def hooks() -> list[Any]:
+        tensors = [t for table, key in slots if (t := table.get(key)) is not None]
+        on_tensors = [h for t in tensors for h in (t._backward_hooks, t._post_accumulate_grad_hooks)]
+        return [hook for table in (*tables, *on_tensors) if table for hook in table.values()]
+
+    return hooks
 
 
 def detects_anomaly(trainer: Any) -> bool:

@@ -144,6 +144,7 @@ class GraphBuilder:
             step_context=lambda: context.step_context(request.variant.method),
             tracing_context=lambda: context.tracing_context(split),
             moving=moving,
+            came_late=context.came_late,
         )
 
     def _capture_following(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
@@ -200,7 +201,7 @@ class GraphBuilder:
         executable = Executable(captured, graphs, state, finish_graphs, functools.partial(self._follow, captured))
         if context.mesh is not None:
             tensors = () if request.batch is None else request.batch.tensor_values
-            check_writes(captured.signature.inputs, executable.inputs(tensors), context.module)
+            check_writes(graphs.main.signature.inputs, executable.inputs(tensors), context.module)
         return executable
 
     def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:

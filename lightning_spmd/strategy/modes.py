@@ -19,6 +19,7 @@ class ModeOfRun:
 
     def __init__(self) -> None:
         self._told: Mode | None = None
+        self._chosen, self._step_hooks = Mode.EAGER, False
 
     def begin(self) -> None:
         """A new fit, which is told anew."""
@@ -58,4 +59,15 @@ class ModeOfRun:
             semantics = " (gradients averaged over the ranks, as DDP does)" if averaged else ""
             tell(f"strategy='spmd' runs this training {_IN_WORDS[mode]}{semantics}: {reasons[0]}")
             self._told = mode
+        self._chosen, self._step_hooks = mode, step_hooks
         return mode, step_hooks
+
+    def came_late(self, context: Context) -> str | None:
+        """What came since and asks for a worse mode than was chosen: a graph would skip it."""
+        mode, findings = classify(context)
+        worse = list(Mode).index(mode) > list(Mode).index(self._chosen)
+        steps = [f for f in findings if f.feature.name == "optimizer step hooks" and not self._step_hooks]
+        if not worse and not steps:
+            return None
+        found = findings[0] if worse else steps[0]
+        return f"{found.found}; it came in mid-run, and a graph would skip it: register hooks before fit"

@@ -60,6 +60,7 @@ class RunContext:
         options: pass list and bucket size.
         plan: the parallel plan of a variant's graph.
         newcomers: what joins the module in mid-run; None where nobody has to share it.
+        came_late: says what came since the mode of the run was chosen and asks for another one, or None.
     """
 
     module: Any
@@ -74,6 +75,7 @@ class RunContext:
     options: BuildOptions
     plan: Callable[[Variant], ParallelPlan]
     newcomers: Newcomers | None = None
+    came_late: Callable[[], str | None] = lambda: None
 
     def step_context(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """What the precision plugin puts around a step method, and so around the calls that it makes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -108,7 +109,11 @@ class Training:
             return
         overlaps, streams = self._overlaps(trainer, module), self._random.streams
         context = self._settings.of_training(module, trainer.optimizers[0], streams, self._newcomers, overlaps)
-        self.iteration = TrainingIteration(context)
+        self.iteration = TrainingIteration(dataclasses.replace(context, came_late=self._came_late))
+
+    def _came_late(self) -> str | None:
+        trainer = self._module.trainer
+        return self._modes.came_late(Context(trainer, self._module, trainer.optimizers))
 
     def _decide(self) -> None:
         """The mode, the worst of what all ranks find."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -35,9 +36,15 @@ _CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
 _ASKED = frozenset(f.__name__ for f in _CLOCKS | _FROM_OUTSIDE) | _CLOCK_METHODS
 # Files that Python reads for itself: source lines of a warning, modules at their first import.
 _OF_PYTHON = ("linecache.py", "tokenize.py", "warnings.py", "traceback.py", "inspect.py", "logging/__init__.py")
+# Of the standard library, what keeps caches and books of its own that decide nothing, or is followed in another way.
+_NO_GUESTS = (
+    *_OF_PYTHON, "abc.py", "_weakrefset.py", "weakref.py", "contextlib.py", "copy.py", "enum.py", "functools.py",
+    "os.py", "random.py", "re/__init__.py", "re/_compiler.py", "re/_parser.py", "typing.py", "dataclasses.py", "ast.py",
+)  # fmt: skip
 _OF_NO_INTEREST: frozenset[type] = SIMPLE | {
     Tensor, torch.nn.Parameter, private.FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool,
 }  # fmt: skip
+_GETTER = re.compile(r"(is|are|get|has)_\w+|\w+_(enabled|available)")
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 
 
@@ -46,12 +53,18 @@ class FrameWatch:
 
     Args:
         walk: told what frames can see.
+
+    Attributes:
+        codes: of the user's frames.
+        getters: functions of torch without arguments that tell them how a switch stands.
     """
 
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
         self.codes: list[CodeType] = []
+        self.getters: dict[int, Any] = {}
         self._facts: dict[int, CodeFacts | None] = {}
+        self._guests: dict[int, CodeFacts | None] = {}
         self._alive: list[CodeType] = []
         self._problem: BaseException | None = None
         self._on = False
@@ -97,13 +110,20 @@ class FrameWatch:
                 facts = self._facts_of(frame)
                 if facts is not None:
                     self._begins(frame, facts)
+                elif frame.f_back is not None and self._guest_facts(frame, frame.f_back) is not None:
+                    self._guest_begins(frame)
             elif event == "return":
                 if type(arg) not in _OF_NO_INTEREST and frame.f_back is not None:
                     facts = self._facts.get(id(frame.f_back.f_code))
                     if facts is not None:
                         self._gives_back(frame, arg, facts)
-            elif event == "c_call" and arg.__name__ in _ASKED:
-                self._asks(frame, arg)
+                elif type(arg) in SIMPLE and frame.f_code.co_argcount == 0 and frame.f_back is not None:
+                    self._tells(frame.f_back, frame.f_globals.get(frame.f_code.co_name))
+            elif event == "c_call":
+                if arg.__name__ in _ASKED:
+                    self._asks(frame, arg)
+                else:
+                    self._tells(frame, arg)
         except Exception as problem:
             self._problem = self._problem or problem  # raised again at the end: code on the way might swallow it
             raise
@@ -124,6 +144,26 @@ class FrameWatch:
             if facts.environment:
                 self.walk.look_at_environment(facts)
         return facts
+
+    def _guest_facts(self, frame: FrameType, caller: FrameType) -> CodeFacts | None:
+        """Of code of the standard library that the user's code calls, at once or through other such code."""
+        by = id(caller.f_code)
+        if self._facts.get(by) is None and self._guests.get(by) is None:
+            return None
+        code = frame.f_code
+        key = id(code)
+        if key not in self._guests:
+            follow = is_standard(code.co_filename) and not code.co_filename.endswith(_NO_GUESTS)
+            self._guests[key] = facts_of(code) if follow else None
+        return self._guests[key]
+
+    def _guest_begins(self, frame: FrameType) -> None:
+        """What its arguments keep is the user's: whether an event is set, the entries of a parser."""
+        facts = facts_of(frame.f_code)
+        for name in facts.arguments:
+            value = frame.f_locals.get(name)
+            if type(value) not in _OF_NO_INTEREST:
+                self.walk.look_at(value, f"{name} of {frame.f_code.co_qualname}", facts)
 
     def _imported(self, name: str, scope: dict[str, Any], facts: CodeFacts) -> None:
         package = scope.get("__package__")
@@ -150,6 +190,12 @@ class FrameWatch:
         look = self.walk.look_at if self._facts.get(id(frame.f_code)) is not None else self.walk.look_at_gift
         look(value, f"what {frame.f_code.co_qualname}() gives", facts)
 
+    def _tells(self, caller: FrameType, function: Any) -> None:
+        """A function of torch tells a frame how a switch stands."""
+        module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
+        if str(module).partition(".")[0] == "torch" and _GETTER.fullmatch(name) and self._facts.get(id(caller.f_code)):
+            self.getters[id(function)] = function
+
     def _asks(self, frame: FrameType, function: Any) -> None:
         """A frame calls a function of C whose answer may be another one each time."""
         asking: FrameType | None = None
@@ -169,11 +215,11 @@ def _asking_frame(frame: FrameType | None) -> FrameType | None:
     """The frame of the user's own code on whose behalf the standard library or NumPy asks, if it is one's."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.endswith(_OF_PYTHON) or file.startswith("<frozen"):
+        if file.endswith(_OF_PYTHON) or file.startswith("<frozen importlib"):
             return None
         if is_user_code(frame.f_code, frame.f_globals):
             return None if is_installed(file) else frame
-        if not (is_standard(file) or f"{os.sep}numpy{os.sep}" in file):
+        if not (is_standard(file) or file.startswith("<frozen") or f"{os.sep}numpy{os.sep}" in file):
             return None
         frame = frame.f_back
     return None

@@ -17,7 +17,7 @@ from types import CellType, FunctionType
 from typing import Any, ClassVar
 
 from lightning_spmd.ir.first import first
-from lightning_spmd.stages.capture.same_state import MISSING
+from lightning_spmd.stages.capture.same_state import MISSING, is_simple
 
 Reader = Callable[[], Any]
 
@@ -293,7 +293,17 @@ class Behind(Holder):
         self.subject.set(value)
 
     def label(self, key: Any) -> str:
-        return f"{self.path}{'()' if isinstance(self.subject, weakref.ref) else ''}"
+        how = (
+            ".get()" if isinstance(self.subject, ContextVar) else "()" if isinstance(self.subject, weakref.ref) else ""
+        )
+        return f"{self.path}{how}"
+
+
+def _key_in_words(key: Any, keys: list[Any]) -> str:
+    """The same on all ranks: an object's ``repr`` has its address in it."""
+    if is_simple(key):
+        return repr(key)
+    return f"{type(key).__name__} {next((i for i, other in enumerate(keys) if other is key), 'that is gone')}"
 
 
 class Entries(Holder):
@@ -316,7 +326,7 @@ class Entries(Holder):
             kind.__setitem__(self.subject, key, value)
 
     def label(self, key: Any) -> str:
-        return f"{self.path}[{key!r}]"
+        return f"{self.path}[{_key_in_words(key, Entries.keys(self.subject))}]"
 
     @staticmethod
     def keys(subject: Any) -> list[Any]:
@@ -389,7 +399,7 @@ class Members(Holder):
         return key if set.__contains__(subject, key) else MISSING
 
     def label(self, key: Any) -> str:
-        return f"{self.path} ({key!r})"
+        return f"{self.path} ({_key_in_words(key, Members.keys(self.subject))})"
 
     @staticmethod
     def keys(subject: Any) -> list[Any]:

@@ -14,7 +14,9 @@ def frozen_guard(module: nn.Module) -> ValueGuard:
     slots = [(n, t, k) for n, (t, k) in private.tensor_slots(module).items() if isinstance(t[k], nn.Parameter)]
 
     def frozen() -> tuple[str, ...]:
-        return tuple([name for name, tensors, key in slots if not tensors[key].requires_grad])
+        return tuple(
+            [name for name, tensors, key in slots if (t := tensors.get(key)) is not None and not t.requires_grad]
+        )
 
     return ValueGuard("the frozen parameters", frozen, frozen())
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.stages.capture.attribute_spy import AttributeSpy
 from lightning_spmd.stages.capture.contents import MOST_BYTES, bytes_of_tensor
 from lightning_spmd.stages.capture.frames import FrameWatch
@@ -144,6 +141,9 @@ class PythonState:
         self.spy.forget(forgotten)
         for path, module in self.spy.modules:
             self._see_reads(path, module)
+        self._see_switches()
+        for name, table in private.global_forward_hooks().items():
+            self.walk.follow(self.sightings.root(Globals, {name: table}, "torch.nn.modules.module").see(name), EMPTY)
         if self.optimizer is not None:
             for index, group in enumerate(self.optimizer.param_groups):
                 holder = self.sightings.root(Variables, group, f"optimizer.param_groups[{index}]")
@@ -162,6 +162,16 @@ class PythonState:
             free,
             self.sightings.untold,
         )
+
+    def _see_switches(self) -> None:
+        """What functions of torch told the step: asked here, outside of its ``no_grad`` and the like."""
+        for function in self.watch.getters.values():
+            with contextlib.suppress(Exception):  # those that need arguments
+                if is_simple(function()):
+                    path = f"{function.__module__}.{function.__name__}()"
+                    holder = self.sightings.holder(Content, function, path, None, read=_called)
+                    holder.root = True
+                    holder.see("")
 
     def _put_back(self) -> None:
         """What was put in place of plain numbers, and of tuples with them, is gone."""
@@ -264,61 +274,12 @@ def _is_temporary(holder: Holder) -> bool:
     return holder.complete and any(isinstance(v, private.FakeTensor) or scalar_of(v) is not None for v in values)
 
 
+def _called(function: Callable[[], Any]) -> Any:
+    return function()
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def submodules_guard(root: nn.Module) -> ValueGuard:
-    """Whether every submodule is still the one that was captured: a hook may have replaced a layer."""
-    tables = [(table, list(table.values())) for table in private.child_tables(root)]
-
-    def unchanged() -> bool:
-        return all(len(t) == len(kept) and all(map(operator.is_, t.values(), kept)) for t, kept in tables)
-
-    return ValueGuard("whether the submodules are those of the captured graph", unchanged, True)
-
-
-def settings_guard() -> ValueGuard:
-    """The switches of torch that decide which operators Python code becomes."""
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-
-    def settings() -> tuple[Any, ...]:
-        autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-        return torch.get_default_dtype(), torch.get_default_device(), *autocast
-
-    return ValueGuard("torch's default dtype, default device or autocast", settings, settings())
-
-
-def tensor_kinds_guard(module: nn.Module) -> ValueGuard:
-    """Shapes and dtypes of parameters and buffers: a hook may put others there, or other data into them."""
-    slots = private.tensor_slots(module)
-    tables, keys = [table for table, _ in slots.values()], [key for _, key in slots.values()]
-
-    def kinds() -> _Kinds:
-        tensors = list(map(dict.get, tables, keys))
-        present = [t for t in tensors if t is not None]
-        return _Kinds(
-            [
-                [t is None for t in tensors],
-                list(map(Tensor.size, present)),
-                [t.dtype for t in present],
-            ]
-        )
-
-    return ValueGuard("the shapes and dtypes of parameters and buffers", kinds, kinds())
-
-
-class _Kinds:
-    """The kinds of many tensors."""
-
-    def __init__(self, kinds: list[Any]) -> None:
-        self.kinds = kinds
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Kinds) and self.kinds == other.kinds
-
-    def __repr__(self) -> str:
-        return f"those of {len(self.kinds[0])} tensors"
 
 
 def tensors_on_other_devices(module: nn.Module, device: Any) -> list[str]:

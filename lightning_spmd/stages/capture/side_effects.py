@@ -25,6 +25,7 @@ from lightning_spmd.stages.capture.same_state import MISSING, is_simple, same_si
 from lightning_spmd.stages.capture.sightings import Sightings
 
 _DEEPEST = 8
+_DRAWS = ("random", "randint", "randrange", "rand", "randn", "uniform", "choice", "shuffle", "permutation", "normal")
 _ADVICE = (
     "that statement would run once, at capture, and never again. Register tensors with register_buffer, or do it in "
     "on_train_batch_end"
@@ -172,7 +173,8 @@ def module_unchanged(module: nn.Module, codes: Sequence[CodeType]) -> Iterator[N
         if random.getstate() != python_random or not _same_numpy_state(numpy_random):
             raise CaptureError(
                 "training_step draws from Python's `random` or NumPy: the graph would repeat one draw for ever; draw "
-                "with torch (torch.rand, torch.randint), or in on_before_batch_transfer"
+                "with torch (torch.rand, torch.randint), or in on_before_batch_transfer",
+                next((line for name in _DRAWS if (line := line_that_changes(codes, name)) is not None), None),
             )
         _complain_about_changes(before, codes)
     finally:

@@ -36,15 +36,16 @@ from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, has_step_of_its_own
-from lightning_spmd.stages.capture.python_state import (
-    PythonState,
+from lightning_spmd.stages.capture.python_state import PythonState
+from lightning_spmd.stages.capture.recorder import Recorder, in_section
+from lightning_spmd.stages.capture.side_effects import Effect, complain_about_new_tensors
+from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
+from lightning_spmd.stages.capture.surroundings import (
+    hooks_guard,
     settings_guard,
     submodules_guard,
     tensor_kinds_guard,
 )
-from lightning_spmd.stages.capture.recorder import Recorder, in_section
-from lightning_spmd.stages.capture.side_effects import Effect, complain_about_new_tensors
-from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
 from lightning_spmd.stages.capture.trainer_view import learning_rates_followed, trainer_seen_as
 from lightning_spmd.stages.capture.user_code import location_of
 
@@ -71,6 +72,7 @@ class CaptureRequest:
         step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
         tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
         moving: places of Python numbers that are to be inputs, by path.
+        came_late: says what came since the run began and keeps the step from being this graph, or None.
     """
 
     module: Any
@@ -86,6 +88,7 @@ class CaptureRequest:
     step_context: Callable[[], contextlib.AbstractContextManager[Any]]
     tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     moving: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
+    came_late: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ class _Capture:
 
     def run(self) -> Trace:
         request = self.request
+        if request.variant.backward and (reason := request.came_late()) is not None:
+            raise CaptureError(reason)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.python.following(request.moving, self._host_value))
             stack.enter_context(_grad_mode(request.variant))
@@ -366,6 +371,7 @@ class _Capture:
             tensor_kinds_guard(request.module),
             settings_guard(),
             *([] if request.optimizer is None else [trained_guard(request.module, request.optimizer)]),
+            *([hooks_guard(request.module, request.optimizer, request.trainer)] if request.variant.backward else []),
             *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
         ]
         leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]

@@ -21,6 +21,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torchmetrics import Metric
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.stages.capture import kinds
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of, line_that_changes
 from lightning_spmd.stages.capture.contents import (
     MOST_BYTES,
@@ -56,23 +58,6 @@ from lightning_spmd.stages.capture.holders import (
     Items,
     Members,
     Variables,
-)
-from lightning_spmd.stages.capture.kinds import (
-    BOOKKEEPING,
-    CONTAINERS,
-    DATA_DESCRIPTORS,
-    ITERATORS,
-    LIGHTNING,
-    OPERATORS,
-    PLAIN_DATA,
-    STATELESS,
-    SWAPPED,
-    TORCH_INTERNALS,
-    WITHOUT_STATE,
-    WRAPPERS,
-    attributes_of,
-    is_on,
-    slots_of,
 )
 from lightning_spmd.stages.capture.same_state import MISSING, SIMPLE, is_simple
 from lightning_spmd.stages.capture.sightings import Sightings
@@ -113,7 +98,7 @@ class Walk:
     def look_at(self, value: Any, path: str, facts: CodeFacts) -> None:
         """A frame with these facts has ``value``. Containers that were met nowhere else are the step's own."""
         place = self.sightings.places.get(id(value))
-        if issubclass(type(value), CONTAINERS) and not self.sightings.was_met(value):
+        if issubclass(type(value), kinds.CONTAINERS) and not self.sightings.was_met(value):
             return
         self._visit(value, path if place is None else place.path, place, facts, 0)
 
@@ -199,7 +184,8 @@ class Walk:
         if kind.__module__.startswith("lightning_spmd.stages"):  # what capture itself put there
             return _nothing
         table: list[tuple[Any, Visit]] = [
-            ((enum.Enum, Metric, torch.SymInt, torch.SymFloat, torch.SymBool), _nothing),
+            ((Metric, torch.SymInt, torch.SymFloat, torch.SymBool), _nothing),
+            (enum.Enum, self._enum),
             (nn.Module, self._module),
             (Optimizer, self._optimizer),
             (dict, self._dictionary),
@@ -216,9 +202,9 @@ class Walk:
             (types.MappingProxyType, self._proxy),
             (threading.local, self._thread_local),
             (type(functools.cache(lambda: None)), self._cached),
-            (ITERATORS, self._iterator),
+            (kinds.ITERATORS, self._iterator),
             ((bytearray, memoryview, array.array), self._whole(bytes)),
-            *((kind.kinds, self._random(kind)) for kind in random_kinds()),
+            *((of.kinds, self._random(of)) for of in random_kinds()),
         ]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -226,7 +212,7 @@ class Walk:
                 ((numpy.generic, numpy.dtype), _nothing),
                 (numpy.ndarray, self._array),
             ]
-        return next((visit for kinds, visit in table if issubclass(kind, kinds)), self._instance)
+        return next((visit for types_of, visit in table if issubclass(kind, types_of)), self._instance)
 
     # ------------------------------------------------------------------ containers
     def _dictionary(self, value: Any, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
@@ -273,29 +259,36 @@ class Walk:
         kind = type(value)
         top = kind.__module__.partition(".")[0]
         own = is_user_class(kind)
-        plain = own or kind in PLAIN_DATA
-        everything = (facts.everything and plain) or top in WRAPPERS
-        attributes, slots = attributes_of(value), slots_of(kind)
-        names = facts.names - SWAPPED if top in LIGHTNING else facts.names
+        plain = own or kind in kinds.PLAIN_DATA
+        everything = (facts.everything and plain) or top in kinds.WRAPPERS
+        attributes, slots = kinds.attributes_of(value), kinds.slots_of(kind)
+        names = facts.names - kinds.SWAPPED if top in kinds.LIGHTNING else facts.names
         if attributes is not None:
             holder = self.sightings.holder(Attributes, value, path, place)
             for name in list(attributes) if everything else names & attributes.keys():
                 self._see(holder, name, facts, depth)
             for name in names - attributes.keys():
-                if is_on(kind, name) or name in facts.constants:
+                if kinds.is_on(kind, name) or name in facts.constants:
                     holder.see(name)  # may come, over the class's or where `hasattr` looks
         if slots:
             fields = self.sightings.holder(Fields, value, path, place)
             for name in slots if everything else names & slots:
                 self._see(fields, name, facts, depth)
-        if not own and top not in OPERATORS:  # properties whose frames are not looked at
+        if not own and top not in kinds.OPERATORS:  # properties whose frames are not looked at
             fields = self.sightings.holder(Fields, value, path, place)
             for name in names:
-                if isinstance(getattr(kind, name, None), DATA_DESCRIPTORS):
+                if isinstance(getattr(kind, name, None), kinds.DATA_DESCRIPTORS):
                     self._see(fields, name, facts, depth)
         self._class_attributes(kind, facts, depth)
-        if attributes is None and not slots and not issubclass(kind, (*CONTAINERS, *STATELESS)):
+        if attributes is None and not slots and not issubclass(kind, (*kinds.CONTAINERS, *kinds.STATELESS)):
             self._opaque(value, path, place)
+
+    def _enum(self, value: enum.Enum, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
+        """A member is always the same; what it keeps may change."""
+        self.sightings.root(Attributes, value, f"{type(value).__qualname__}.{value.__dict__.get('_name_', '')}")
+        self._instance(value, path, place, facts, depth)
+        if not is_simple(value.__dict__.get("_value_")):
+            self._see(self.sightings.holder(Attributes, value, path, None), "_value_", facts, depth)
 
     def _opaque(self, value: Any, path: str, place: Entry | None) -> None:
         """An object of C: what it keeps in a buffer can be read, the rest cannot."""
@@ -304,7 +297,7 @@ class Walk:
                 self._content(value, path, place, bytes_of_buffer)
                 return
         kind = type(value)
-        if kind.__module__ not in WITHOUT_STATE:
+        if kind.__module__ not in kinds.WITHOUT_STATE:
             self.sightings.untold.setdefault(path, f"is a {kind.__qualname__}, whose state Python cannot read")
 
     def _class_attributes(self, kind: type, facts: CodeFacts, depth: int) -> None:
@@ -338,7 +331,7 @@ class Walk:
         else:
             holder = self.sightings.holder(Attributes, value, path, place)
         names = {"_hparams" if n == "hparams" else n for n in facts.names}
-        own = value.__dict__.keys() - TORCH_INTERNALS - BOOKKEEPING
+        own = value.__dict__.keys() - kinds.TORCH_INTERNALS - kinds.BOOKKEEPING
         for name in own if facts.everything else own & names:
             self._see(holder, name, facts, depth)
         children = {n: m for n, m in value.__dict__["_modules"].items() if m is not None}
@@ -360,7 +353,7 @@ class Walk:
         optimizer = self.sightings.optimizer
         if value is optimizer:
             holder = self.sightings.root(Attributes, value, "optimizer")
-            for name in (facts.names & value.__dict__.keys()) - SWAPPED:
+            for name in (facts.names & value.__dict__.keys()) - kinds.SWAPPED:
                 self._see(holder, name, facts, depth)
             self._class_attributes(type(value), facts, depth)
         elif optimizer is not None and place is not None and place.holder.subject is optimizer:
@@ -375,6 +368,7 @@ class Walk:
         self, value: types.FunctionType, path: str, place: Entry | None, facts: CodeFacts, depth: int
     ) -> None:
         if not is_user_code(value.__code__, value.__globals__):
+            self._wrapper(value, path, place, facts, depth)
             return
         inner = facts_of(value.__code__)
         fields = self.sightings.holder(Fields, value, path, place)
@@ -391,6 +385,11 @@ class Walk:
             attributes = self.sightings.holder(Attributes, value, path, place)
             for name in own:
                 self._see(attributes, name, facts, depth)
+
+    def _wrapper(self, value: types.FunctionType, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
+        """A library's function around the user's: ``torch.no_grad()``, ``contextmanager``, ``singledispatch``."""
+        for name in {"__wrapped__", "registry"} & value.__dict__.keys():
+            self._see(self.sightings.holder(Attributes, value, path, place), name, facts, depth)
 
     def _cached(self, value: Any, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
         """``functools.lru_cache``: the function is asked anew, and nothing of the graph stays in the cache."""
@@ -432,10 +431,15 @@ class Walk:
             for name in facts.constants & sys.modules.keys():
                 self._visit(sys.modules[name], name, None, facts, depth + 1)
         for name in facts.names & scope.keys():
-            if own:
+            if own or isinstance(scope[name], types.ModuleType):
                 self._see(holder, name, facts, depth)
             elif isinstance(scope[name], (types.FunctionType, types.BuiltinFunctionType)):
                 holder.see(name)  # somebody may put another function there
+        if type(value) is not types.ModuleType:  # torch.backends.cudnn: its switches are no globals
+            fields = self.sightings.holder(Fields, value, path, place)
+            for name in facts.names:
+                if hasattr(getattr_static(type(value), name, None), "__get__"):
+                    fields.see(name)
 
     # ------------------------------------------------------------------ what is compared as a whole
     def _content(self, value: Any, path: str, place: Entry | None, read: Callable[[Any], Any], **how: Any) -> Content:

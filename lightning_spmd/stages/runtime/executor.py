@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
@@ -125,7 +126,7 @@ class Executable:
     def clean_up(self, values: Sequence[Any]) -> None:
         """Do what an iteration of this graph left undone."""
         if self._cleanup is not None:
-            with torch.no_grad():
+            with torch.no_grad(), private.disable_autocast():
                 self._cleanup.step.graph_module.forward(*self._cleanup.inputs((), values))
 
     # ------------------------------------------------------------------ pieces
@@ -182,7 +183,7 @@ class Executable:
     def _execute(
         self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any], run: Callable[..., Sequence[Any]]
     ) -> Sequence[Any]:
-        with torch.no_grad():
+        with torch.no_grad(), private.disable_autocast():
             inputs = program.inputs(batch, pending)
             if self.state.streams is None:  # one device: the graph draws eager's own numbers
                 outputs = run(*inputs)

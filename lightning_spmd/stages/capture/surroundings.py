@@ -1,0 +1,91 @@
+"""What every step depends on, whatever its code names: submodules, kinds of parameters, hooks, torch's switches."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.guards import ValueGuard
+
+_HOOKS = (
+    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "optimizer_zero_grad",
+    "configure_gradient_clipping", "backward",
+)  # fmt: skip
+
+
+def submodules_guard(root: nn.Module) -> ValueGuard:
+    """Whether every submodule is still the one that was captured: a hook may have replaced a layer."""
+    tables = [(table, list(table.values())) for table in private.child_tables(root)]
+
+    def unchanged() -> bool:
+        return all(len(t) == len(kept) and all(map(operator.is_, t.values(), kept)) for t, kept in tables)
+
+    return ValueGuard("whether the submodules are those of the captured graph", unchanged, True)
+
+
+def settings_guard() -> ValueGuard:
+    """The switches of torch that decide which operators Python code becomes."""
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+    def settings() -> tuple[Any, ...]:
+        return (
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            *[(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds],
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.is_anomaly_enabled(),
+            len(private.function_modes()),
+        )
+
+    return ValueGuard("torch's settings (default dtype and device, autocast, determinism, ...)", settings, settings())
+
+
+def hooks_guard(module: nn.Module, optimizer: Optimizer | None, trainer: Any) -> ValueGuard:
+    """Hooks that a graph would skip: those of autograd, of the optimizer's step, of the module and of callbacks."""
+    registered = private.prepared_hooks(module, optimizer)
+
+    def hooks() -> list[Any]:
+        kind = type(module)
+        methods = [module.__dict__.get(name) or getattr(kind, name, None) for name in _HOOKS]
+        return [*methods, *registered(), *map(id, trainer.callbacks)]
+
+    return ValueGuard("the callbacks, or the hooks on gradients and steps", hooks, hooks())
+
+
+def tensor_kinds_guard(module: nn.Module) -> ValueGuard:
+    """Shapes and dtypes of parameters and buffers: a hook may put others there, or other data into them."""
+    slots = private.tensor_slots(module)
+    tables, keys = [table for table, _ in slots.values()], [key for _, key in slots.values()]
+
+    def kinds() -> _Kinds:
+        tensors = list(map(dict.get, tables, keys))
+        present = [t for t in tensors if t is not None]
+        return _Kinds(
+            [
+                [t is None for t in tensors],
+                list(map(Tensor.size, present)),
+                [t.dtype for t in present],
+            ]
+        )
+
+    return ValueGuard("the shapes and dtypes of parameters and buffers", kinds, kinds())
+
+
+class _Kinds:
+    """The kinds of many tensors."""
+
+    def __init__(self, kinds: list[Any]) -> None:
+        self.kinds = kinds
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kinds) and self.kinds == other.kinds
+
+    def __repr__(self) -> str:
+        return f"those of {len(self.kinds[0])} tensors"

@@ -1,0 +1,89 @@
+"""No Python value is baked in unseen: every kind of state that a step reads, changed in mid-run by a hook."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import pytest
+
+from lightning_spmd.strategy import building
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, assert_bitwise, deviation
+from tests.strategy import python_kinds, torch_kinds
+from tests.strategy.python_kinds import Kind
+from tests.strategy.small import ROWS, rows, run
+
+KINDS: dict[str, type[Kind]] = {
+    name: kind
+    for source in (python_kinds, torch_kinds)
+    for name, kind in vars(source).items()
+    if isinstance(kind, type) and issubclass(kind, Kind) and kind.__module__ == source.__name__
+    if kind.read is not Kind.read and kind.write is not Kind.write
+}
+SOME = (
+    "ObjectAttribute", "NestedContainers", "HyperParameters", "GlobalNumber", "Closure", "Environment", "TensorInList",
+    "TeacherInList", "ForwardHook", "ParameterGradientHook", "OptimizerAttribute", "OwnStateOfOptimizer",
+    "CallbackAttribute", "DatamoduleAttribute", "Metrics", "EachStep", "Count", "PythonRandom", "Attention",
+    "WeakMapping", "ContextVariable",
+)  # fmt: skip
+"""Those that are tried on two ranks by default: of each sort one."""
+
+
+def explains(result: Result, kind: type[Kind]) -> bool:
+    """Whether the run was graphs, as few as there may be; or announced, with the reason and the line."""
+    if kind.mode == "compiled":
+        return result.mode == "compiled" and 0 < result.captures <= kind.graphs
+    told = [w for w in result.warnings if "trains eagerly from here on" in w and kind.told in w]
+    return result.mode == "eager" and len(told) == 1 and "_kinds.py:" in told[0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_changes_is_seen(name: str) -> None:
+    """One device, bitwise."""
+    kind = KINDS[name]
+    theirs, ours = run(kind, "auto", max_epochs=1), run(kind, "spmd", max_epochs=1)
+    assert_bitwise(ours, theirs)
+    assert explains(ours, kind), (ours.mode, ours.captures, ours.warnings)
+
+
+def run_all(names: Sequence[str]) -> list[Result]:
+    """On one rank of two."""
+    return [run(KINDS[name], "spmd", 2, max_epochs=1) for name in names]
+
+
+def assert_as_on_one_device(pool: RankPool, names: Sequence[str]) -> None:
+    wrong: list[str] = []
+    for name, *results in zip(names, *pool.run(run_all, names), strict=True):
+        reference = run(KINDS[name], "auto", data=lambda: InOrder(rows(), ROWS), max_epochs=1)
+        mean = [statistics.fmean(of_ranks) for of_ranks in zip(*(r.losses for r in results), strict=True)]
+        limit = KINDS[name].tolerance
+        losses = all(abs(a - b) <= limit * max(1.0, abs(b)) for a, b in zip(mean, reference.losses, strict=True))
+        weights = all(deviation(r, reference).weights <= limit for r in results)
+        if not (losses and weights and explains(results[0], KINDS[name])):
+            wrong.append(f"{name}: {results[0].mode} {results[0].captures} {mean} {reference.losses}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_some_kinds_on_two_ranks_equal_one_device(two_ranks: RankPool) -> None:
+    assert_as_on_one_device(two_ranks, SOME)
+
+
+@pytest.mark.long
+def test_the_other_kinds_on_two_ranks_equal_one_device(two_ranks: RankPool) -> None:
+    assert_as_on_one_device(two_ranks, [name for name in KINDS if name not in SOME])
+
+
+def test_what_cannot_be_compared_cheaply_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(building, "tell", told.append)
+
+    class Large(python_kinds.LargeArray):
+        def read(self) -> float:
+            return float(self.array[0])
+
+        def write(self, value: float) -> None:
+            pass
+
+    run(Large, max_epochs=1)
+    assert len([text for text in told if "may miss changes of self.array, which has 400000 bytes" in text]) == 1
