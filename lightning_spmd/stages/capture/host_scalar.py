@@ -19,7 +19,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -27,10 +27,23 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
 
-if TYPE_CHECKING:
-    from lightning_spmd.stages.capture.recorder import Recorder
-
 Number = bool | int | float
+
+
+class ScalarRecorder(Protocol):
+    """Where arithmetic on scalars and decisions on their values are recorded."""
+
+    def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
+        """The result of a function of numbers, computed again in every step."""
+        ...
+
+    def decide(self, scalar: HostScalar) -> Number:
+        """The value, which the graph then holds for."""
+        ...
+
+    def expose(self, scalar: HostScalar, *, from_parser: bool) -> None:
+        """Somebody asks for the plain number: torch's argument parser, or anybody."""
+        ...
 
 
 def sym_max(a: Number, b: Number) -> Number:
@@ -121,7 +134,7 @@ class HostScalar:
         recorder: where arithmetic and decisions are recorded.
     """
 
-    def __init__(self, value: Number, node: fx.Node | None, recorder: Recorder) -> None:
+    def __init__(self, value: Number, node: fx.Node | None, recorder: ScalarRecorder) -> None:
         self.value = value
         self.node = node
         self.recorder = recorder
@@ -262,7 +275,7 @@ class TensorsFollowScalars(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def math_follows_scalars(recorder: Recorder) -> Iterator[None]:
+def math_follows_scalars(recorder: ScalarRecorder) -> Iterator[None]:
     """While capturing, functions of ``math`` applied to recorded numbers record themselves."""
     saved = {name: getattr(math, name) for name in _REFLECTED}
 

@@ -13,17 +13,14 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.stages.expand.call import OpCall, bind_arguments
+from lightning_spmd.stages.expand.call import LocalCall, OpCall, bind_arguments
 from lightning_spmd.stages.expand.program import LocalProgram
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
 

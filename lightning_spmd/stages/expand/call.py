@@ -7,18 +7,19 @@ placement of the result was asked for), and need not mention the layout in which
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import fx
 
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Blocks, Chunk, Partial, Placement, Shard, ShardAxis
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
+from lightning_spmd.parallel.pieces import local_shape
+from lightning_spmd.stages.expand.program import LocalProgram
 
 Emit: TypeAlias = "Callable[[LocalCall], list[fx.Node | None]]"
 Rule: TypeAlias = "Callable[[OpCall], list[Layout]]"
@@ -238,3 +239,110 @@ def rowwise(call: OpCall, excluded: Sequence[int] = (), *, last: int = 0) -> lis
         outputs = [dim if s is not None and len(s.shape) > dim else None for s in call.outputs]
         found.extend(along(call, inputs, outputs))
     return found
+
+
+class LocalCall:
+    """What a custom emitter or a localizer sees of one call: local operands, placements on every axis.
+
+    Args:
+        program: where nodes are appended.
+        node: the global node.
+        layouts: the chosen layout on each axis.
+        operands: the local operands, in schema order.
+        numbers: the local nodes of number-valued global nodes.
+    """
+
+    def __init__(
+        self,
+        program: LocalProgram,
+        node: fx.Node,
+        layouts: Sequence[Layout],
+        operands: list[fx.Node],
+        numbers: dict[fx.Node, fx.Node],
+    ) -> None:
+        self.program = program
+        self.node = node
+        self.op: Any = node.target
+        self.layouts = layouts
+        self.operands = operands
+        self.globals = bind_arguments(node.target, node.args, node.kwargs)
+        self.outputs: list[Any] = list(flatten_values(node.meta.get("val")))
+        self._numbers = numbers
+        flat = iter(operands)
+        self._locals = {name: self._substitute(value, flat) for name, value in self.globals.items()}
+        self.call = program.call
+
+    def _substitute(self, value: Any, flat: Any) -> Any:
+        if is_tensor(value):
+            return first(flat, "operand")
+        if isinstance(value, fx.Node):
+            return self._numbers[value]
+        return type(value)(self._substitute(v, flat) for v in value) if isinstance(value, (list, tuple)) else value
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument ``name`` with local operands."""
+        return self._locals[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As ``[]``, or ``default`` if the overload has no such argument."""
+        return self._locals.get(name, default)
+
+    def replace(self, name: str, value: fx.Node) -> None:
+        """Work on another local operand."""
+        self._locals[name] = value
+
+    def spec(self, name: str) -> TensorSpec:
+        """Global spec of the tensor argument ``name``."""
+        return self.globals[name].meta["val"]
+
+    def output_shape(self, index: int = 0) -> list[int]:
+        """Local shape of output ``index``."""
+        placements = [layout.outputs[index] for layout in self.layouts]
+        return list(local_shape(self.outputs[index].shape, placements, self.program.axes))
+
+    def sharded_axes(self, operand: int = 0) -> list[ShardAxis]:
+        """The axes over which operand ``operand`` is split."""
+        pairs = zip(self.program.axes, self.layouts, strict=True)
+        return [axis for axis, layout in pairs if isinstance(layout.inputs[operand], Shard)]
+
+    def emitting_axes(self, emit: Emit) -> list[ShardAxis]:
+        """The axes whose layout asked for this emitter; of one that splits in chunks, the ranks that hold them."""
+        pairs = zip(self.program.axes, self.layouts, strict=True)
+        return [axis_of_pieces(axis, layout.inputs) for axis, layout in pairs if layout.emit is emit]
+
+    def all_reduce(
+        self, value: fx.Node, axes: Sequence[ShardAxis], op: str = "sum", *, keep_nan: bool = True
+    ) -> fx.Node:
+        """``value`` reduced over several axes."""
+        for axis in axes:
+            value = self.program.all_reduce(value, axis, op, keep_nan=keep_nan)
+        return value
+
+    def items(self, value: fx.Node) -> list[fx.Node | None]:
+        """The outputs of a multi-output call, one node each."""
+        return [
+            self.call(operator.getitem, value, i) if isinstance(spec, TensorSpec) else None
+            for i, spec in enumerate(value.meta["val"])
+        ]
+
+    def default(self, **overrides: Any) -> fx.Node:
+        """The operator itself on local operands, written as the global call is, with some arguments replaced."""
+        new = self._written_as(self.call, overrides)
+        if new is None:
+            raise TypeError(f"{self.op} gave nothing")
+        return new
+
+    def default_if_possible(self, **overrides: Any) -> fx.Node | None:
+        """As :meth:`default` where the call is possible on every rank, else None."""
+        return self._written_as(self.program.call_if_possible, overrides)
+
+    def _written_as(self, call: Callable[..., fx.Node | None], overrides: dict[str, Any]) -> fx.Node | None:
+        node = self.node
+        names = [name for name, _, _ in argument_names(node.target)]
+        values = {**self._locals, **overrides}
+        given = names[: len(node.args)]
+        keywords = [n for n in names if n in node.kwargs or (n in overrides and n not in given)]
+        new = call(node.target, *[values[n] for n in given], **{n: values[n] for n in keywords})
+        if new is not None and overrides and any(not axis.is_even for axis in self.program.axes):
+            new.meta["rank_dependent"] = True
+        return new

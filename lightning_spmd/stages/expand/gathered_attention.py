@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -19,11 +18,8 @@ from lightning_spmd.ir.layout import row_major
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Chunk, Placement, Shard, ShardAxis
 from lightning_spmd.stages.expand.attention_kernels import Kernel, Rows, cast, merged
-from lightning_spmd.stages.expand.call import is_tensor
+from lightning_spmd.stages.expand.call import LocalCall, is_tensor
 from lightning_spmd.stages.expand.redistribute import redistribute
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
 

@@ -19,19 +19,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard
-from lightning_spmd.stages.expand.call import Layout, OpCall
+from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall
 from lightning_spmd.stages.expand.rules import layouts_of
 from lightning_spmd.stages.expand.rules.indexing import is_row_numbers
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
 _SORTS = (aten.sort, aten.argsort)

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL
-from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
+from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall, Rule, Where, along
 
 aten = torch.ops.aten
 

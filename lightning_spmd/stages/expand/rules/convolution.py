@@ -6,15 +6,12 @@ matrix product. With groups, channels are split by whole groups on both sides an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_spmd.ir.placement import PARTIAL
-from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule, Where, along
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
+from lightning_spmd.stages.expand.call import Layout, LocalCall, Localizer, OpCall, Rule, Where, along
 
 aten = torch.ops.aten
 

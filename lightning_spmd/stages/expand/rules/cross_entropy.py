@@ -12,17 +12,14 @@ gradient, which otherwise reduces it.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard, ShardAxis
-from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along
+from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall, Rule, Where, along
 from lightning_spmd.stages.expand.rules import reductions
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2

@@ -7,16 +7,13 @@ partial sum; each rank's own rows of the gradient need nothing from the others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Shard
-from lightning_spmd.stages.expand.call import Emit, Layout, OpCall, Rule, along, linear
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
+from lightning_spmd.stages.expand.call import Emit, Layout, LocalCall, OpCall, Rule, along, linear
 
 aten = torch.ops.aten
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_spmd.ir.placement import REPLICATE, Shard
 from lightning_spmd.parallel.pieces import local_spec
-from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
+from lightning_spmd.stages.expand.call import Layout, LocalCall, Localizer, OpCall, Rule
 
 aten = torch.ops.aten
 

@@ -6,17 +6,14 @@ where each parameter's one all-reduce lands.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Chunk, Placement, Shard
-from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, axis_of_pieces, flatten_values, is_tensor
+from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall, Rule, axis_of_pieces, flatten_values, is_tensor
 from lightning_spmd.stages.expand.rules.reductions import norm_of_norms
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
 

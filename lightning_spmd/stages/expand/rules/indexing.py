@@ -8,16 +8,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL
-from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along, in_one_range, is_tensor, rowwise
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
+from lightning_spmd.stages.expand.call import (
+    Layout,
+    LocalCall,
+    OpCall,
+    Rule,
+    Where,
+    along,
+    in_one_range,
+    is_tensor,
+    rowwise,
+)
 
 aten = torch.ops.aten
 

@@ -6,16 +6,13 @@ stream for each set of axes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lightning_spmd.stages.expand.call import Localizer, Rule, rowwise
+from lightning_spmd.stages.expand.call import LocalCall, Localizer, Rule, rowwise
 from lightning_spmd.stages.expand.rules.factories import create
 from lightning_spmd.stages.expand.rules.pointwise import elementwise, like
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
 

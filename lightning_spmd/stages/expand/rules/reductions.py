@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL, Partial, ShardAxis
-from lightning_spmd.stages.expand.call import Emit, Layout, OpCall, Rule, Where, along, linear, rowwise
+from lightning_spmd.stages.expand.call import Emit, Layout, LocalCall, OpCall, Rule, Where, along, linear, rowwise
 from lightning_spmd.stages.expand.rules.pointwise import elementwise
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
 

@@ -10,19 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.placement import PARTIAL, Placement, Shard, ShardAxis, block_sizes, blocks_of
-from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule, along, linear
+from lightning_spmd.stages.expand.call import Layout, LocalCall, Localizer, OpCall, Rule, along, linear
 from lightning_spmd.stages.expand.exchange import own_index, positions
 from lightning_spmd.stages.expand.redistribute import zero_unless
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.expand.emit import LocalCall
 
 aten = torch.ops.aten
 
