@@ -89,22 +89,38 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 class GraphModule(fx.GraphModule):
-    """A graph module whose source text ends with it.
+    """A graph module whose source text is written at its first run, and ends with it.
 
-    torch keeps the text of every graph that was ever compiled, for tracebacks: without this many fits in one process
-    would keep all of their graphs as text, megabytes a fit for a large model.
+    Most graphs are changed before they run, or only read: their texts took a tenth of a build. torch keeps the text of
+    every graph that was ever compiled, for tracebacks: without this many fits in one process would keep all of their
+    graphs as text, megabytes a fit for a large model.
     """
 
     def recompile(self) -> Any:
-        """Compile the graph; its text replaces the one before."""
-        code = super().recompile()
+        """The graph is compiled when it runs next, or when its text is asked for."""
+        type(self).forward = GraphModule._compile_and_run
+
+    @property
+    def code(self) -> str:
+        """The text of the graph."""
+        self._compile()
+        return super().code
+
+    def _compile_and_run(self, *args: Any) -> Any:
+        self._compile()
+        return self.forward(*args)
+
+    def _compile(self) -> None:
+        """Compile the graph if it is not; its text replaces the one before."""
+        if type(self).forward is not GraphModule._compile_and_run:
+            return
+        super().recompile()
         before = self.__dict__.get("_text")
         if before is not None:
             before()
         text = weakref.finalize(self, _forget_source, type(self).forward.__code__.co_filename)
         text.atexit = False
         self.__dict__["_text"] = text
-        return code
 
 
 def _forget_source(filename: str) -> None:

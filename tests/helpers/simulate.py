@@ -5,13 +5,16 @@ Nothing is shared but what a collective exchanges, so a graph that forgets a red
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +29,7 @@ from lightning_spmd.stages.expand import expand
 from lightning_spmd.stages.runtime.first_run import LayoutCheck
 
 _functional = torch.ops._c10d_functional
+_expand_module = importlib.import_module("lightning_spmd.stages.expand.expand")
 
 
 def axes_for(split: Sequence[int], name: str = "data_parallel") -> list[ShardAxis]:
@@ -249,6 +253,41 @@ def run_ranks(steps: Sequence[ShardedStep], live: Sequence[Any]) -> tuple[list[A
     return outputs, inputs
 
 
+class _LearntOnce:
+    """What the first rank finds out about the others' sizes, the others need not find out again.
+
+    A rank writes the program for every size of a piece, to know which forms all can take (``expand._longer_forms``):
+    ranks times sizes. Here each later rank writes its own, which must not need a longer form anywhere else. That real
+    ranks find the same without a message shows ``test_every_rank_finds_the_same_forms_by_itself``.
+    """
+
+    def __init__(self) -> None:
+        self._find = _expand_module._longer_forms
+        self._attempts: dict[object, int] = {}
+        self._learnt: dict[int, set[tuple[str, int]]] = {}
+        self._given: list[tuple[set[Any], int]] = []
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with mock.patch.object(_expand_module, "_longer_forms", self._forms):
+            yield
+        assert all(len(given) == size for given, size in self._given), "a rank cannot make a call that the first can"
+
+    def _forms(self, graph: fx.Graph, signature: Any, plans: Any) -> Any:
+        rank = tuple(plan.axis for plan in plans)
+        attempt = self._attempts[rank] = self._attempts.get(rank, 0) + 1
+        if all(axis.is_even for axis in rank):  # nobody has another size
+            return self._find(graph, signature, plans)
+        if attempt not in self._learnt:  # an error is everybody's: the next rank finds it out again
+            longer, written = self._find(graph, signature, plans)
+            self._learnt[attempt] = {(node.name, number) for node, number in longer}
+            return longer, written
+        named = {node.name: node for node in graph.nodes}
+        longer = {(named[name], number) for name, number in self._learnt[attempt]}
+        self._given.append((longer, len(longer)))
+        return longer, {}
+
+
 def expand_all(
     captured: CapturedStep,
     split: Sequence[int] | Mapping[str, Sequence[int]],
@@ -258,7 +297,8 @@ def expand_all(
     """Every rank's verified program; ``split`` of the batch over one axis, or name → split of every axis of a mesh."""
     verify_captured(captured)
     mesh = split if isinstance(split, Mapping) else {"data_parallel": split}
-    steps = [expand(captured, axes, plan) for axes in meshes_for(mesh, shard)]
+    with _LearntOnce().active():
+        steps = [expand(captured, axes, plan) for axes in meshes_for(mesh, shard)]
     for step in steps:
         verify_sharded(step)
     return steps

@@ -3,6 +3,8 @@
 The network itself needs root; ``bench_two_hosts.py`` says how to run it. Here the two hosts are two processes.
 """
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -11,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.ranks import free_port
+from tests.helpers.ranks import RankPool, free_port
+from tests.scale import bench_two_hosts
 
 SCRIPT = Path(__file__).with_name("two_hosts.sh")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -41,24 +43,26 @@ def test_a_missing_tool_is_named(tmp_path: Path) -> None:
     assert "install iproute2" in done.stderr
 
 
+def _host(file: str, port: int) -> str:
+    """In a process of its own, as ``two_hosts.sh`` starts it; gives what it printed."""
+    rank = os.environ["RANK"]
+    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ.update(NNODES="2", NODE_RANK=rank, LOCAL_RANK="0", MASTER_PORT=str(port))
+    sys.argv = ["bench_two_hosts", "simulated", "--against", "ddp:4,alone", "--output", file]
+    sys.argv += ["--steps", "3", "--warmup", "3", "--rounds", "1"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        bench_two_hosts.main()
+    return out.getvalue()
+
+
 def test_two_hosts_measure_the_simulated_accelerator(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    command = [sys.executable, "-m", "tests.scale.bench_two_hosts", "simulated", "--against", "ddp:4,alone"]
-    command += ["--steps", "3", "--warmup", "3", "--rounds", "1", "--output", str(file)]
-    common = {"NNODES": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    hosts = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **common, "NODE_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [host.communicate(timeout=200)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], "\n".join(outputs)
+    hosts = RankPool(2)
+    try:
+        outputs = hosts.run(_host, str(file), free_port())
+    finally:
+        hosts.close()
     sides = {side["name"]: side for side in json.loads(file.read_text())["sides"]}
     assert list(sides) == ["ddp:4", "alone", "spmd"]
     assert all("reason" not in side for side in sides.values()), sides

@@ -119,14 +119,26 @@ def _local_program(graph: fx.Graph, signature: Signature, plans: list[AxisPlan])
         EmissionError: on every rank, if one of them cannot make a call.
     """
     axes = tuple(plan.axis for plan in plans)
-    others = list(_ranks_of_every_size(axes))
+    longer, written = _longer_forms(graph, signature, plans)
+    own = written.get(axes) or Emitter(graph, plans, axes, longer).write(signature)
+    return own.graph_module()
+
+
+def _longer_forms(
+    graph: fx.Graph, signature: Signature, plans: list[AxisPlan]
+) -> tuple[set[tuple[fx.Node, int]], dict[tuple[ShardAxis, ...], Emitter]]:
+    """(places where some rank cannot take the shorter form, the programs in which that was found by rank).
+
+    Raises:
+        EmissionError: one of the ranks cannot make a call.
+    """
+    others = list(_ranks_of_every_size(tuple(plan.axis for plan in plans)))
     longer: set[tuple[fx.Node, int]] = set()
     while True:
         known = len(longer)
         written = {seen: Emitter(graph, plans, seen, longer).write(signature) for seen in others}
         if len(longer) == known:
-            own = written.get(axes) or Emitter(graph, plans, axes, longer).write(signature)
-            return own.graph_module()
+            return longer, written
 
 
 def _ranks_of_every_size(axes: tuple[ShardAxis, ...]) -> Iterator[tuple[ShardAxis, ...]]:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.stages.expand import expand
 from lightning_spmd.stages.expand.expand import ReplicationWarning
-from tests.helpers.simulate import assert_equals_one_device
+from tests.helpers.simulate import assert_equals_one_device, axes_for, expand_all
 from tests.helpers.tiny_capture import capture_function
 
 SPLITS = [(6, 6), (1, 6, 5)]
@@ -237,3 +238,14 @@ def test_ranks_compute_what_one_device_computes(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_more_ranks_compute_what_one_device_computes(name: str) -> None:
     run(CASES[name], MORE_SPLITS)
+
+
+@pytest.mark.parametrize("name", ["views", "attention", "pooling"])
+def test_every_rank_finds_the_same_forms_by_itself(name: str) -> None:
+    """Simulated ranks learn from the first one which forms all can take, to save time; real ones have nobody to ask."""
+    captured, _ = captured_case(CASES[name])
+    split = (1, 6, 5)
+    for axis, step in zip(axes_for(split), expand_all(captured, split), strict=True):
+        alone = expand(captured, (axis,))
+        ours, theirs = ([n.format_node() for n in s.graph_module.graph.nodes] for s in (alone, step))
+        assert ours == theirs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -93,9 +93,17 @@ def targets(step: ShardedStep) -> list[str]:
     return [str(n.target).split(".")[1] for n in started]
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("stage", STAGES)
+def _pairs(third: Iterable[Any]) -> list[object]:
+    """(stage, update, third): every pair of two of them by default, every triple in the long matrix."""
+    return [
+        pytest.param(stage, update, value, marks=() if (s + u + t) % 2 == 0 else pytest.mark.long)
+        for s, stage in enumerate(STAGES)
+        for u, update in enumerate(UPDATES)
+        for t, value in enumerate(third)
+    ]
+
+
+@pytest.mark.parametrize(("stage", "update", "split"), _pairs(SPLITS), ids=str)
 def test_equals_one_device(stage: str, update: str, split: tuple[int, ...]) -> None:
     captured, live = captured_net(sum(split), UPDATES[update])
     steps = assert_equals_one_device(captured, live, split, plan=STAGES[stage])
@@ -124,9 +132,7 @@ def _first(captured: Any, ranks: int, plan: Any) -> ShardedStep:
 HYBRID = {"3x2 uneven": ((1, 3, 2, 2, 1, 1), 2), "2x3": ((1, 1, 1, 1, 1, 1), 3)}
 
 
-@pytest.mark.parametrize("mesh", HYBRID)
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "update", "mesh"), _pairs(HYBRID))
 def test_hybrid_sharding_equals_one_device(stage: str, update: str, mesh: str) -> None:
     """Chunks lie among neighbours, whose rows are replicas; the simulation compares the replicas bitwise."""
     split, shard = HYBRID[mesh]

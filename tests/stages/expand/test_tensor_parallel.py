@@ -99,7 +99,10 @@ def _behind_scale(make: Callable[[], nn.Module], blocks: int = 1) -> nn.Module:
         return Scaled(nn.Sequential(*[make() for _ in range(blocks)]), WIDTH).to_empty(device="cpu")
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 1024])
+RANKS = [2, pytest.param(8, marks=pytest.mark.long), 1024]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_has_two_all_reduces_forward_and_two_backward(block: str, ranks: int) -> None:
     make, plan = BLOCKS[block]
@@ -113,7 +116,7 @@ NORMS = {"megatron": 4}
 """Weights and biases of a block's norms; by default two weights."""
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 1024])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_sequence_parallel_block_scatters_and_gathers_twice_each_way(block: str, ranks: int) -> None:
     make, plan = BLOCKS[block]
@@ -199,7 +202,7 @@ def test_replicated_parameters_need_no_collective() -> None:
 
 
 def gpt() -> nn.Module:
-    return GPT(layers=2, tied=True)
+    return GPT(layers=1, tied=True)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {

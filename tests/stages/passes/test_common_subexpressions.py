@@ -197,8 +197,15 @@ def test_recomputation_of_activation_checkpointing_stays() -> None:
     assert_same_bits(expand_all(captured, (3, 3)), steps, live)
 
 
-@pytest.mark.parametrize("update", [sgd, clipped])
-@pytest.mark.parametrize("name", ["convnet", "sequence_first"])
+@pytest.mark.parametrize(
+    ("name", "update"),
+    [
+        ("convnet", clipped),
+        ("sequence_first", sgd),
+        pytest.param("convnet", sgd, marks=pytest.mark.long),
+        pytest.param("sequence_first", clipped, marks=pytest.mark.long),
+    ],
+)
 def test_a_model_loses_duplicates_and_keeps_its_bits(name: str, update: Any) -> None:
     captured, live = captured_model(name, update)
     steps = expand_all(captured, (3, 3))

@@ -165,8 +165,15 @@ def test_uneven_ranks_take_the_same_decisions() -> None:
     assert_same_bits(expand_all(captured, (1, 5)), steps, live)
 
 
-@pytest.mark.parametrize("update", [sgd, clipped])
-@pytest.mark.parametrize("name", ["gpt", "sequence_first"])
+@pytest.mark.parametrize(
+    ("name", "update"),
+    [
+        ("gpt", clipped),
+        ("sequence_first", sgd),
+        pytest.param("gpt", sgd, marks=pytest.mark.long),
+        pytest.param("sequence_first", clipped, marks=pytest.mark.long),
+    ],
+)
 def test_a_model_loses_views_and_keeps_its_bits(name: str, update: Any) -> None:
     captured, live = captured_model(name, update)
     steps = expand_all(captured, (3, 3))

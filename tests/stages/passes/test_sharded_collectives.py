@@ -82,9 +82,13 @@ def bucket_count(sizes: Sequence[int], cap: float) -> int:
 
 def sizes(width: int, ranks: int, update: str, kind: str, parameters: bool) -> list[int]:
     """Of all values one by one, in the order in which buckets take them."""
+    return [whole_bytes(n) for n in starts(_one_by_one(width, ranks, update, parameters), kind)]
+
+
+@functools.cache
+def _one_by_one(width: int, ranks: int, update: str, parameters: bool) -> ShardedStep:
     with mock.patch.object(bucket_collectives, "_EXCESS", 0):
-        step = passed(captured(width, ranks, update), ranks, 1e-9, parameters=parameters)
-    return [whole_bytes(n) for n in starts(step, kind)]
+        return passed(captured(width, ranks, update), ranks, 1e-9, parameters=parameters)
 
 
 # ---------------------------------------------------------------- how many, and of how many bytes
