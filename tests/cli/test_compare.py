@@ -1,9 +1,11 @@
 """``lightning-spmd compare`` end to end, what it refuses, and what its measuring counts."""
 
+import gc
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,15 @@ pytest.importorskip("jsonargparse")
 
 PLAN = Plan(steps=4, warmup=2, rounds=2)
 SHORT = ("--steps", "4", "--warmup", "3", "--rounds", "2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collections_are_short() -> Iterator[None]:
+    """Every turn collects garbage twice: what other tests hold need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Line(L.LightningModule):

@@ -40,7 +40,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 tp2 sequence": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
 }
 """Number of ranks, and options beside ``context_parallel_size=2``."""
-_SHORT = {("cp2", "gpt_llama", "accumulate_clip"), ("cp2 zero3", "gpt_ignore_index", "plain")}
+_SHORT = {("cp2", "gpt_llama", "plain"), ("cp2 zero3", "gpt_ignore_index", "plain")}
 _MODELS = {"gpt_llama": "adamw", "gpt_ignore_index": "adamw_fused"}
 
 

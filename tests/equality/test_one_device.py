@@ -133,7 +133,7 @@ def test_several_ranks_equal_one_device(
     assert_equals_one_device(results, one_device(case))
 
 
-@pytest.mark.parametrize("model", ["gpt", "conv"])
+@pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.long), "conv"])
 def test_dropout_on_two_ranks_is_reproducible_and_differs_a_shard(two_ranks: RankPool, model: str) -> None:
     """Two runs from one seed are the same bits; without dropout the losses are others."""
     case = TrainingCase(model, batches=4, dropout=0.3)

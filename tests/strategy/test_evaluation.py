@@ -42,7 +42,7 @@ def test_one_device_is_bitwise_the_plain_trainer() -> None:
         assert all(torch.equal(a[k], b[k]) for k in b)
 
 
-@pytest.mark.parametrize("count", [24, 20, 21])
+@pytest.mark.parametrize("count", [24, pytest.param(20, marks=pytest.mark.long), 21])
 def test_two_ranks_equal_one_device(two_ranks: RankPool, count: int) -> None:
     """24 rows: whole batches; 20: a smaller last one; 21: in which the ranks hold three rows and two."""
     theirs = evaluate(Everything, False, sizes=(count,))
@@ -250,7 +250,7 @@ class Noisy(Everything):
 VALIDATES = {"limit_val_batches": 1.0, "val_check_interval": 2, "num_sanity_val_steps": 2}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_validation_in_mid_epoch_leaves_training_as_it_was(two_ranks: RankPool, overlap: bool) -> None:
     settings = {"overlap_iterations": overlap}
     without = two_ranks.run(train, Noisy, settings, 2, limit_val_batches=0)

@@ -188,7 +188,7 @@ def test_recurrent_layers_equal_eager() -> None:
     assert any("oneDNN's LSTM" in text for text in ours.warnings)
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("kind", [pytest.param(nn.GRU, marks=pytest.mark.long), nn.LSTM])
 def test_recurrent_layers_on_two_ranks_equal_one_device(two_ranks: RankPool, kind: type[nn.RNNBase]) -> None:
     results = two_ranks.run(_train_recurrent, kind)
     assert_compiled(*results)

@@ -59,10 +59,16 @@ def both(body: Body, inputs: Sequence[Any], **options: Any) -> list[ShardedStep]
 
 
 # ---------------------------------------------------------------- real models
+_SHORT = {"sequence_first": sgd}
+"""Which update a model has by default, where it is not the clipped one."""
+
+
 @pytest.mark.parametrize(
     ("name", "update"),
     [
-        pytest.param(name, update, marks=() if update is clipped or name == "mlp" else pytest.mark.long)
+        pytest.param(
+            name, update, marks=() if update is _SHORT.get(name, clipped) or name == "mlp" else pytest.mark.long
+        )
         for name in MODELS
         for update in (None, sgd, clipped)
     ],

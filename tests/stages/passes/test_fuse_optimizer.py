@@ -38,10 +38,12 @@ def each(update: Callable[[Tensor, Tensor], Any]) -> Update:
     return run
 
 
-def prepared(update: Update, passes: list[GraphPass], size: float = 25.0, width: int = 8) -> tuple[Any, ...]:
-    """(every rank's program, state of the passes, live inputs) of a net of four layers."""
+def prepared(
+    update: Update, passes: list[GraphPass], size: float = 25.0, width: int = 8, depth: int = 4
+) -> tuple[Any, ...]:
+    """(every rank's program, state of the passes, live inputs) of a net of some layers."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())]
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     batch = (torch.randn(6, width), torch.randn(6, width))
     captured, live = capture_module(
         nn.Sequential(*layers), lambda m, x, y: (m(x) - y).square().sum(), batch, update=update
@@ -101,8 +103,8 @@ FAMILIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_operator_on_lists_computes_the_bits_of_the_operator_on_one_tensor(family: str) -> None:
     update = each(FAMILIES[family])
-    plain, _, live = prepared(update, [BUCKETS])
-    steps, state, _ = prepared(update, [BUCKETS, FUSE])
+    plain, _, live = prepared(update, [BUCKETS], depth=2)
+    steps, state, _ = prepared(update, [BUCKETS, FUSE], depth=2)
     wanted, got = run_ranks(plain, live), run_ranks(steps, live)
     for want, have in zip((*wanted[0], *wanted[1]), (*got[0], *got[1]), strict=True):
         assert torch.equal(want.nan_to_num(7.0), have.nan_to_num(7.0))

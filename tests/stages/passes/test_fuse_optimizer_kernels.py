@@ -92,7 +92,7 @@ def test_known_updates_are_one_kernel_and_agree_within_rounding(
         assert ours.captures == theirs.captures, "a scheduler must not need a new graph"
 
 
-@pytest.mark.parametrize("optimizer", _trained(UNKNOWN, "radam"))
+@pytest.mark.parametrize("optimizer", _trained(UNKNOWN))
 def test_other_updates_stay_as_they_are(two_ranks: RankPool, optimizer: str, tmp_path: Path) -> None:
     fused, joined, graph = _both(two_ranks, TrainingCase("mlp", optimizer, batches=8), tmp_path)
     assert "_fused_" not in graph.replace("_fused_kernels", "")

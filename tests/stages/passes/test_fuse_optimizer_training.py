@@ -82,7 +82,7 @@ def test_clipping_and_accumulation_are_bitwise_the_same(two_ranks: RankPool, opt
 
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.long), "nadam"])
 def test_a_scheduler_changes_lr_without_a_new_graph(two_ranks: RankPool, optimizer: str, tmp_path: Path) -> None:
-    case = TrainingCase("gpt", optimizer, batches=5, scheduler="one_cycle", groups=True, dropout=0.1)
+    case = TrainingCase("mlp", optimizer, batches=5, scheduler="one_cycle", groups=True, dropout=0.1)
     graph = assert_unchanged(two_ranks, case, tmp_path)
     assert "each_pow(hyper_parameter_group_0_betas_1_" in graph
     assert "(hyper_parameter_group_0_lr" in graph
