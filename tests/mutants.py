@@ -144,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a partial sum is taken for the whole",
         EXPAND,
         "stages/expand/redistribute.py",
-        "return _permuted_back(program, program.all_reduce(_permuted(program, node, order), axis, source.op), order)",
+        "return permuted_back(program, program.all_reduce(permuted(program, node, order), axis, source.op), order)",
         "return node",
         (f"{OPERATORS}", "tests/stages/expand/test_models.py"),
     ),
@@ -225,7 +225,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks of a sum are not reduced over the rows of a hybrid mesh",
         EXPAND,
-        "stages/expand/redistribute.py",
+        "stages/expand/reduce_scatter.py",
         "        piece = piece if across is None else program.all_reduce(piece, across)\n",
         "        pass\n",
         ("tests/stages/expand/test_sharded_state.py", f"{PLANS}::test_hybrid"),
@@ -241,9 +241,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the order of dimensions is not turned back after a reduction",
         EXPAND,
-        "stages/expand/redistribute.py",
-        "return _permuted(program, node, [order.index(d) for d in range(len(order))])",
-        "return _permuted(program, node, list(order))",
+        "stages/expand/reduce_scatter.py",
+        "return permuted(program, node, [order.index(d) for d in range(len(order))])",
+        "return permuted(program, node, list(order))",
         ("tests/stages/expand", "tests/strategy/test_layouts.py"),
     ),
     Mutant(
@@ -323,7 +323,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "members of a bucket get each other's parts",
         PASSES,
-        "stages/passes/bucket_collectives.py",
+        "stages/passes/bucket_writing.py",
         "        parts = split(graph, info, whole, [m.result().numel for m in members])\n",
         "        parts = split(graph, info, whole, [m.result().numel for m in members][::-1])[::-1]\n",
         ("tests/stages/passes/test_bucket_collectives.py",),
@@ -331,8 +331,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a bucket's wait is left out",
         PASSES,
-        "stages/passes/bucket_collectives.py",
-        "    whole = call(graph, info, spec_of(bucket.started), _WAIT, bucket.started)\n",
+        "stages/passes/bucket_writing.py",
+        "    whole = call(graph, info, spec_of(bucket.started), WAIT, bucket.started)\n",
         "    whole = bucket.started\n",
         ("tests/stages/passes/test_bucket_collectives.py",),
     ),
@@ -355,7 +355,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gathered pieces of several parameters are not taken apart by rank",
         PASSES,
-        "stages/passes/bucket_collectives.py",
+        "stages/passes/bucket_writing.py",
         "        parts = _gathered(graph, bucket, whole)\n",
         "        parts = split(graph, info, whole, [m.result().numel for m in members])\n",
         ("tests/stages/passes",),

@@ -9,19 +9,28 @@ Rows with a detector decide the mode of a run; ``docs/support_matrix.md`` is wri
 from __future__ import annotations
 
 import enum
-import inspect
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchSyncBatchNorm
-from lightning.pytorch.utilities.model_helpers import is_overridden
-
-from lightning_spmd import _private_api as private
-from lightning_spmd.messages import place_of
+from lightning_spmd.strategy.detectors import (
+    Context,
+    Detector,
+    autograd_hooks,
+    backward_override,
+    clipping_override,
+    dataloader_iter,
+    detect_anomaly,
+    foreign_accelerator,
+    foreign_layer_sync,
+    foreign_precision,
+    gradient_hooks,
+    manual_optimization,
+    needs_closure,
+    no_optimizer,
+    optimizer_hooks,
+    pruning,
+    scaled_precision,
+    zero_grad_override,
+)
 
 
 class Mode(enum.StrEnum):
@@ -34,18 +43,6 @@ class Mode(enum.StrEnum):
 
 
 _ORDER = (Mode.COMPILED, Mode.SPLIT, Mode.EAGER, Mode.REJECTED)
-
-
-@dataclass(frozen=True)
-class Context:
-    """What detectors look at: the Trainer, the LightningModule and its optimizers."""
-
-    trainer: Any
-    module: LightningModule
-    optimizers: list[Any]
-
-
-Detector = Callable[[Context], str | None]
 
 
 @dataclass(frozen=True)
@@ -87,108 +84,6 @@ def classify(context: Context) -> tuple[Mode, list[Finding]]:
     ]
     findings.sort(key=lambda f: -_ORDER.index(f.feature.mode))
     return (findings[0].feature.mode if findings else Mode.COMPILED), findings
-
-
-# ---------------------------------------------------------------------- detectors
-_GRADIENT_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-
-
-def _overrides(context: Context, hooks: Iterable[str]) -> str | None:
-    for hook in hooks:
-        if is_overridden(hook, context.module, LightningModule):
-            return f"{type(context.module).__name__}.{hook} is overridden{place_of(getattr(context.module, hook))}"
-        for callback in context.trainer.callbacks:
-            if hasattr(Callback, hook) and is_overridden(hook, callback, Callback):
-                return f"callback {type(callback).__name__}.{hook} is overridden{place_of(getattr(callback, hook))}"
-    return None
-
-
-def _gradient_hooks(context: Context) -> str | None:
-    return _overrides(context, _GRADIENT_HOOKS)
-
-
-def _clipping_override(context: Context) -> str | None:
-    return _overrides(context, ("configure_gradient_clipping",))
-
-
-def _zero_grad_override(context: Context) -> str | None:
-    return _overrides(context, ("optimizer_zero_grad",))
-
-
-def _backward_override(context: Context) -> str | None:
-    return _overrides(context, ("backward",))
-
-
-def _autograd_hooks(context: Context) -> str | None:
-    hooked = [f"{name}{place_of(hook)}" for name, hook in private.autograd_hooks(context.module)]
-    return f"autograd hooks are registered on {', '.join(hooked[:3])}" if hooked else None
-
-
-def _optimizer_hooks(context: Context) -> str | None:
-    hooked = [(o, hook) for o in context.optimizers for hook in private.step_hooks(o)]
-    return f"{type(hooked[0][0]).__name__} has step hooks{place_of(hooked[0][1])}" if hooked else None
-
-
-def _needs_closure(context: Context) -> str | None:
-    for optimizer in context.optimizers:
-        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-        if (
-            parameters
-            and parameters[0].default is inspect.Parameter.empty
-            and parameters[0].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        ):
-            return f"{type(optimizer).__name__}.step{place_of(type(optimizer).step)} evaluates the closure itself"
-    return None
-
-
-def _manual_optimization(context: Context) -> str | None:
-    module = context.module
-    if module.automatic_optimization:
-        return None
-    return f"{type(module).__name__}.training_step{place_of(module.training_step)} optimizes manually"
-
-
-def _no_optimizer(context: Context) -> str | None:
-    real = [o for o in context.optimizers if isinstance(o, torch.optim.Optimizer)]
-    if real or not context.module.automatic_optimization:
-        return None
-    return f"configure_optimizers{place_of(context.module.configure_optimizers)} returned no optimizer"
-
-
-def _dataloader_iter(context: Context) -> str | None:
-    names = inspect.signature(context.module.training_step).parameters
-    taken = f"training_step{place_of(context.module.training_step)} takes dataloader_iter"
-    return taken if "dataloader_iter" in names else None
-
-
-def _detect_anomaly(context: Context) -> str | None:
-    return "Trainer(detect_anomaly=True)" if private.detects_anomaly(context.trainer) else None
-
-
-def _scaled_precision(context: Context) -> str | None:
-    plugin = context.trainer.precision_plugin
-    scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
-    return "precision='16-mixed' scales the loss" if scaled else None
-
-
-def _foreign_precision(context: Context) -> str | None:
-    known = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-    plugin = context.trainer.precision_plugin
-    return None if type(plugin) in known else f"precision plugin {type(plugin).__name__}"
-
-
-def _foreign_accelerator(context: Context) -> str | None:
-    kind = context.trainer.strategy.root_device.type
-    return None if kind in ("cpu", "cuda") else f"accelerator {kind!r}"
-
-
-def _foreign_layer_sync(context: Context) -> str | None:
-    sync = private.layer_sync(context.trainer.strategy)
-    return None if sync is None or type(sync) is TorchSyncBatchNorm else f"layer sync plugin {type(sync).__name__}"
-
-
-def _pruning(context: Context) -> str | None:
-    return "callback ModelPruning" if any(isinstance(c, ModelPruning) for c in context.trainer.callbacks) else None
 
 
 _FIT = "tests/strategy/test_features.py"
@@ -238,49 +133,49 @@ FEATURES: tuple[Feature, ...] = (
         Mode.EAGER,
         "loss scaling skips steps on overflow, a decision on data",
         f"{_FIT}::test_loss_scaling_runs_eagerly",
-        _scaled_precision,
+        scaled_precision,
     ),
     Feature(
         "precision transformer-engine, bitsandbytes and others",
         Mode.REJECTED,
         "use 32-true, bf16-true, bf16-mixed or 64-true",
         f"{_FIT}::test_foreign_precision_is_rejected",
-        _foreign_precision,
+        foreign_precision,
     ),
     Feature(
         "accelerators other than cpu and cuda",
         Mode.REJECTED,
         "use accelerator='cpu' or 'gpu'",
         f"{_FIT}::test_foreign_accelerator_is_rejected",
-        _foreign_accelerator,
+        foreign_accelerator,
     ),
     Feature(
         "on_before_zero_grad, on_before_backward, on_after_backward, on_before_optimizer_step",
         Mode.SPLIT,
         _SPLIT_NOTE,
         f"{_HOOKS}::test_gradient_hooks_see_and_change_gradients",
-        _gradient_hooks,
+        gradient_hooks,
     ),
     Feature(
         "configure_gradient_clipping overridden",
         Mode.SPLIT,
         _SPLIT_NOTE,
         f"{_HOOKS}::test_overridden_clipping_is_honoured",
-        _clipping_override,
+        clipping_override,
     ),
     Feature(
         "optimizer_zero_grad overridden",
         Mode.SPLIT,
         _SPLIT_NOTE,
         f"{_HOOKS}::test_overridden_zero_grad_is_honoured",
-        _zero_grad_override,
+        zero_grad_override,
     ),
     Feature(
         "optimizer step hooks",
         Mode.SPLIT,
         "gradients come from a graph, optimizer.step() itself runs eagerly",
         f"{_HOOKS}::test_optimizer_step_hooks_run_each_step",
-        _optimizer_hooks,
+        optimizer_hooks,
     ),
     Feature(
         "optimizer_step overridden",
@@ -293,49 +188,49 @@ FEATURES: tuple[Feature, ...] = (
         Mode.EAGER,
         "user code runs autograd",
         f"{_FIT}::test_eager_features_train",
-        _backward_override,
+        backward_override,
     ),
     Feature(
         "tensor, parameter and module backward hooks (wandb.watch)",
         Mode.EAGER,
         "autograd must call them",
         f"{_FIT}::test_eager_features_train",
-        _autograd_hooks,
+        autograd_hooks,
     ),
     Feature(
         "LBFGS and other optimizers that re-evaluate the closure",
         Mode.EAGER,
         "the closure runs several times a step",
         f"{_FIT}::test_eager_features_train",
-        _needs_closure,
+        needs_closure,
     ),
     Feature(
         "manual optimization",
         Mode.EAGER,
         "user code runs the optimizers; gradients are averaged over the ranks",
         f"{_FIT}::test_eager_features_train",
-        _manual_optimization,
+        manual_optimization,
     ),
     Feature(
         "configure_optimizers returns None",
         Mode.EAGER,
         "nothing to optimize",
         f"{_FIT}::test_eager_features_train",
-        _no_optimizer,
+        no_optimizer,
     ),
     Feature(
         "training_step(dataloader_iter)",
         Mode.EAGER,
         "the step fetches its own data",
         f"{_FIT}::test_eager_features_train",
-        _dataloader_iter,
+        dataloader_iter,
     ),
     Feature(
         "detect_anomaly",
         Mode.EAGER,
         "anomaly detection watches autograd at work",
         f"{_FIT}::test_eager_features_train",
-        _detect_anomaly,
+        detect_anomaly,
     ),
     Feature(
         ".item(), data-dependent branches and shapes, Python or NumPy random numbers in training_step",
@@ -366,7 +261,7 @@ FEATURES: tuple[Feature, ...] = (
         Mode.REJECTED,
         "it reparametrises modules while training; prune before or after",
         f"{_FIT}::test_pruning_is_rejected",
-        _pruning,
+        pruning,
     ),
     Feature(
         "sync_batchnorm",
@@ -427,7 +322,7 @@ FEATURES: tuple[Feature, ...] = (
         Mode.REJECTED,
         "remove the plugin: batch-norm statistics are global anyway",
         f"{_MORE}::test_a_foreign_layer_sync_is_rejected",
-        _foreign_layer_sync,
+        foreign_layer_sync,
     ),
     Feature(
         "self.print in training_step",

@@ -68,7 +68,7 @@ class SimulatedTraining:
         mesh = self.split if isinstance(self.split, dict) else {"data_parallel": self.split}
         self.axes = meshes_for(mesh)
         self.rows = sum(mesh["data_parallel"])
-        self.trainer = SimpleNamespace(lr_scheduler_configs=[], accumulate_grad_batches=self.accumulate)
+        self.trainer = SimpleNamespace(callbacks=[], lr_scheduler_configs=[], accumulate_grad_batches=self.accumulate)
         self.batches = 0
 
     def train(self, batch: Sequence[Tensor]) -> float:

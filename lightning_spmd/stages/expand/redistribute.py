@@ -51,7 +51,15 @@ from lightning_spmd.ir.placement import (
 from lightning_spmd.parallel.pieces import local_shape, order_of_pieces
 from lightning_spmd.stages.expand import exchange
 from lightning_spmd.stages.expand.exchange import can_exchange
+from lightning_spmd.stages.expand.gather import gather_chunks, gather_uneven_blocks, valid_rows
 from lightning_spmd.stages.expand.program import LocalProgram
+from lightning_spmd.stages.expand.reduce_scatter import (
+    permuted,
+    permuted_back,
+    rank_dependent_slice,
+    reduce_scatter_chunks,
+    reduce_scatter_shards,
+)
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -137,7 +145,7 @@ def redistribute(
             continue
         if isinstance(source, Chunk):
             whole = _unsharded_size(spec.shape, now, i, program.axes)
-            node = step(i, REPLICATE, _gather_chunks(program, node, source, whole, axis, spec))
+            node = step(i, REPLICATE, gather_chunks(program, node, source, whole, axis, spec))
         else:
             node = step(i, REPLICATE, _gather(program, node, spec.shape, tuple(now), i))
     whole_sums = [i for i, p in enumerate(now) if isinstance(p, Partial) and isinstance(want[i], Replicate)]
@@ -148,7 +156,7 @@ def redistribute(
         if isinstance(source, Partial):
             if isinstance(target, Chunk):
                 others = [program.axes[other] for other in whole_sums if now[other] == PARTIAL]
-                node = _reduce_scatter_chunks(program, node, target, axis, spec, others)
+                node = reduce_scatter_chunks(program, node, target, axis, spec, others)
                 for other in whole_sums:
                     now[other] = REPLICATE if now[other] == PARTIAL else now[other]
                 node = step(i, target, node)
@@ -222,86 +230,16 @@ def _reduce_scatter_shard(
 ) -> fx.Node:
     axis = program.axes[position]
     if target.outer == 1 and not axis.folded:
-        return _reduce_scatter_shards(program, node, axis, target.dim, spec)
+        return reduce_scatter_shards(program, node, axis, target.dim, spec)
     blocks = _local_blocks(target, now, position, program.axes)
     return exchange.reduce_scatter(program, node, Shard(target.dim, blocks), axis)
-
-
-def _permuted(program: LocalProgram, node: fx.Node, order: Sequence[int]) -> fx.Node:
-    """A view whose first dimension is the one named first: row-major where ``node`` lies in that order."""
-    return node if list(order) == sorted(order) else program.call(aten.permute.default, node, list(order))
-
-
-def _permuted_back(program: LocalProgram, node: fx.Node, order: Sequence[int]) -> fx.Node:
-    """The inverse of :func:`_permuted`."""
-    return _permuted(program, node, [order.index(d) for d in range(len(order))])
 
 
 def _all_reduce(
     program: LocalProgram, node: fx.Node, source: Partial, axis: ShardAxis, order: Sequence[int]
 ) -> fx.Node:
     """A sum (or maximum, or minimum) on every rank, in the order in which it lies."""
-    return _permuted_back(program, program.all_reduce(_permuted(program, node, order), axis, source.op), order)
-
-
-def _reduce_scatter(program: LocalProgram, node: fx.Node, axis: ShardAxis) -> fx.Node:
-    """This rank's piece of a sum along the first dimension, the only one that the collective knows."""
-    op = _functional.reduce_scatter_tensor.default
-    rows, *rest = program.shape(node)
-    return program.collective(op, node, (rows // axis.size, *rest), "sum", axis.size, axis.group)
-
-
-def _reduce_scatter_shards(
-    program: LocalProgram, node: fx.Node, axis: ShardAxis, dim: int, spec: TensorSpec
-) -> fx.Node:
-    """This rank's piece of a sum along any dimension, in the order of the whole."""
-    order = memory_order(spec)
-    outermost = (dim, *(d for d in order if d != dim))
-    piece = _reduce_scatter(program, _permuted(program, node, outermost), axis)
-    piece = _permuted_back(program, piece, outermost)
-    if outermost == order:
-        return piece
-    dense = program.call(aten.clone.default, _permuted(program, piece, order), memory_format=torch.contiguous_format)
-    return _permuted_back(program, dense, order)
-
-
-def _rank_dependent_slice(program: LocalProgram, node: fx.Node, dim: int, start: int, length: int) -> fx.Node:
-    piece = program.call(aten.slice.Tensor, node, dim, start, start + length)
-    piece.meta["rank_dependent"] = True
-    return piece
-
-
-def _padded(program: LocalProgram, node: fx.Node, dim: int, size: int) -> fx.Node:
-    """``node`` with zeros behind it along ``dim``, up to ``size``."""
-    shape = program.shape(node)
-    padding = [0, 0] * (len(shape) - 1 - dim) + [0, size - shape[dim]]
-    padded = program.call(aten.constant_pad_nd.default, node, padding)
-    padded.meta["rank_dependent"] = True
-    return padded
-
-
-def _reduce_scatter_chunks(
-    program: LocalProgram,
-    node: fx.Node,
-    target: Chunk,
-    axis: ShardAxis,
-    spec: TensorSpec,
-    others: Sequence[ShardAxis],
-) -> fx.Node:
-    """This rank's chunk of a sum, over other axes too. Unequal chunks are padded: collectives move equal parts."""
-    if target.dim != 0:
-        raise ExpansionError(f"no way to chunks of dimension {target.dim}: they are of the first dimension")
-    size, chunks, order = program.shape(node)[0], axis.chunks, order_of_pieces(spec, (target,))
-    longest = axis.chunk_size(size)
-    node = _permuted(program, node, order)
-    if longest * chunks.size != size:
-        node = _padded(program, node, 0, longest * chunks.size)
-    piece = _reduce_scatter(program, node, chunks)
-    for across in (axis.across, *others):
-        piece = piece if across is None else program.all_reduce(piece, across)
-    if longest * chunks.size != size:
-        piece = _rank_dependent_slice(program, piece, 0, 0, axis.chunk(size)[1])
-    return _permuted_back(program, piece, order)
+    return permuted_back(program, program.all_reduce(permuted(program, node, order), axis, source.op), order)
 
 
 def _chunk(program: LocalProgram, node: fx.Node, target: Chunk, axis: ShardAxis, spec: TensorSpec) -> fx.Node:
@@ -310,30 +248,13 @@ def _chunk(program: LocalProgram, node: fx.Node, target: Chunk, axis: ShardAxis,
     Which of them follows from the whole: ranks with one row or none must take the same operators.
     """
     start, length = axis.chunk(program.shape(node)[target.dim])
-    piece = _rank_dependent_slice(program, node, target.dim, start, length)
+    piece = rank_dependent_slice(program, node, target.dim, start, length)
     order = order_of_pieces(spec, (target,))
     if is_dense(spec) and order == memory_order(spec):
         return piece
-    dense = program.call(aten.clone.default, _permuted(program, piece, order), memory_format=torch.contiguous_format)
+    dense = program.call(aten.clone.default, permuted(program, piece, order), memory_format=torch.contiguous_format)
     dense.meta["rank_dependent"] = True
-    return _permuted_back(program, dense, order)
-
-
-def _gather_chunks(
-    program: LocalProgram, node: fx.Node, source: Chunk, size: int, axis: ShardAxis, spec: TensorSpec
-) -> fx.Node:
-    """The whole of a dimension of global ``size`` of which every rank holds a chunk."""
-    if source.dim != 0:
-        raise ExpansionError(f"no way from chunks of dimension {source.dim}: they are of the first dimension")
-    longest, chunks, order = axis.chunk_size(size), axis.chunks, order_of_pieces(spec, (source,))
-    equal = longest * chunks.size == size
-    node = _permuted(program, node, order)
-    piece = node if equal else _padded(program, node, 0, longest)
-    shape = (longest * chunks.size, *program.shape(piece)[1:])
-    op = _functional.all_gather_into_tensor.default
-    gathered = program.collective(op, piece, shape, chunks.size, chunks.group)
-    whole = gathered if equal else program.call(aten.slice.Tensor, gathered, 0, 0, size)
-    return _permuted_back(program, whole, order)
+    return permuted_back(program, dense, order)
 
 
 def _slice(program: LocalProgram, node: fx.Node, target: Shard, outer: Blocks, axis: ShardAxis) -> fx.Node:
@@ -354,7 +275,7 @@ def _slice(program: LocalProgram, node: fx.Node, target: Shard, outer: Blocks, a
 
 
 def _ranges(program: LocalProgram, node: fx.Node, dim: int, ranges: Sequence[tuple[int, int]]) -> list[fx.Node]:
-    return [_rank_dependent_slice(program, node, dim, start, length) for start, length in ranges]
+    return [rank_dependent_slice(program, node, dim, start, length) for start, length in ranges]
 
 
 def _joined(program: LocalProgram, pieces: list[fx.Node], dim: int) -> fx.Node:
@@ -387,7 +308,7 @@ def _gather(
     dim, outer = placement.dim, _local_blocks(placement, now, position, program.axes)
     whole = _unsharded_size(shape, now, position, program.axes)
     if isinstance(outer, tuple):
-        return _gather_uneven_blocks(program, node, dim, outer, axis, whole)
+        return gather_uneven_blocks(program, node, dim, outer, axis, whole)
     if axis.folded:
         return exchange.all_gather(program, node, Shard(dim, outer), axis)
     before, rows, after = math.prod(local[:dim]) * outer, local[dim] // outer, math.prod(local[dim + 1 :])
@@ -412,59 +333,10 @@ def _gather(
     )
     if not axis.is_even:
         merged = program.call(
-            aten.index_select.default, merged, 1, program.constant(_valid_rows(axis, block, longest, merged))
+            aten.index_select.default, merged, 1, program.constant(valid_rows(axis, block, longest, merged))
         )
     # where a rank's piece has size 1, merging its dimension is a view and leaves the ranks' order
     return program.dense(exchange.reshaped(program, merged, full))
-
-
-def _gather_uneven_blocks(
-    program: LocalProgram, node: fx.Node, dim: int, blocks: tuple[int, ...], axis: ShardAxis, whole: int
-) -> fx.Node:
-    """As :func:`_gather`: one collective of everything, then every block is put together from the ranks' pieces."""
-    local = program.shape(node)
-    before, rows, after = math.prod(local[:dim]), local[dim], math.prod(local[dim + 1 :])
-    piece = exchange.reshaped(program, node, (before, rows, after))
-    gather = _functional.all_gather_into_tensor.default
-    if not axis.is_even:
-        sizes = block_sizes(whole, blocks) or ()
-        longest = max(sum(axis.local_size(size, r) for size in sizes) for r in range(axis.size))
-        piece = program.call(aten.constant_pad_nd.default, piece, [0, 0, 0, longest - rows])
-        piece.meta["rank_dependent"] = True
-        gathered = program.collective(gather, piece, (axis.size * before, longest, after), axis.size, axis.group)
-        pieces = program.call(aten.view.default, gathered, [axis.size, before, longest, after])
-        merged = exchange.reshaped(
-            program, program.call(aten.transpose.int, pieces, 0, 1), (before, axis.size * longest, after)
-        )
-        order = program.constant(_rows_of_blocks(axis, sizes, longest, merged))
-        merged = program.call(aten.index_select.default, merged, 1, order)
-        return program.dense(exchange.reshaped(program, merged, (*local[:dim], whole, *local[dim + 1 :])))
-    gathered = program.collective(gather, piece, (axis.size * before, rows, after), axis.size, axis.group)
-    ranks = program.call(aten.view.default, gathered, [axis.size, before, rows, after])
-    joined, start = [], 0
-    for size in block_sizes(rows, blocks) or ():
-        block = program.call(aten.slice.Tensor, ranks, 2, start, start + size)
-        block = program.call(aten.transpose.int, block, 0, 1)
-        joined.append(exchange.reshaped(program, block, (before, axis.size * size, after)))
-        start += size
-    merged = program.call(aten.cat.default, joined, 1)
-    return exchange.reshaped(program, merged, (*local[:dim], axis.size * rows, *local[dim + 1 :]))
-
-
-def _valid_rows(axis: ShardAxis, block: int, longest: int, like: fx.Node) -> torch.Tensor:
-    return _rows_of_blocks(axis, (block,), longest, like)
-
-
-def _rows_of_blocks(axis: ShardAxis, sizes: Sequence[int], longest: int, like: fx.Node) -> torch.Tensor:
-    """Where each row of consecutive blocks lies among the ranks' pieces, one behind the other and each padded."""
-    rows: list[int] = []
-    begin = [r * longest for r in range(axis.size)]
-    for size in sizes:
-        for r in range(axis.size):
-            length = axis.local_size(size, r)
-            rows += range(begin[r], begin[r] + length)
-            begin[r] += length
-    return torch.tensor(rows, device=like.meta["val"].device, dtype=torch.int64)
 
 
 def _unsharded_size(shape: Sequence[int], now: Sequence[Placement], position: int, axes: Sequence[ShardAxis]) -> int:

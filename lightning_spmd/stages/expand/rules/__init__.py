@@ -25,6 +25,7 @@ from lightning_spmd.stages.expand.rules import (
     factories,
     foreach,
     indexing,
+    joins,
     losses,
     matmul,
     norms,
@@ -37,8 +38,8 @@ from lightning_spmd.stages.expand.rules import (
 )
 
 _FAMILIES = (
-    pointwise, views, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm, attention,
-    losses, cross_entropy, spatial, indexing, foreach, transforms,
+    pointwise, views, joins, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm,
+    attention, losses, cross_entropy, spatial, indexing, foreach, transforms,
 )  # fmt: skip
 
 RULES: dict[Any, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}

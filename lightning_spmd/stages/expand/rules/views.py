@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
-from lightning_spmd.ir.placement import PARTIAL, Placement, Shard, ShardAxis, block_sizes, blocks_of
+from lightning_spmd.ir.placement import PARTIAL, Placement, Shard, ShardAxis
 from lightning_spmd.stages.expand.call import Layout, LocalCall, Localizer, OpCall, Rule, along, linear
 from lightning_spmd.stages.expand.exchange import own_index, positions
 from lightning_spmd.stages.expand.redistribute import zero_unless
@@ -226,97 +226,6 @@ def _diagonal_backward(call: OpCall) -> list[Layout]:
     return _dims(call, dict(enumerate(d for d in range(ndim) if d not in pair)))
 
 
-_MANY_BLOCKS = 64
-"""More blocks of one dimension than a fused projection has parts: the rows of a batch, which nobody joins or splits."""
-
-
-def _known_blocks(size: int, placement: Shard) -> tuple[int, ...] | None:
-    if isinstance(placement.outer, int) and placement.outer > _MANY_BLOCKS:
-        return None
-    return block_sizes(size, placement.outer)
-
-
-def _pieces_of_blocks(sizes: Sequence[int], placement: Shard, pieces: Sequence[int]) -> list[Placement] | None:
-    """Placements of consecutive pieces of a dimension split in blocks, if each is some whole blocks."""
-    rest, found = list(sizes), list[Placement]()
-    for piece in pieces:
-        taken: list[int] = []
-        while rest and sum(taken) < piece:
-            taken.append(rest.pop(0))
-        if sum(taken) != piece or not taken:
-            return None
-        found.append(Shard(placement.dim, blocks_of(taken)))
-    return found
-
-
-def _split(call: OpCall) -> list[Layout]:
-    ndim = len(call.specs[0].shape)
-    at = call["dim"] % ndim
-    found: list[Layout] = []
-    for d in range(ndim):
-        if d != at:
-            found += along(call, [d], [d] * len(call.outputs))
-    current = call.current[0]
-    if isinstance(current, Shard) and current.dim == at:
-        sizes = _known_blocks(call.specs[0].shape[at], current)
-        parts = _pieces_of_blocks(sizes, current, [o.shape[at] for o in call.outputs]) if sizes else None
-        if parts is not None:
-            found.append(Layout((current,), tuple(parts)))
-    return found + linear(call, (0,))
-
-
-def _split_sizes(call: LocalCall) -> dict[str, Any]:
-    at = call["dim"]
-    sizes = [call.output_shape(i)[at] for i in range(len(call.outputs))]
-    return {"split_size": sizes[0]} if "split_size" in call.globals else {"split_sizes": sizes}
-
-
-def _unbind(call: OpCall) -> list[Layout]:
-    ndim = len(call.specs[0].shape)
-    at = call["dim"] % ndim
-    found: list[Layout] = []
-    for d in range(ndim):
-        if d != at:
-            found += along(call, [d], [d - (d > at)] * len(call.outputs))
-    return found + linear(call, (0,))
-
-
-def _cat(call: OpCall) -> list[Layout]:
-    ndim = len(call.shape)
-    at = call["dim"] % ndim
-    found: list[Layout] = []
-    for d in range(ndim):
-        if d != at:
-            found += along(call, [d if len(s.shape) == ndim else None for s in call.specs], [d])
-    if sum(s.numel > 0 for s in call.specs) == 1:  # a cache that is still empty, and the first keys
-        found += along(call, [at if s.numel else None for s in call.specs], [at])
-    return found + _joined_blocks(call, at) + linear(call, range(len(call.operands)))
-
-
-def _joined_blocks(call: OpCall, at: int) -> list[Layout]:
-    """Parts that are split themselves, one behind the other: the blocks of a fused projection's gradient."""
-    if not any(isinstance(p, Shard) and p.dim == at for p in call.current):
-        return []
-    inputs: list[Placement] = []
-    blocks: list[int] = []
-    for placement, spec in zip(call.current, call.specs, strict=True):
-        own = placement if isinstance(placement, Shard) and placement.dim == at else Shard(at)
-        sizes = _known_blocks(spec.shape[at], own) if len(spec.shape) == len(call.shape) else None
-        if sizes is None or not call.axis.splits(spec.shape[at], own.outer):
-            return []
-        inputs.append(own)
-        blocks += sizes
-    return [Layout(tuple(inputs), (Shard(at, blocks_of(blocks)),))] if len(blocks) <= _MANY_BLOCKS else []
-
-
-def _stack(call: OpCall) -> list[Layout]:
-    at = call["dim"] % len(call.shape)
-    found: list[Layout] = []
-    for d in range(len(call.shape) - 1):
-        found += along(call, [d] * len(call.operands), [d + (d >= at)])
-    return found + linear(call, range(len(call.operands)))
-
-
 def _repeat(call: OpCall) -> list[Layout]:
     source, repeats = call.specs[0].shape, call["repeats"]
     new = len(repeats) - len(source)
@@ -370,20 +279,6 @@ RULES: dict[Any, Rule] = {
     aten.select_backward: _select_backward,
     aten.diagonal: _diagonal,
     aten.diagonal_backward: _diagonal_backward,
-    **dict.fromkeys(
-        [
-            aten.split,
-            aten.split_with_sizes,
-            aten.unsafe_split,
-            aten.unsafe_split_with_sizes,
-            aten.chunk,
-            aten.unsafe_chunk,
-        ],
-        _split,
-    ),
-    aten.unbind: _unbind,
-    aten.cat: _cat,
-    aten.stack: _stack,
     aten.repeat: _repeat,
     aten.as_strided: _as_strided,
     **dict.fromkeys([aten.flip, aten.roll], _flip),
@@ -402,6 +297,4 @@ LOCALIZERS: dict[Any, Localizer] = {
     aten.select_backward: _output_shape("input_sizes"),
     aten.diagonal_backward: _output_shape("input_sizes"),
     aten.as_strided: _output_shape("size"),
-    **dict.fromkeys([aten.split.Tensor, aten.unsafe_split.Tensor], _split_sizes),
-    **dict.fromkeys([aten.split_with_sizes, aten.unsafe_split_with_sizes], _split_sizes),
 }

@@ -1,0 +1,256 @@
+"""The graph with its buckets: how each is packed, started, waited and handed out again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of, spec_of
+from lightning_spmd.stages.passes.bucket_operands import after_getitems, move_behind, shaping
+from lightning_spmd.stages.passes.flat_buffers import (
+    Memory,
+    aten,
+    call,
+    contiguous,
+    filled,
+    flattened,
+    is_contiguous,
+    shaped,
+    split,
+)
+
+_functional = torch.ops._c10d_functional  # noqa: SLF001 - the namespace of functional collectives
+_WAIT = _functional.wait_tensor.default
+
+
+ALL_REDUCE = _functional.all_reduce.default
+
+
+_ALL_REDUCE_IN_PLACE = _functional.all_reduce_.default
+
+
+ALL_GATHER = _functional.all_gather_into_tensor.default
+
+
+REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
+
+
+WAIT = _functional.wait_tensor.default
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One collective of the graph: positions are indices in the graph before the pass.
+
+    Args:
+        start, wait: its two nodes.
+        ready: when its value is complete.
+        needed: when its result is read first.
+        expires: when its value is overwritten.
+        dtype: in which it travels.
+        of_input: whether an input of the graph is gathered, as it is or padded.
+        section: of the first reader.
+    """
+
+    start: fx.Node
+    wait: fx.Node
+    ready: int
+    needed: int
+    expires: int
+    dtype: torch.dtype
+    of_input: bool
+    section: Section
+
+    @property
+    def value(self) -> fx.Node:
+        """What is sent."""
+        return self.start.all_input_nodes[0]
+
+    @cached_property
+    def spec(self) -> TensorSpec:
+        """Of what is sent."""
+        return spec_of(self.value)
+
+    @property
+    def bytes(self) -> int:
+        """That are sent."""
+        return self.spec.numel * self.dtype.itemsize
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """What must agree for two to share a bucket."""
+        backward = self.of_input and self.section is not Section.FORWARD
+        return (self.start.target, *self.start.args[1:], self.spec.dtype, self.dtype, self.spec.device, backward)
+
+    @property
+    def traffic(self) -> tuple[Any, str]:
+        """What shares one bucket size: operator and group."""
+        return self.start.target, str(self.start.args[-1])
+
+    def result(self) -> TensorSpec:
+        """The spec of what is waited for: the layout of the value where shapes agree."""
+        return self.spec if self.start.target is ALL_REDUCE else spec_of(self.wait)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Collectives that become one, and where."""
+
+    members: list[Member]
+    start_at: int = 0
+    wait_at: int = 0
+    started: fx.Node | None = None
+    layout: list[Member] = field(default_factory=list[Member])
+    made_in_place: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """That are sent."""
+        return sum(m.bytes for m in self.members)
+
+    @property
+    def info(self) -> NodeInfo:
+        """Where it comes from."""
+        first = info_of(self.members[0].start)
+        return NodeInfo(Section.COMMUNICATION, first.module, first.source)
+
+
+# ---------------------------------------------------------------- how
+def write(graph: fx.Graph, memory: Memory, buckets: Sequence[Bucket]) -> None:
+    """Walk the old order, waits before a node and starts behind it; what they replace goes at the end."""
+    starts: dict[int, list[Bucket]] = {}
+    waits: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        starts.setdefault(bucket.start_at, []).append(bucket)
+        waits.setdefault(bucket.wait_at, []).append(bucket)
+    for index, node in enumerate(memory.order):
+        for bucket in waits.get(index, ()):
+            with graph.inserting_before(node):
+                _finish(graph, bucket)
+        if index in starts:
+            following = _with_padding(after_getitems(node), starts[index]).next
+            for bucket in starts[index]:
+                with graph.inserting_before(following):
+                    _start(graph, memory, bucket)
+    for member in (m for bucket in buckets for m in bucket.members):
+        value = member.value
+        graph.erase_node(member.wait)
+        graph.erase_node(member.start)
+        _erase_views(graph, memory, value)
+
+
+def _with_padding(anchor: fx.Node, buckets: Sequence[Bucket]) -> fx.Node:
+    """Move the padding of gathered inputs behind ``anchor``; gives the last node that was moved."""
+    for member in (m for bucket in buckets for m in bucket.members):
+        if member.of_input:
+            anchor = move_behind(anchor, shaping(member.value)[1])
+    return anchor
+
+
+def _erase_views(graph: fx.Graph, memory: Memory, node: fx.Node) -> None:
+    """Views of a value that was made in a buffer have no reader any more."""
+    while not node.users and memory.roots.get(node, node) is not node and node.op == "call_function":
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", True):
+            return
+        parent = node.all_input_nodes[0]
+        graph.erase_node(node)
+        node = parent
+
+
+def _start(graph: fx.Graph, memory: Memory, bucket: Bucket) -> None:
+    first = bucket.members[0]
+    target: Any = first.start.target
+    bucket.layout = bucket.members
+    casts = first.dtype != first.spec.dtype
+    if len(bucket.members) == 1 and not casts:
+        operand = first.value
+        if target is ALL_REDUCE and memory.is_private(operand, first.start, bucket.start_at):
+            target = _ALL_REDUCE_IN_PLACE
+            operand = operand if is_contiguous(first.spec) else flattened(graph, bucket.info, operand)
+        result = spec_of(operand) if target is _ALL_REDUCE_IN_PLACE else first.result()
+    elif target is ALL_REDUCE:
+        target, operand = _ALL_REDUCE_IN_PLACE, _fill(graph, memory, bucket)
+        result = spec_of(operand)
+    else:
+        operand = _pack(graph, bucket)
+        size = spec_of(operand).numel
+        ranks = first.start.args[-2]
+        result = contiguous((size * ranks if target is ALL_GATHER else size // ranks,), spec_of(operand))  # type: ignore[operator]
+    bucket.started = call(graph, bucket.info, result, target, operand, *first.start.args[1:])
+
+
+def _fill(graph: fx.Graph, memory: Memory, bucket: Bucket) -> fx.Node:
+    """The flat buffer of a bucket of all-reduces."""
+    origins: dict[fx.Node, Member] = {}
+    for member in bucket.members:
+        if memory.can_be_made_in_place(member.value, member.start, bucket.start_at, member.dtype):
+            origins[memory.roots[member.value]] = member
+    ordered = sorted(origins, key=memory.position.__getitem__)
+    others = [m for m in bucket.members if m not in origins.values()]
+    bucket.layout = [*(origins[origin] for origin in ordered), *others]
+    bucket.made_in_place = sum(origins[origin].bytes for origin in ordered)
+    return filled(graph, bucket.info, ordered, [m.value for m in others], bucket.members[0].dtype)
+
+
+def _pack(graph: fx.Graph, bucket: Bucket) -> fx.Node:
+    """The flat input of a bucket of gathers (members one after another) or scatters (by rank, then by member)."""
+    info, members = bucket.info, bucket.members
+    values = [m.value for m in members]
+    if members[0].start.target is REDUCE_SCATTER:
+        ranks: Any = members[0].start.args[-2]
+        rows = [(ranks, m.spec.numel // ranks) for m in members]
+        pieces = [
+            call(graph, info, contiguous(r, m.spec), aten.view.default, m.value, list(r))
+            for r, m in zip(rows, members, strict=True)
+        ]
+        both = contiguous((ranks, sum(n for _, n in rows)), members[0].spec)
+        joined = call(graph, info, both, aten.cat.default, pieces, 1)
+        operand = call(graph, info, contiguous((both.numel,), both), aten.view.default, joined, [both.numel])
+    else:
+        operand = filled(graph, info, (), values, members[0].spec.dtype)
+    return _cast(graph, info, operand, members[0].dtype)
+
+
+def _cast(graph: fx.Graph, info: NodeInfo, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    spec = spec_of(value)
+    if spec.dtype == dtype:
+        return value
+    new = TensorSpec(spec.shape, spec.stride, dtype, spec.device)
+    return call(graph, info, new, getattr(aten, "_to_copy").default, value, dtype=dtype)  # noqa: B009
+
+
+def _finish(graph: fx.Graph, bucket: Bucket) -> None:
+    if bucket.started is None:
+        raise RuntimeError("a bucket is waited before it starts")  # _fits and _place exclude it
+    info, members = bucket.info, bucket.layout
+    whole = call(graph, info, spec_of(bucket.started), WAIT, bucket.started)
+    whole = _cast(graph, info, whole, members[0].spec.dtype)
+    if len(members) == 1:
+        parts = [whole]
+    elif members[0].start.target is ALL_GATHER:
+        parts = _gathered(graph, bucket, whole)
+    else:
+        parts = split(graph, info, whole, [m.result().numel for m in members])
+    for member, part in zip(members, parts, strict=True):
+        result = part if spec_of(part) == member.result() else shaped(graph, info, part, member.result())
+        result.meta["placements"] = member.wait.meta.get("placements", ())
+        member.wait.replace_all_uses_with(result)
+
+
+def _gathered(graph: fx.Graph, bucket: Bucket, whole: fx.Node) -> list[fx.Node]:
+    """Each member's rows of all ranks, which lie apart in the buffer: a copy each."""
+    ranks: Any = bucket.members[0].start.args[-2]
+    info, spec = bucket.info, spec_of(whole)
+    shape = [ranks, spec.numel // ranks]
+    rows = call(graph, info, contiguous(shape, spec), aten.view.default, whole, shape)
+    found = []
+    for piece in split(graph, info, rows, [m.spec.numel for m in bucket.members]):
+        copied = contiguous(spec_of(piece).shape, spec)
+        copy = call(graph, info, copied, aten.clone.default, piece, memory_format=torch.contiguous_format)
+        found.append(copy)
+    return found

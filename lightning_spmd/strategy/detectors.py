@@ -1,0 +1,147 @@
+"""How a feature of a run is noticed at setup: one function a feature, told of in the user's own names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchSyncBatchNorm
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.messages import place_of
+
+
+@dataclass(frozen=True)
+class Context:
+    """What detectors look at: the Trainer, the LightningModule and its optimizers."""
+
+    trainer: Any
+    module: LightningModule
+    optimizers: list[Any]
+
+
+Detector = Callable[[Context], str | None]
+
+
+# ---------------------------------------------------------------------- detectors
+_GRADIENT_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+def _overrides(context: Context, hooks: Iterable[str]) -> str | None:
+    for hook in hooks:
+        if is_overridden(hook, context.module, LightningModule):
+            return f"{type(context.module).__name__}.{hook} is overridden{place_of(getattr(context.module, hook))}"
+        for callback in context.trainer.callbacks:
+            if hasattr(Callback, hook) and is_overridden(hook, callback, Callback):
+                return f"callback {type(callback).__name__}.{hook} is overridden{place_of(getattr(callback, hook))}"
+    return None
+
+
+def gradient_hooks(context: Context) -> str | None:
+    """Hooks that look at gradients between backward and step."""
+    return _overrides(context, _GRADIENT_HOOKS)
+
+
+def clipping_override(context: Context) -> str | None:
+    """Clipping of the user's own."""
+    return _overrides(context, ("configure_gradient_clipping",))
+
+
+def zero_grad_override(context: Context) -> str | None:
+    """Zeroing of gradients in a way of its own."""
+    return _overrides(context, ("optimizer_zero_grad",))
+
+
+def backward_override(context: Context) -> str | None:
+    """A backward pass of the user's own."""
+    return _overrides(context, ("backward",))
+
+
+def autograd_hooks(context: Context) -> str | None:
+    """Hooks on the gradients of parameters or modules."""
+    hooked = [f"{name}{place_of(hook)}" for name, hook in private.autograd_hooks(context.module)]
+    return f"autograd hooks are registered on {', '.join(hooked[:3])}" if hooked else None
+
+
+def optimizer_hooks(context: Context) -> str | None:
+    """Hooks around ``optimizer.step()``."""
+    hooked = [(o, hook) for o in context.optimizers for hook in private.step_hooks(o)]
+    return f"{type(hooked[0][0]).__name__} has step hooks{place_of(hooked[0][1])}" if hooked else None
+
+
+def needs_closure(context: Context) -> str | None:
+    """Optimizers that call the closure themselves, such as LBFGS."""
+    for optimizer in context.optimizers:
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        if (
+            parameters
+            and parameters[0].default is inspect.Parameter.empty
+            and parameters[0].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        ):
+            return f"{type(optimizer).__name__}.step{place_of(type(optimizer).step)} evaluates the closure itself"
+    return None
+
+
+def manual_optimization(context: Context) -> str | None:
+    """``automatic_optimization=False``."""
+    module = context.module
+    if module.automatic_optimization:
+        return None
+    return f"{type(module).__name__}.training_step{place_of(module.training_step)} optimizes manually"
+
+
+def no_optimizer(context: Context) -> str | None:
+    """Nothing that updates parameters."""
+    real = [o for o in context.optimizers if isinstance(o, torch.optim.Optimizer)]
+    if real or not context.module.automatic_optimization:
+        return None
+    return f"configure_optimizers{place_of(context.module.configure_optimizers)} returned no optimizer"
+
+
+def dataloader_iter(context: Context) -> str | None:
+    """A step that fetches its own data."""
+    names = inspect.signature(context.module.training_step).parameters
+    taken = f"training_step{place_of(context.module.training_step)} takes dataloader_iter"
+    return taken if "dataloader_iter" in names else None
+
+
+def detect_anomaly(context: Context) -> str | None:
+    """Trainer's anomaly detection."""
+    return "Trainer(detect_anomaly=True)" if private.detects_anomaly(context.trainer) else None
+
+
+def scaled_precision(context: Context) -> str | None:
+    """Mixed precision with a scaler."""
+    plugin = context.trainer.precision_plugin
+    scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+    return "precision='16-mixed' scales the loss" if scaled else None
+
+
+def foreign_precision(context: Context) -> str | None:
+    """Precision plugins that this package does not know."""
+    known = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+    plugin = context.trainer.precision_plugin
+    return None if type(plugin) in known else f"precision plugin {type(plugin).__name__}"
+
+
+def foreign_accelerator(context: Context) -> str | None:
+    """Devices that this package does not know."""
+    kind = context.trainer.strategy.root_device.type
+    return None if kind in ("cpu", "cuda") else f"accelerator {kind!r}"
+
+
+def foreign_layer_sync(context: Context) -> str | None:
+    """Layer-sync plugins that this package does not know."""
+    sync = private.layer_sync(context.trainer.strategy)
+    return None if sync is None or type(sync) is TorchSyncBatchNorm else f"layer sync plugin {type(sync).__name__}"
+
+
+def pruning(context: Context) -> str | None:
+    """Pruning, which replaces parameters."""
+    return "callback ModelPruning" if any(isinstance(c, ModelPruning) for c in context.trainer.callbacks) else None
