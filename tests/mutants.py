@@ -124,11 +124,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
-        "two states of an optimizer may be one tensor",
+        "a first step that is not like the others is taken for one of them",
         CAPTURE,
         "stages/capture/newborn_state.py",
-        "return found if len(set(found.values())) == len(found) else {}",
-        "return found",
+        "return first_difference(first, steady, births) is None",
+        "return True",
         ("tests/strategy/test_first_step.py",),
     ),
     Mutant(
@@ -249,9 +249,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "blocks of a fused layer are split as if they were one",
         EXPAND,
-        "ir/placement.py",
-        "return sum(self.local_size(size // sum(blocks) * part, rank) for part in blocks)",
-        "return self.local_size(size - size % self.size, rank)",
+        "parallel/pieces.py",
+        "blocks = tensor.split(list(_blocks(tensor, placement)), placement.dim)",
+        "blocks = [tensor]",
         ("tests/parallel", "tests/stages/expand/test_tensor_parallel.py"),
     ),
     # ------------------------------------------------------------------ the verifier

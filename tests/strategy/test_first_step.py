@@ -92,10 +92,11 @@ def test_a_first_step_of_its_own_keeps_its_graph(use: Callable[..., Tensor], cap
 
 
 class OneTensorTwice(torch.optim.Optimizer):
-    """Keeps one tensor under two names: what is added to the one is read from the other."""
+    """Keeps one tensor under two names: what is added to the one is read from the other, or from itself."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, written: str) -> None:
         super().__init__(parameters, {"lr": 0.1})
+        self.written = written
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -105,15 +106,16 @@ class OneTensorTwice(torch.optim.Optimizer):
                 state = self.state[p]
                 if not state:
                     state["written"] = state["read"] = torch.zeros_like(p)
-                state["written"].add_(p.grad)
+                state[self.written].add_(p.grad)
                 p.add_(state["read"], alpha=-group["lr"])
         return loss
 
 
-def test_a_state_under_two_names_stays_one_tensor() -> None:
+@pytest.mark.parametrize("written", ["written", "read"])
+def test_a_state_under_two_names_stays_one_tensor(written: str) -> None:
     class Module(Net):
         def configure_optimizers(self) -> Any:
-            return OneTensorTwice(self.parameters())
+            return OneTensorTwice(self.parameters(), written)
 
     assert_as_eager(Module)
 
