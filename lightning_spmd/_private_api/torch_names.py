@@ -1,7 +1,4 @@
-"""Every underscore name of torch and Lightning that this package uses: why, and what breaks without it.
-
-Seen to work on torch 2.11 and 2.13 and lightning 2.6. A name that disappears fails here, at import, and nowhere else.
-"""
+"""Underscore names of torch."""
 
 from __future__ import annotations
 
@@ -15,33 +12,9 @@ from typing import Any
 import torch
 import torch.nn.modules.module as _torch_module
 import torch.optim.optimizer as _torch_optimizer
-
-# The launcher that DDP uses: it validates SLURM settings and sets thread counts; there is no public one.
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_zero_only
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.utilities import rank_zero as _rank_zero
 from torch import Tensor, fx, nn
 from torch._C import _DisableAutocast
-
-# Sharding rules are looked up by operator; rules for unknown overloads need its packet and tags.
-from torch._ops import OpOverload
-
-# What ``torch.ops.aten.add.Tensor`` is: graphs are told apart from Python functions by this type.
-# Capture sees operators below autograd through a dispatch mode; without it there is no graph at all.
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.distributed.constants import default_pg_timeout as default_process_group_timeout
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
@@ -49,35 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.fx.graph_module import _loader as _graph_sources
 from torch.overrides import _get_current_function_mode_stack
 
-# Nested arguments of operators are taken apart and put together at every recorded call; the public
-# torch.utils.pytree is newer than 2.11.
-from torch.utils import _pytree as pytree
-
 # Capture computes on true values while its own modes are active (step counters); without it they would be recorded.
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-__all__ = [  # what is handed on as it is, beside what is defined below
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "TorchDispatchMode",
-    "default_process_group_timeout",
-    "pytree",
-]
+from torch.utils._python_dispatch import _disable_current_modes
 
 disable_dispatch_modes = _disable_current_modes
 # A graph holds the casts that autocast made; where a hook left it on, they would be made again.
 disable_autocast = _DisableAutocast
 # A mode that a user entered may turn Python's calls of torch into others.
 function_modes = _get_current_function_mode_stack
-
-SubprocessScriptLauncher = _SubprocessScriptLauncher
-# Starting process groups as Lightning's own strategies do (environment variables, device ids, TCP store).
-default_backend = _get_default_process_group_backend_for_device
-init_process_group = _init_dist_connection
-optimizers_to_device = _optimizers_to_device
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -319,65 +271,9 @@ def prepared_hooks(module: nn.Module, optimizer: Any) -> Callable[[], list[Any]]
     return hooks
 
 
-def detects_anomaly(trainer: Any) -> bool:
-    """``Trainer(detect_anomaly=True)``: Lightning keeps the flag under an underscore name."""
-    return bool(trainer._detect_anomaly)
-
-
 def mark_stepped(optimizer: Any) -> None:
     """Tell LR schedulers that the optimizer stepped: its Python ``step`` never ran, and they would warn."""
     optimizer._opt_called = True
-
-
-def stop_signal_sent_by_lightning(trainer: Any, sent: bool) -> None:
-    """Whether Lightning broadcasts before each batch whether rank 0 received SIGTERM.
-
-    It does so on the default process group, swallows every exception, and knows rank 0 alone; a rank whose data ended
-    earlier does not take part, so that the others wait there.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    if sent:
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
-    elif hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = lambda: None
-
-
-def set_rank_zero_only(rank: int) -> None:
-    """Lightning's two ``rank_zero_only`` decorators read the rank from an attribute that strategies set."""
-    for decorator in (vars(_rank_zero)["rank_zero_only"], _fabric_rank_zero_only):
-        vars(decorator)["rank"] = rank
-
-
-def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """Reduce as Lightning's strategies do (``mean``, ``sum``, ``max`` or a ReduceOp).
-
-    Means of whole numbers are divided here: on a default group that somebody made without naming gloo
-    (``init_device_mesh("cpu", ...)``) Lightning asks gloo for an average, which it has for floating point alone.
-    """
-    if not _distributed_is_initialized():
-        return tensor
-    if reduce_op not in ("mean", "avg") or torch.is_floating_point(tensor):
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-    total = _sync_ddp_if_available(tensor, group, reduce_op="sum")
-    return total.copy_(total / torch.distributed.get_world_size(group))
-
-
-def after_closure(plugin: Any, module: Any, optimizer: Any) -> None:
-    """What Lightning does between backward and the update: on_before_optimizer_step, then gradient clipping."""
-    plugin._after_closure(module, optimizer)
-
-
-def skips_backward(trainer: Any) -> bool:
-    """Whether the loop runs training_step for its side effects alone (StochasticWeightAveraging's batch-norm epoch)."""
-    return bool(trainer.fit_loop._skip_backward)
-
-
-def is_within_training_epoch(trainer: Any) -> bool:
-    """Whether batches of the current epoch are still to come (decides where a resumed run restores random state)."""
-    return (
-        not trainer.fit_loop.epoch_loop._is_training_done
-        and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    )
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -458,11 +354,6 @@ def dtensor_strategies(
     return found
 
 
-def layer_sync(strategy: Any) -> Any:
-    """The layer-sync plugin that the Trainer handed to the strategy (``sync_batchnorm=True``), or None."""
-    return strategy._layer_sync
-
-
 @contextlib.contextmanager
 def last_learning_rates_replaced(scheduler: Any, lift: Callable[[int, Any], Any]) -> Iterator[None]:
     """While inside, ``scheduler.get_last_lr()[i]`` is ``lift(i, value)``; without it a logged rate would freeze."""
@@ -481,12 +372,6 @@ def last_learning_rate_readers(scheduler: Any) -> list[Callable[[], Any]]:
     """One reader for each of the scheduler's last learning rates."""
     count = len(getattr(scheduler, "_last_lr", None) or [])
     return [lambda i=i: scheduler._last_lr[i] for i in range(count)]
-
-
-def shard_over(strategy: Any, ranks: int) -> None:
-    """Make all ranks Lightning's data-parallel axis; its ``"auto"`` is one rank a node; the number is known late."""
-    strategy._data_parallel_size = ranks
-    strategy._tensor_parallel_size = 1
 
 
 def is_shard_order_check(frame: FrameType) -> bool:

@@ -1,0 +1,93 @@
+"""Underscore names of Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# The launcher that DDP uses: it validates SLURM settings and sets thread counts; there is no public one.
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_zero_only
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero as _rank_zero
+from torch import Tensor
+
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+# Starting process groups as Lightning's own strategies do (environment variables, device ids, TCP store).
+default_backend = _get_default_process_group_backend_for_device
+init_process_group = _init_dist_connection
+optimizers_to_device = _optimizers_to_device
+
+
+def detects_anomaly(trainer: Any) -> bool:
+    """``Trainer(detect_anomaly=True)``: Lightning keeps the flag under an underscore name."""
+    return bool(trainer._detect_anomaly)
+
+
+def stop_signal_sent_by_lightning(trainer: Any, sent: bool) -> None:
+    """Whether Lightning broadcasts before each batch whether rank 0 received SIGTERM.
+
+    It does so on the default process group, swallows every exception, and knows rank 0 alone; a rank whose data ended
+    earlier does not take part, so that the others wait there.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if sent:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+    elif hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = lambda: None
+
+
+def set_rank_zero_only(rank: int) -> None:
+    """Lightning's two ``rank_zero_only`` decorators read the rank from an attribute that strategies set."""
+    for decorator in (vars(_rank_zero)["rank_zero_only"], _fabric_rank_zero_only):
+        vars(decorator)["rank"] = rank
+
+
+def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+    """Reduce as Lightning's strategies do (``mean``, ``sum``, ``max`` or a ReduceOp).
+
+    Means of whole numbers are divided here: on a default group that somebody made without naming gloo
+    (``init_device_mesh("cpu", ...)``) Lightning asks gloo for an average, which it has for floating point alone.
+    """
+    if not _distributed_is_initialized():
+        return tensor
+    if reduce_op not in ("mean", "avg") or torch.is_floating_point(tensor):
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+    total = _sync_ddp_if_available(tensor, group, reduce_op="sum")
+    return total.copy_(total / torch.distributed.get_world_size(group))
+
+
+def after_closure(plugin: Any, module: Any, optimizer: Any) -> None:
+    """What Lightning does between backward and the update: on_before_optimizer_step, then gradient clipping."""
+    plugin._after_closure(module, optimizer)
+
+
+def skips_backward(trainer: Any) -> bool:
+    """Whether the loop runs training_step for its side effects alone (StochasticWeightAveraging's batch-norm epoch)."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def is_within_training_epoch(trainer: Any) -> bool:
+    """Whether batches of the current epoch are still to come (decides where a resumed run restores random state)."""
+    return (
+        not trainer.fit_loop.epoch_loop._is_training_done
+        and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    )
+
+
+def layer_sync(strategy: Any) -> Any:
+    """The layer-sync plugin that the Trainer handed to the strategy (``sync_batchnorm=True``), or None."""
+    return strategy._layer_sync
+
+
+def shard_over(strategy: Any, ranks: int) -> None:
+    """Make all ranks Lightning's data-parallel axis; its ``"auto"`` is one rank a node; the number is known late."""
+    strategy._data_parallel_size = ranks
+    strategy._tensor_parallel_size = 1
