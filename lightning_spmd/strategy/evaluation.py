@@ -46,7 +46,7 @@ class EvaluationSteps(TrainingIteration):
         self._method = ""
         self._discard = False
         self._now: Moment | None = None
-        self._row_outputs: dict[int, list[int]] = {}
+        self._row_outputs: dict[tuple[Executable, int], list[int]] = {}
 
     def evaluate(self, method: str, args: tuple[Any, ...], *, turns: bool = False, discard: bool = False) -> Any:
         """Run one step.
@@ -98,7 +98,7 @@ class EvaluationSteps(TrainingIteration):
         """Outputs of which every rank has the rows of all, as an operator without a sharding rule leaves them, cut."""
         own = list(outputs)
         for number, axis in enumerate(executable.graphs.main.axes):
-            key = (id(executable) << 2) + number
+            key = (executable, number)
             if key not in self._row_outputs:
                 self._row_outputs[key] = _gathered_rows(executable, number)
             for position in self._row_outputs[key]:

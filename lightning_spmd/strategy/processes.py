@@ -105,6 +105,11 @@ class ProcessStrategy(ParallelStrategy):
         private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
         self._ranks.begin(Processes(count, self.global_rank, self.num_processes, self.root_device, backend))
 
+    @override
+    def model_to_device(self) -> None:
+        if self.model is not None:
+            self.model.to(self.root_device)
+
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)

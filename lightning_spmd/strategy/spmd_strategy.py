@@ -169,11 +169,6 @@ class SPMDStrategy(SavingStrategy):
             self._layout.shard_optimizers(self.lightning_module, self.optimizers)
             self._training.begin(self.lightning_module)
 
-    @override
-    def model_to_device(self) -> None:
-        if self.model is not None:
-            self.model.to(self.root_device)
-
     def _new_evaluation(self) -> EvaluationSteps:
         if self.lightning_module is None:
             raise ConfigurationError("there is no LightningModule to evaluate")
