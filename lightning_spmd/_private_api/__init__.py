@@ -38,6 +38,7 @@ from lightning_spmd._private_api.lightning_names import (
     stop_signal_sent_by_lightning,
 )
 from lightning_spmd._private_api.torch_names import (
+    NAMES_OF_DTENSORS,
     GraphModule,
     autograd_hooks,
     child_tables,
@@ -94,6 +95,7 @@ __all__ = [
     "default_store",
     "detects_anomaly",
     "disable_autocast",
+    "NAMES_OF_DTENSORS",
     "disable_dispatch_modes",
     "dtensor_strategies",
     "function_modes",

@@ -25,6 +25,8 @@ from torch.overrides import _get_current_function_mode_stack
 # Capture computes on true values while its own modes are active (step counters); without it they would be recorded.
 from torch.utils._python_dispatch import _disable_current_modes
 
+# What is on every DTensor, and nobody's own.
+NAMES_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
 disable_dispatch_modes = _disable_current_modes
 # A graph holds the casts that autocast made; where a hook left it on, they would be made again.
 disable_autocast = _DisableAutocast

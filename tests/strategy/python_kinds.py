@@ -13,14 +13,17 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import decimal
 import enum
 import functools
 import importlib
 import itertools
+import logging
 import operator
 import os
 import queue
 import random
+import statistics
 import sys
 import tempfile
 import threading
@@ -889,6 +892,76 @@ class PatchedLibrary(Kind):
 RELU6 = F.relu6
 
 
+class LoggerLevel(Kind):
+    def start(self) -> None:
+        pass
+
+    def read(self) -> Any:
+        return 2.0 if LOGGER.isEnabledFor(logging.INFO) else 1.0
+
+    def write(self, value: float) -> None:
+        LOGGER.setLevel(logging.INFO if value == 0.5 else logging.ERROR)
+
+
+LOGGER = logging.getLogger("kinds")
+
+
+class DecimalContext(Kind):
+    graphs = 2
+
+    def start(self) -> None:
+        pass
+
+    def read(self) -> Any:
+        return float(decimal.Decimal(1) / decimal.Decimal(3))
+
+    def write(self, value: float) -> None:
+        decimal.getcontext().prec = 5 if value == 0.5 else 28
+
+
+class WorkingDirectory(Kind):
+    graphs = 2
+
+    def start(self) -> None:
+        self.before = os.getcwd()
+
+    def read(self) -> Any:
+        return 2.0 if os.getcwd() == tempfile.gettempdir() else 1.0
+
+    def write(self, value: float) -> None:
+        os.chdir(tempfile.gettempdir() if value == 0.5 else self.before)
+
+
+class CaughtAttribute(Kind):
+    """An attribute that comes, and whose error is caught as long as it is not there."""
+
+    def start(self) -> None:
+        self.crit: Any = Config()
+
+    def read(self) -> Any:
+        try:
+            return self.crit.extra
+        except AttributeError:
+            return 1.0
+
+    def write(self, value: float) -> None:
+        if value != VALUES[0]:
+            self.crit.extra = value
+
+
+class ReadOnlyProperty(Kind):
+    """A number behind a property, and in the slot that it reads, of an object of the standard library."""
+
+    def start(self) -> None:
+        self.distribution = statistics.NormalDist(1.0, 2.0)
+
+    def read(self) -> Any:
+        return self.distribution.mean
+
+    def write(self, value: float) -> None:
+        self.distribution = statistics.NormalDist(value, 2.0)
+
+
 # ---------------------------------------------------------------------- NumPy, C
 class NumpyArray(Kind):
     def start(self) -> None:
@@ -1057,6 +1130,13 @@ class FileExists(File):
             os.unlink(self.path)
         else:
             super().write(value)
+
+
+class Folder(Eager):
+    told = "calls scandir"
+
+    def read(self) -> Any:
+        return 1.0 + 0 * len(list(os.scandir(tempfile.gettempdir())))
 
 
 class NumpyFile(File):

@@ -25,7 +25,7 @@ SOME = (
     "ObjectAttribute", "NestedContainers", "HyperParameters", "GlobalNumber", "Closure", "Environment", "TensorInList",
     "TeacherInList", "ForwardHook", "ParameterGradientHook", "OptimizerAttribute", "OwnStateOfOptimizer",
     "CallbackAttribute", "DatamoduleAttribute", "Metrics", "EachStep", "Count", "PythonRandom", "Attention",
-    "WeakMapping", "ContextVariable",
+    "WeakMapping", "ReadByOptimizer", "ContextVariable",
 )  # fmt: skip
 """Those that are tried on two ranks by default: of each sort one."""
 

@@ -134,6 +134,68 @@ class TensorClosed(TensorKind):
         self.change(value)
 
 
+class OnTensor(Kind):
+    """What users hang on tensors."""
+
+    def start(self) -> None:
+        self.tensor: Any = torch.ones(())
+        self.tensor.gain = 1.0
+
+    def read(self) -> Any:
+        return self.tensor * self.tensor.gain
+
+    def write(self, value: float) -> None:
+        self.tensor.gain = value
+
+
+class OnParameter(OnTensor):
+    """What users hang on parameters."""
+
+    def read(self) -> Any:
+        return getattr(self.layer.weight, "gain", 3.0)
+
+    def write(self, value: float) -> None:
+        self.layer.weight.gain = value  # type: ignore[assignment]
+
+
+class ComesOnParameter(OnParameter):
+    def write(self, value: float) -> None:
+        if value != VALUES[0]:
+            super().write(value)
+
+
+class CountsOnParameter(OnParameter):
+    """The step itself writes there."""
+
+    mode = "eager"
+    told = "training_step changes layer.weight.count"
+
+    def read(self) -> Any:
+        weight: Any = self.layer.weight
+        weight.count = getattr(weight, "count", 0) + 1
+        return float(weight.count)
+
+
+class ReadByOptimizer(OnParameter):
+    """As ``p._no_weight_decay``, asked in ``step``."""
+
+    class Decays(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            loss = None if closure is None else closure()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad * group["lr"] * getattr(p, "gain", 1.0))
+            return loss
+
+    def read(self) -> Any:
+        return 1.0
+
+    def configure_optimizers(self) -> Any:
+        return self.Decays(self.parameters(), lr=0.1)
+
+
 class TensorItem(Kind):
     """A tensor whose value becomes Python's."""
 

@@ -19,7 +19,7 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.same_step import Difference, difference_at_capture, first_difference
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep
-from lightning_spmd.stages.capture.holders import Entry
+from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Entry
 from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.capture.trace import CaptureRequest, Trace, trace
 
@@ -182,9 +182,11 @@ def _holding(place: Entry, value: int | float) -> Iterator[None]:
     """A place has another value for a while."""
     outermost = place.found_again().outermost()
     before = outermost.read()
-    place.put(value)
+    with contextlib.suppress(*CANNOT_BE_PUT):  # a property of another place that moves
+        place.put(value)
     try:
         yield
     finally:
-        outermost.put(before)
+        with contextlib.suppress(*CANNOT_BE_PUT):
+            outermost.put(before)
         place.found_again()

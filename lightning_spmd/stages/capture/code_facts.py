@@ -35,6 +35,7 @@ class CodeFacts:
         imports: modules that it imports.
         everything: it may read attributes by names that it computes.
         environment: it reads environment variables.
+        catches: it may catch the error of an attribute that is not there.
     """
 
     code: CodeType
@@ -43,6 +44,7 @@ class CodeFacts:
     imports: tuple[str, ...]
     everything: bool
     environment: bool
+    catches: bool
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -54,7 +56,9 @@ class CodeFacts:
     @classmethod
     def nothing(cls) -> CodeFacts:
         """Of code that names nothing."""
-        return cls((lambda: None).__code__, frozenset(), frozenset(), (), everything=False, environment=False)
+        return cls(
+            (lambda: None).__code__, frozenset(), frozenset(), (), everything=False, environment=False, catches=False
+        )
 
 
 def facts_of(code: CodeType) -> CodeFacts:
@@ -74,7 +78,9 @@ def _read(code: CodeType) -> CodeFacts:
     constants = frozenset(word for part in family for word in _words(part.co_consts))
     everything = not names.isdisjoint(_READ_EVERYTHING) or any(_computes_names(part) for part in family)
     imports = tuple(name for part in family for name in _imports(part))
-    return CodeFacts(code, names | constants, constants, imports, everything, not names.isdisjoint(_ENVIRONMENT))
+    catches = any(part.co_exceptiontable for part in family)
+    environment = not names.isdisjoint(_ENVIRONMENT)
+    return CodeFacts(code, names | constants, constants, imports, everything, environment, catches)
 
 
 def line_that_changes(codes: Sequence[CodeType], name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Callable
@@ -40,6 +41,20 @@ def refill_array(array: Any, saved: Any) -> None:
 def bytes_of_buffer(value: Any) -> bytes:
     """What an object of C keeps in memory that it lends: ``ctypes``, ``mmap``."""
     return memoryview(value).tobytes()
+
+
+def level_of(logger: logging.Logger) -> tuple[Any, ...]:
+    """What decides whether a logger does anything; its own caches do not count."""
+    return logger.getEffectiveLevel(), logger.disabled, logger.manager.disable
+
+
+def _decimal_settings(module: Any) -> tuple[Any, ...]:
+    context = module.getcontext()
+    return context.prec, context.rounding, context.Emin, context.Emax
+
+
+SETTINGS_OF_MODULES: dict[str, Callable[[Any], Any]] = {"decimal": _decimal_settings}
+"""What decides the results of a module's functions and is no global of it."""
 
 
 def bytes_of_tensor(tensor: Any) -> Any:

@@ -29,9 +29,25 @@ from lightning_spmd.stages.capture.walk import Walk
 
 _CLOCKS = {
     getattr(time, name)
-    for name in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+    for name in (
+        "time",
+        "time_ns",
+        "perf_counter",
+        "perf_counter_ns",
+        "monotonic",
+        "monotonic_ns",
+        "process_time",
+        "process_time_ns",
+        "thread_time",
+        "thread_time_ns",
+        "localtime",
+        "gmtime",
+        "ctime",
+        "strftime",
+    )
 }
-_FROM_OUTSIDE = {io.open, os.open, os.urandom, os.listdir, os.stat}
+_FROM_OUTSIDE = {io.open, os.open, os.urandom, os.listdir, os.scandir, os.stat, os.times, os.getloadavg}
+_TELLING = {os.getcwd, os.getpid}
 _CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
 _ASKED = frozenset(f.__name__ for f in _CLOCKS | _FROM_OUTSIDE) | _CLOCK_METHODS
 # Files that Python reads for itself: source lines of a warning, modules at their first import.
@@ -44,7 +60,7 @@ _NO_GUESTS = (
 _OF_NO_INTEREST: frozenset[type] = SIMPLE | {
     Tensor, torch.nn.Parameter, private.FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool,
 }  # fmt: skip
-_GETTER = re.compile(r"(is|are|get|has)_\w+|\w+_(enabled|available)")
+_GETTER = re.compile(r"(is|are|get|has)_\w+|\w+_(enabled|available)|getcwd|getpid")
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 
 
@@ -122,7 +138,7 @@ class FrameWatch:
             elif event == "c_call":
                 if arg.__name__ in _ASKED:
                     self._asks(frame, arg)
-                else:
+                elif _GETTER.fullmatch(arg.__name__):
                     self._tells(frame, arg)
         except Exception as problem:
             self._problem = self._problem or problem  # raised again at the end: code on the way might swallow it
@@ -192,8 +208,13 @@ class FrameWatch:
 
     def _tells(self, caller: FrameType, function: Any) -> None:
         """A function of torch tells a frame how a switch stands."""
-        module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
-        if str(module).partition(".")[0] == "torch" and _GETTER.fullmatch(name) and self._facts.get(id(caller.f_code)):
+        if function in _TELLING:
+            asked = _asking_frame(caller) is not None
+        else:
+            module, name = str(getattr(function, "__module__", None)), getattr(function, "__name__", "")
+            asked = module.partition(".")[0] == "torch" and self._facts.get(id(caller.f_code)) is not None
+            asked = asked and _GETTER.fullmatch(name) is not None
+        if asked:
             self.getters[id(function)] = function
 
     def _asks(self, frame: FrameType, function: Any) -> None:

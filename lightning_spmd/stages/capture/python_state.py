@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.stages.capture.attribute_spy import AttributeSpy
+from lightning_spmd.stages.capture.code_facts import facts_of
 from lightning_spmd.stages.capture.contents import MOST_BYTES, bytes_of_tensor
 from lightning_spmd.stages.capture.frames import FrameWatch
 from lightning_spmd.stages.capture.holders import (
@@ -142,6 +143,7 @@ class PythonState:
         for path, module in self.spy.modules:
             self._see_reads(path, module)
         self._see_switches()
+        self._see_on_tensors()
         for name, table in private.global_forward_hooks().items():
             self.walk.follow(self.sightings.root(Globals, {name: table}, "torch.nn.modules.module").see(name), EMPTY)
         if self.optimizer is not None:
@@ -172,6 +174,16 @@ class PythonState:
                     holder = self.sightings.holder(Content, function, path, None, read=_called)
                     holder.root = True
                     holder.see("")
+
+    def _see_on_tensors(self) -> None:
+        """What users hang on parameters and buffers, and the step's code names."""
+        names = frozenset[str]().union(*(facts_of(code).names for code in self.watch.codes))
+        for path, (table, key) in private.tensor_slots(self.module).items():
+            tensor = table[key]
+            if tensor is not None and (named := names & vars(tensor).keys() - private.NAMES_OF_DTENSORS):
+                holder = self.sightings.root(Attributes, tensor, path)
+                for name in named:
+                    self.walk.follow(holder.see(name), EMPTY)
 
     def _put_back(self) -> None:
         """What was put in place of plain numbers, and of tuples with them, is gone."""

@@ -238,7 +238,7 @@ class StateGuard:
             return bool(new == old)
         if isinstance(old, Tensor):
             same = isinstance(new, Tensor) and kind_of_tensor(old) == kind_of_tensor(new)
-            return same and entry not in self._aliases
+            return same and entry not in self._aliases and all(self._fits(h, new) for h in self._inside(entry))
         inside = self._inside(entry)
         if not inside:
             return is_simple(old) and same_simple(old, new)

@@ -60,7 +60,7 @@ def hooks_guard(module: nn.Module, optimizer: Optimizer | None, trainer: Any) ->
 
 
 def tensor_kinds_guard(module: nn.Module) -> ValueGuard:
-    """Shapes and dtypes of parameters and buffers: a hook may put others there, or other data into them."""
+    """Shapes, dtypes and attributes' names of parameters and buffers: a hook may put others there, or other data."""
     slots = private.tensor_slots(module)
     tables, keys = [table for table, _ in slots.values()], [key for _, key in slots.values()]
 
@@ -72,10 +72,11 @@ def tensor_kinds_guard(module: nn.Module) -> ValueGuard:
                 [t is None for t in tensors],
                 list(map(Tensor.size, present)),
                 [t.dtype for t in present],
+                [tuple(vars(t)) for t in present],
             ]
         )
 
-    return ValueGuard("the shapes and dtypes of parameters and buffers", kinds, kinds())
+    return ValueGuard("the shapes, dtypes or attributes of parameters and buffers", kinds, kinds())
 
 
 class _Kinds:

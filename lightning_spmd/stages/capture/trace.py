@@ -207,6 +207,7 @@ class _Capture:
                     else:
                         self._iteration(batch, trained, request.optimizer)
                 self._collect(slots)
+                self.inputs.complain_about_attributes(self.python.watch.codes)
         effects = self.python.effects
         return Trace(self._finish(), effects, effects[0].error(self.python.watch.codes) if effects else None)
 

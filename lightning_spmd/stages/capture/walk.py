@@ -15,6 +15,7 @@ import contextvars
 import enum
 import functools
 import gc
+import logging
 import os
 import sys
 import threading
@@ -31,17 +32,8 @@ from torchmetrics import Metric
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.stages.capture import kinds
+from lightning_spmd.stages.capture import contents, kinds
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of, line_that_changes
-from lightning_spmd.stages.capture.contents import (
-    MOST_BYTES,
-    MOST_ITEMS,
-    RandomKind,
-    array_content,
-    bytes_of_buffer,
-    random_kinds,
-    refill_array,
-)
 from lightning_spmd.stages.capture.holders import (
     CANNOT_BE_PUT,
     Attributes,
@@ -148,6 +140,8 @@ class Walk:
         kind = type(value)
         if issubclass(kind, Tensor):
             self._tensor(value, place)
+            if place is not None and not isinstance(value, private.FakeTensor):
+                self._on_tensor(value, place, facts, depth)
             return
         key = (id(value), id(facts))
         if key in self._visited:
@@ -180,10 +174,16 @@ class Walk:
             ) from error
         self.sightings.substitutes[place] = twin
 
+    def _on_tensor(self, value: Tensor, place: Entry, facts: CodeFacts, depth: int) -> None:
+        """What users hang on tensors."""
+        for name in (facts.names & vars(value).keys()) | facts.constants if vars(value) else ():
+            self._see(self.sightings.holder(Attributes, value, place.path, place), name, facts, depth)
+
     def _visit_for(self, kind: type) -> Visit:
         if kind.__module__.startswith("lightning_spmd.stages"):  # what capture itself put there
             return _nothing
         table: list[tuple[Any, Visit]] = [
+            (logging.Logger, self._whole(contents.level_of)),
             ((Metric, torch.SymInt, torch.SymFloat, torch.SymBool), _nothing),
             (enum.Enum, self._enum),
             (nn.Module, self._module),
@@ -204,7 +204,7 @@ class Walk:
             (type(functools.cache(lambda: None)), self._cached),
             (kinds.ITERATORS, self._iterator),
             ((bytearray, memoryview, array.array), self._whole(bytes)),
-            *((of.kinds, self._random(of)) for of in random_kinds()),
+            *((of.kinds, self._random(of)) for of in contents.random_kinds()),
         ]
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -218,7 +218,7 @@ class Walk:
     def _dictionary(self, value: Any, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
         if type(value) is not dict:
             self._instance(value, path, place, facts, depth)
-        if dict.__len__(value) > MOST_ITEMS:
+        if dict.__len__(value) > contents.MOST_ITEMS:
             named = self.sightings.holder(Variables, value, path, place)
             for name in facts.names & dict.keys(value):
                 self._see(named, name, facts, depth)
@@ -231,7 +231,7 @@ class Walk:
     def _sequence(self, value: Any, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
         if type(value) not in (list, tuple, collections.deque):
             self._instance(value, path, place, facts, depth)
-        if len(value) > MOST_ITEMS:
+        if len(value) > contents.MOST_ITEMS:
             self._long(value, path, place, list)
             return
         holder = self.sightings.holder(Items, value, path, place)
@@ -239,7 +239,7 @@ class Walk:
             self._see(holder, index, facts, depth)
 
     def _set(self, value: Any, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
-        if len(value) > MOST_ITEMS:
+        if len(value) > contents.MOST_ITEMS:
             self._long(value, path, place, list)
             return
         holder = self.sightings.holder(Members, value, path, place)
@@ -268,7 +268,7 @@ class Walk:
             for name in list(attributes) if everything else names & attributes.keys():
                 self._see(holder, name, facts, depth)
             for name in names - attributes.keys():
-                if kinds.is_on(kind, name) or name in facts.constants:
+                if name in facts.constants or (own and facts.catches) or kinds.is_on(kind, name):
                     holder.see(name)  # may come, over the class's or where `hasattr` looks
         if slots:
             fields = self.sightings.holder(Fields, value, path, place)
@@ -293,8 +293,8 @@ class Walk:
     def _opaque(self, value: Any, path: str, place: Entry | None) -> None:
         """An object of C: what it keeps in a buffer can be read, the rest cannot."""
         with contextlib.suppress(TypeError, ValueError, BufferError):
-            if memoryview(value).nbytes <= MOST_BYTES:
-                self._content(value, path, place, bytes_of_buffer)
+            if memoryview(value).nbytes <= contents.MOST_BYTES:
+                self._content(value, path, place, contents.bytes_of_buffer)
                 return
         kind = type(value)
         if kind.__module__ not in kinds.WITHOUT_STATE:
@@ -430,6 +430,8 @@ class Walk:
         if not facts.names.isdisjoint(("modules", "import_module")) and value.__name__ in ("sys", "importlib"):
             for name in facts.constants & sys.modules.keys():
                 self._visit(sys.modules[name], name, None, facts, depth + 1)
+        if value.__name__ in contents.SETTINGS_OF_MODULES:
+            self._content(value, path, place, contents.SETTINGS_OF_MODULES[value.__name__])
         for name in facts.names & scope.keys():
             if own or isinstance(scope[name], types.ModuleType):
                 self._see(holder, name, facts, depth)
@@ -448,11 +450,13 @@ class Walk:
         return holder
 
     def _array(self, value: Any, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
-        whole = array_content(value)[0] == "all"
-        if not whole:
+        read, saved = contents.array_content, None
+        if read(value)[0] == "all":
+            saved = value.copy()
+        else:
             self.sightings.untold.setdefault(path, f"has {value.nbytes} bytes, of which a sample is compared")
-        self._content(value, path, place, array_content, saved=value.copy() if whole else None, restore=refill_array)
-        if value.dtype == object and value.size <= MOST_ITEMS:
+        self._content(value, path, place, read, saved=saved, restore=contents.refill_array)
+        if value.dtype == object and value.size <= contents.MOST_ITEMS:
             for index, item in enumerate(value.ravel().tolist()):
                 self._visit(item, f"{path}.flat[{index}]", None, facts, depth + 1)
                 self.sightings.lasts(item)
@@ -463,7 +467,7 @@ class Walk:
 
         return visit
 
-    def _random(self, of: RandomKind) -> Visit:
+    def _random(self, of: contents.RandomKind) -> Visit:
         def visit(value: Any, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
             if value is not torch.default_generator:  # whose numbers the graph draws
                 holder = self._content(value, path, place, of.read, saved=of.save(value), restore=of.restore)
