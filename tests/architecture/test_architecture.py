@@ -32,7 +32,7 @@ LAYERS = {
 }
 """A part imports only parts of a lower layer, and itself."""
 
-STAGES = ("capture", "expand", "passes", "phases", "regions", "runtime")
+STAGES = ("capture", "expand", "passes", "phases", "runtime")
 """Of lightning_spmd.stages; they meet only in its __init__.py."""
 
 FOREIGN = {"torch", "lightning", "torchmetrics"}

@@ -14,6 +14,7 @@ from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
+from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.profile import RUNS, Profile
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
 
@@ -31,10 +32,12 @@ class Program:
     Args:
         step: the graph.
         readers: of its inputs in order: a function, the position of a batch leaf, or None for a pending value.
+        lower: makes a callable of the graph.
     """
 
-    def __init__(self, step: ShardedStep, readers: Sequence[Reader | int | None]) -> None:
+    def __init__(self, step: ShardedStep, readers: Sequence[Reader | int | None], lower: Lowering) -> None:
         self.step = step
+        self.run = lower(step)
         self._readers = readers
 
     def inputs(self, batch: Sequence[Tensor], pending: Sequence[Any] = ()) -> list[Any]:
@@ -68,6 +71,7 @@ class Executable:
         state: the live objects.
         finish: makes the final graphs once the first have been measured; None keeps the first.
         follow: joins a cleanup and a setup to the iteration that does both.
+        lower: makes callables of the final graphs.
     """
 
     def __init__(
@@ -77,12 +81,14 @@ class Executable:
         state: LiveState,
         finish: Finish | None = None,
         follow: Callable[[ShardedStep, ShardedStep], ShardedStep] | None = None,
+        lower: Lowering = as_python,
     ) -> None:
         self.captured = captured
         self.graphs = graphs
         self.state = state
         self._finish = finish
         self._follow = follow
+        self._lower = lower
         self._writers = state.writers(captured, graphs.main)
         self._draws = draws_numbers(captured.graph_module.graph)
         self._main = self._program(graphs.main)
@@ -116,7 +122,7 @@ class Executable:
         program, values = self._main, ()
         if pending is not None:
             program, values = self._following(pending.owner), pending.values
-        outputs = self._execute(program, batch, values, program.step.graph_module.forward)
+        outputs = self._execute(program, batch, values, program.run)
         if self._cleanup is None:
             return outputs, None
         count = len(self.captured.signature.outputs)
@@ -127,11 +133,11 @@ class Executable:
         """Do what an iteration of this graph left undone."""
         if self._cleanup is not None:
             with torch.no_grad(), private.disable_autocast():
-                self._cleanup.step.graph_module.forward(*self._cleanup.inputs((), values))
+                self._cleanup.run(*self._cleanup.inputs((), values))
 
     # ------------------------------------------------------------------ pieces
     def _program(self, step: ShardedStep) -> Program:
-        return Program(step, self.state.readers(step.signature.inputs, self.captured.constants))
+        return Program(step, self.state.readers(step.signature.inputs, self.captured.constants), self._lower)
 
     def _first_run(self, batch: Sequence[Tensor]) -> Sequence[Any]:
         """Run node by node, checking layouts; what fails leaves buffers and random state as they were.
