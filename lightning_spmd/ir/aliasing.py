@@ -86,7 +86,7 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        source = _aliased_argument(node)
+        source = aliased_argument(node)
         roots[node] = node if source is None else roots[source]
     return roots
 
@@ -112,7 +112,7 @@ def storage_regions(graph: fx.Graph) -> dict[fx.Node, Region]:
     """
     regions: dict[fx.Node, Region] = {}
     for node in graph.nodes:
-        source = _aliased_argument(node)
+        source = aliased_argument(node)
         root, piece = (node, None) if source is None else regions[source]
         if piece is None and node.target is operator.getitem and _is_disjoint(node.args[0]):
             piece = node
@@ -131,12 +131,13 @@ def overlapping(one: fx.Node | None, other: fx.Node | None) -> bool:
     return bool(one.args[1] == other.args[1])
 
 
-def _aliased_argument(node: fx.Node) -> fx.Node | None:
+def aliased_argument(node: fx.Node) -> fx.Node | None:
+    """The argument whose storage a node's value may share; None if it is fresh."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
         parent = node.args[0]
-        return _aliased_argument(parent) if isinstance(parent, fx.Node) else None
+        return aliased_argument(parent) if isinstance(parent, fx.Node) else None
     if node.target is _WAIT or node.target in _UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
     for argument in _declared_aliases(node.target):

@@ -15,11 +15,11 @@ from torch import fx
 
 from lightning_spmd._private_api import is_random
 from lightning_spmd.errors import ExpansionError
-from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
-from lightning_spmd.ir.placement import REPLICATE, Placement, Shard, ShardAxis
-from lightning_spmd.ir.signature import OutputRole, Signature
+from lightning_spmd.ir.placement import REPLICATE, Placement, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.parallel.pieces import local_shape, local_spec
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.call import Layout, LocalCall, is_tensor
@@ -66,7 +66,9 @@ class Emitter:
         self.numbers: dict[fx.Node, fx.Node] = {}
         self.inputs: dict[fx.Node, fx.Node] = {}
         self.outputs: list[Any] = []
-        roots = storage_roots(graph)
+        regions = storage_regions(graph)
+        roots = {node: root for node, (root, _) in regions.items()}
+        self.pieces = {node: piece for node, (_, piece) in regions.items()}
         self.aliases: dict[fx.Node, list[fx.Node]] = {}
         for node, root in roots.items():
             self.aliases.setdefault(root, []).append(node)
@@ -235,6 +237,8 @@ class Emitter:
         versions = self.versions[node]
         if want in versions:
             return versions[want]
+        if not versions:
+            raise ExpansionError(f"{node.name} was written through a view that is a copy on the ranks")
         spec, section = node.meta["val"], info_of(node).section
 
         def distance(have: Placements) -> float:
@@ -258,31 +262,36 @@ class Emitter:
         return new
 
     def _written(self, node: fx.Node, new: fx.Node) -> None:
-        """``node`` is about to be written through its version ``new``: every other version is stale."""
-        for alias in self.aliases[self.roots[node]]:
-            versions = self.versions.get(alias)
-            if versions is None:
-                continue
-            if alias is node:
-                self.versions[alias] = {p: v for p, v in versions.items() if v is new}
-            else:
-                oldest = first(versions, "placement")
-                self.versions[alias] = {oldest: versions[oldest]}
+        """``node`` is about to be written through its version ``new``: what lies in other storages is stale.
 
-    def _restore_inputs(self) -> None:
-        """An input that was written in another placement comes back to the one it had, up to date."""
-        for node in self.graph.nodes:
-            if node.op != "placeholder" or node not in self.versions:
+        So are wholes of which ``new`` is a piece: their other pieces are written on other ranks.
+        """
+        whole = [isinstance(p, Replicate) for p in new.meta["placements"]]
+        for alias in self.aliases[self.roots[node]]:
+            if alias not in self.versions or not overlapping(self.pieces[node], self.pieces[alias]):
                 continue
-            placements = self._placements(node)
-            versions = self.versions[node]
-            if placements not in versions:
-                self.program.begin(node)
-                self.program.info = info_of(versions[first(versions, "placement")])
-                self.program.call(torch.ops.aten.copy_.default, self.inputs[node], self._version(node, placements))
+            self.versions[alias] = {
+                placements: version
+                for placements, version in self.versions[alias].items()
+                if self.program.roots[version] is self.program.roots[new]
+                and all(w or not isinstance(p, Replicate) for w, p in zip(whole, placements, strict=True))
+            }
+
+    def _restore_inputs(self, signature: Signature) -> None:
+        """An input that was written in another placement, or in a copy of it, comes to be up to date where it lies."""
+        tensors = (entry for entry in signature.inputs if isinstance(entry.value, TensorSpec))
+        for (node, local), entry in zip(self.inputs.items(), tensors, strict=True):
+            versions, placements = self.versions[node], self._placements(node)
+            gone = not versions and entry.role in (InputRole.BATCH, InputRole.SHARED_BATCH)  # the next step has another
+            held = versions.get(placements)
+            if node not in self.mutated or gone or (held is not None and self.program.roots[held] is local):
+                continue
+            self.program.begin(node)
+            self.program.info = info_of(next(iter(versions.values()), local))
+            self.program.call(torch.ops.aten.copy_.default, local, self._version(node, placements))
 
     def _output(self, node: fx.Node, signature: Signature) -> None:
-        self._restore_inputs()
+        self._restore_inputs(signature)
         outputs: list[Any] = []
         for i, (value, entry) in enumerate(zip(node.args[0], signature.outputs, strict=True)):  # type: ignore[arg-type]
             if is_tensor(value):

@@ -18,6 +18,7 @@ from torch import fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import FakeTensorMode, disable_dispatch_modes, is_random, pytree, zeros_like_fake
+from lightning_spmd.ir.aliasing import aliased_argument
 from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
@@ -41,6 +42,8 @@ class LocalProgram:
         self.attributes: dict[str, torch.Tensor] = {}
         self.mode = FakeTensorMode()
         self.fakes: dict[fx.Node, Any] = {}
+        self.roots: dict[fx.Node, fx.Node] = {}
+        """by value, the one whose storage it may share"""
         self.class_sums: dict[fx.Node, fx.Node] = {}
         """gradient of scores whose classes are split → its sum over all classes, if known without a collective"""
         self.info: NodeInfo | None = None
@@ -67,6 +70,7 @@ class LocalProgram:
         """A placeholder for the global placeholder ``node`` with its local value."""
         new = self.graph.placeholder(str(node.target))
         new.meta.update(val=value, placements=placements)
+        self.roots[new] = new
         if isinstance(value, TensorSpec):
             self.fakes[new] = self.fake(value)
         return new
@@ -175,6 +179,7 @@ class LocalProgram:
         self.attributes[name] = value
         node = self.graph.create_node("get_attr", name)
         node.meta.update(val=TensorSpec.of(value), info=self.info)
+        self.roots[node] = node
         with self.mode:
             self.fakes[node] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         return node
@@ -185,6 +190,8 @@ class LocalProgram:
     def _append(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> fx.Node:
         node = self.graph.call_function(op, args, kwargs)
         node.meta["info"] = self.info
+        source = aliased_argument(node)
+        self.roots[node] = node if source is None else self.roots[source]
         if isinstance(fake, torch.Tensor):
             node.meta["val"] = TensorSpec.of(fake)
             self.fakes[node] = fake

@@ -82,8 +82,10 @@ class Propagation:
         self.banned = banned
         self.aliasing = Aliasing.of(graph)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        entries = zip(placeholders, signature.inputs, strict=True)
+        entries = list(zip(placeholders, signature.inputs, strict=True))
         self.parameters = {n: e for n, e in entries if e.role is InputRole.PARAMETER}
+        self.kept = {n for n, e in entries if e.role not in (InputRole.BATCH, InputRole.SHARED_BATCH)}
+        self.updated_whole: set[fx.Node] = set()
         self.shards_state = plan.shards_state(axis)
         self.outer = outer
         self.splits_sequences = starts is not None
@@ -182,6 +184,8 @@ class Propagation:
         for node, entry in self.parameters.items():
             if self.shards_state and entry.mutated and self.versions[node][0] == REPLICATE and entry.value.shape:
                 self.versions[node] = [CHUNK, REPLICATE]
+        for node in self.updated_whole:
+            self.versions[node] = [REPLICATE, *(p for p in self.versions[node] if p != REPLICATE)]
 
     def _operator(self, node: fx.Node) -> None:
         if not self.updating and info_of(node).section in _UPDATE:
@@ -310,7 +314,8 @@ class Propagation:
         for operand, want in zip(call.operands, layout.inputs, strict=True):
             versions = self.versions[operand]
             shares = aliasing and self.aliasing.roots[operand] is self.aliasing.roots[node]
-            copied = isinstance(want, Shard) and isinstance(layout.outputs[0], Partial)  # one row of a split dimension
+            pieces = not isinstance(want, (Replicate, Partial))
+            copied = pieces and isinstance(layout.outputs[0], (Replicate, Partial))  # one row of a split dimension
             if shares and (want != versions[0] or copied or operand in self.detached):
                 self.detached.add(node)
             if want not in versions:
@@ -398,7 +403,8 @@ class Propagation:
 
     def _written(self, operand: fx.Node, placement: Placement, writer: fx.Node) -> None:
         others = self.aliasing.others_read_later(operand, writer)
-        if others and (operand in self.detached or any(o in self.detached for o in others)):
+        lost = operand in self.detached and self.aliasing.roots[operand] in self.kept
+        if lost or (others and (operand in self.detached or any(o in self.detached for o in others))):
             self._make_whole(operand)
             raise ExpansionError(
                 f"{named(writer)} writes into one of several views of a tensor "
@@ -410,8 +416,11 @@ class Propagation:
                 del self.versions[alias][1:]
 
     def _make_whole(self, operand: fx.Node) -> None:
-        """Create the storage that ``operand`` is in on every rank as a whole, if the graph creates it."""
+        """Create the storage that ``operand`` is in on every rank as a whole; what is updated is gathered for that."""
         root = self.aliasing.roots[operand]
+        if self.updating and root in self.kept - self.updated_whole:
+            self.updated_whole.add(root)
+            raise _ForceError
         if root.op != "placeholder" and self.forced.get(root) != REPLICATE:
             self.forced[root] = REPLICATE
             raise _ForceError
