@@ -49,9 +49,13 @@ def _assert_continues(resumed: Result, whole: Result) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """``CASE`` in graphs, and where its checkpoints are."""
-    folder = tmp_path_factory.mktemp("trained")
-    return _run(folder, "spmd"), folder
+    """``CASE`` in graphs, and where its checkpoints are; on one thread, as the tests that compare with it."""
+    folder, threads = tmp_path_factory.mktemp("trained"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _run(folder, "spmd"), folder
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("model", ["gpt", "mlp"])
