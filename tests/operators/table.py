@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ from tests.operators.check import (
     SLOW,
     WRONG,
 )
-from tests.operators.sweep import Result
+from tests.operators.sweep import Result, Side
 
 _HEAD = """# Operators
 
@@ -26,20 +26,19 @@ Every operator of torch's own operator database (`torch.testing._internal.common
 float64, as the body of a training step: forward and gradients on two simulated ranks against the eager step on one
 device, in float64. NaN and infinities must be in the same places, and both ranks' graphs must be the same.
 
-* **Rows**: the operator's first tensor, and all tensors with as many rows, are the batch, in unequal shares: all rows
-  but one and one, all and none, equal ones.
-* **Parameters**: each tensor in turn is split on each of its dimensions over a tensor axis.
-* **In place**: the in-place form, where there is one, with rows split.
+{sides}
 
-Up to {samples} samples an operator that differ in shapes, dimensions and keywords; torch {version}: {checks} checks of
-{operators} operators. Made by
+Up to {samples} samples of each of {operators} operators, as different as possible; torch {version}. Made by
 
-    python -m tests.operators --write docs/operators.md
+    python -m tests.operators --sides {names} --write docs/operators.md
 
-An operator stands where its worst sample stands. *Gathered* means that it has no sharding rule for some arguments and
-works on whole tensors, which a warning says, with module, line and bytes. *Refused* means an error that names operator,
-module and line; with replicated parameters training goes on eagerly. None is wrong, none ends in an error that is not
-ours, none takes {seconds:.0f} seconds.
+An operator stands where its worst sample stands:
+
+{counts}
+
+*Gathered* means that it has no sharding rule for some arguments and works on whole tensors, which a warning says, with
+module, line and bytes. *Refused* means an error that names operator, module and line; with replicated parameters
+training goes on eagerly. *Slow* is more than {seconds:.0f} seconds of processor time to capture, expand and run a step.
 """
 _KINDS = {
     WRONG: "**Wrong**",
@@ -52,26 +51,60 @@ _KINDS = {
     EQUAL: "Equal",
     SKIPPED: "Not tried: one device cannot do it, or no tensor has a dimension to split",
 }
+_SHORT = {
+    WRONG: "wrong",
+    CRASHED: "ended in an error that is not ours",
+    SLOW: "slow",
+    REFUSED: "refused",
+    REPLICATED: "equal, gathered",
+    FORMULA: "equal, another formula",
+    ARBITRARY: "arbitrary, shapes right",
+    EQUAL: "equal",
+    SKIPPED: "not tried",
+}
 _TITLES = {"rows": "Rows", "parameters": "Parameters", "in place": "In place"}
+_MEANING = {
+    "rows": "the operator's first tensor, and all tensors with as many rows, are the batch, in unequal shares: all\n"
+    "  rows but one and one, all and none, equal ones.",
+    "parameters": "each tensor in turn is split on each of its dimensions over a tensor axis.",
+    "in place": "the in-place form, where there is one, with rows split.",
+}
 _ORDER = list(_KINDS)
 
 
 def table(results: Sequence[Result], names: Iterable[str], samples: int | None, seconds: float) -> str:
     """The document."""
-    version = str(torch.__version__).split("+")[0]
+    names = sorted(names)
+    by_side = {side: [r for r in results if r.side == side] for side in _TITLES}
+    by_side = {side: found for side, found in by_side.items() if found}
     head = _HEAD.format(
+        sides="\n".join(f"* **{_TITLES[side]}**: {_MEANING[side]}" for side in by_side),
+        names=" ".join(f"'{side}'" if " " in side else side for side in by_side),
         samples="400" if samples is None else samples,
-        version=version,
-        checks=len(results),
-        operators=len({r.operator for r in results}),
+        version=str(torch.__version__).split("+")[0],
+        operators=len(names),
+        counts=_counts(by_side, names),
         seconds=seconds,
     )
-    parts = [head]
-    for side, title in _TITLES.items():
-        mine = [r for r in results if r.side == side]
-        if mine:
-            parts.append(f"## {title}\n\n{_side(mine, sorted(names))}")
-    return "\n".join(parts)
+    return "\n".join([head, *(f"## {_TITLES[s]}\n\n{_side(found, names)}" for s, found in by_side.items())])
+
+
+def _counts(by_side: Mapping[Side, Sequence[Result]], names: Sequence[str]) -> str:
+    """A table of how many operators came out how."""
+    members = {side: _members(found, names) for side, found in by_side.items()}
+    rows = [["", *(_TITLES[side].lower() for side in by_side)], ["---", *("---:" for _ in by_side)]]
+    rows += [[_SHORT[kind], *(str(len(members[side][kind])) for side in by_side)] for kind in _KINDS]
+    rows += [["checks", *(str(len(found)) for found in by_side.values())]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _members(results: Sequence[Result], names: Sequence[str]) -> dict[str, list[str]]:
+    """By kind, the operators whose worst result is of it."""
+    by_operator = worst(results)
+    found = {kind: [n for n, r in by_operator.items() if r.outcome.kind == kind] for kind in _KINDS}
+    if results[0].side != "in place":
+        found[SKIPPED] += [n for n in names if n not in by_operator]
+    return found
 
 
 def worst(results: Iterable[Result]) -> dict[str, Result]:
@@ -87,10 +120,8 @@ def worst(results: Iterable[Result]) -> dict[str, Result]:
 def _side(results: Sequence[Result], names: Sequence[str]) -> str:
     by_operator = worst(results)
     lines: list[str] = []
-    for kind, title in _KINDS.items():
-        members = [n for n, r in by_operator.items() if r.outcome.kind == kind]
-        if kind == SKIPPED and results[0].side != "in place":
-            members += [n for n in names if n not in by_operator]
+    for kind, members in _members(results, names).items():
+        title = _KINDS[kind]
         if not members:
             continue
         lines.append(f"**{title}** ({len(members)})\n" if not title.startswith("**") else f"{title} ({len(members)})\n")
