@@ -18,8 +18,9 @@ from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import announce, build, finish
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
 from lightning_spmd.stages.capture.holders import Entry
+from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.state_guard import Change
-from lightning_spmd.stages.capture.trace import CaptureRequest, parameter_names
+from lightning_spmd.stages.capture.trace import parameter_names
 from lightning_spmd.stages.capture.trainer_view import learning_rate_name
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.runtime.agreement import agree_on

@@ -20,8 +20,9 @@ from lightning_spmd.ir.same_step import Difference, difference_at_capture, first
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Entry
+from lightning_spmd.stages.capture.request import CaptureRequest, Trace
 from lightning_spmd.stages.capture.state_guard import Change
-from lightning_spmd.stages.capture.trace import CaptureRequest, Trace, trace
+from lightning_spmd.stages.capture.trace import trace
 
 CHANGES_TO_FOLLOW = 2
 """A number becomes an input when a graph would have to be built for its so-and-so-manieth change."""

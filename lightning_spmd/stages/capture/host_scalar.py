@@ -125,37 +125,16 @@ _REFLECTED = (
 )
 
 
-class HostScalar:
-    """The node of a SymInt/SymFloat/SymBool: the value of this step plus the graph node that computes it.
+class _Answers:
+    """What torch asks of a number's node first, by the protocol of torch.fx.experimental.sym_node.SymNode.
 
     Args:
-        value: the number that this step's Python code would have.
-        node: graph node that yields it, or None for a constant.
-        recorder: where arithmetic and decisions are recorded.
+        value: the number.
     """
 
-    def __init__(self, value: Number, node: fx.Node | None, recorder: ScalarRecorder) -> None:
+    def __init__(self, value: Number) -> None:
         self.value = value
-        self.node = node
-        self.recorder = recorder
 
-    def as_symbol(self) -> torch.SymInt | torch.SymFloat | torch.SymBool:
-        """This number as the torch type that operators and Python code accept."""
-        if isinstance(self.value, bool):
-            return torch.SymBool(self)
-        return torch.SymInt(self) if isinstance(self.value, int) else torch.SymFloat(self)
-
-    def argument(self) -> fx.Node | Number:
-        """What stands for this number in a recorded call."""
-        return self.value if self.node is None else self.node
-
-    def __getattr__(self, name: str) -> Callable[..., HostScalar]:
-        function = _OPERATORS.get(name)
-        if function is None:
-            raise AttributeError(f"a recorded number has no operation {name!r}")
-        return lambda *others: self.recorder.scalar_call(function, (self, *others))
-
-    # --- the protocol of torch.fx.experimental.sym_node.SymNode that torch's C++ and SymInt/SymFloat call
     def is_int(self) -> bool:
         return isinstance(self.value, int) and not isinstance(self.value, bool)
 
@@ -186,6 +165,38 @@ class HostScalar:
     def has_hint(self) -> bool:
         return True
 
+
+class HostScalar(_Answers):
+    """The node of a SymInt/SymFloat/SymBool: the value of this step plus the graph node that computes it.
+
+    Args:
+        value: the number that this step's Python code would have.
+        node: graph node that yields it, or None for a constant.
+        recorder: where arithmetic and decisions are recorded.
+    """
+
+    def __init__(self, value: Number, node: fx.Node | None, recorder: ScalarRecorder) -> None:
+        super().__init__(value)
+        self.node = node
+        self.recorder = recorder
+
+    def as_symbol(self) -> torch.SymInt | torch.SymFloat | torch.SymBool:
+        """This number as the torch type that operators and Python code accept."""
+        if isinstance(self.value, bool):
+            return torch.SymBool(self)
+        return torch.SymInt(self) if isinstance(self.value, int) else torch.SymFloat(self)
+
+    def argument(self) -> fx.Node | Number:
+        """What stands for this number in a recorded call."""
+        return self.value if self.node is None else self.node
+
+    def __getattr__(self, name: str) -> Callable[..., HostScalar]:
+        function = _OPERATORS.get(name)
+        if function is None:
+            raise AttributeError(f"a recorded number has no operation {name!r}")
+        return lambda *others: self.recorder.scalar_call(function, (self, *others))
+
+    # --- the rest of that protocol: numbers and decisions
     @property
     def hint(self) -> Number:
         return self.value

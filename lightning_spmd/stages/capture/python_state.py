@@ -20,13 +20,13 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.stages.capture.attribute_spy import AttributeSpy
 from lightning_spmd.stages.capture.code_facts import facts_of
+from lightning_spmd.stages.capture.containers import Content
 from lightning_spmd.stages.capture.contents import MOST_BYTES, bytes_of_tensor
 from lightning_spmd.stages.capture.frames import FrameWatch
 from lightning_spmd.stages.capture.holders import (
     CANNOT_BE_PUT,
     Attributes,
     ClassAttributes,
-    Content,
     Entry,
     Fields,
     Globals,

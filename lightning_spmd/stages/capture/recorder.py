@@ -234,7 +234,8 @@ class Recorder(private.TorchDispatchMode):
                 user_location(),
             )
         if any(scalar_of(a) is not None for a in flat):
-            self._freeze_shapes(func, args, kwargs)
+            for number in _numbers_of_shapes(func, args, kwargs):
+                self.decide(number)
         recorded = [self.argument(a) for a in flat]
         concrete = [a if (s := scalar_of(a)) is None else s.value for a in flat]
         plain_args, plain_kwargs = pytree.tree_unflatten(concrete, tree)
@@ -261,7 +262,7 @@ class Recorder(private.TorchDispatchMode):
                     "dense one (sparse=False)",
                     self._location(),
                 )
-        key = self._draw_key(func, concrete)
+        key = _draw_key(func, concrete)
         if key is not None and key in self._draws:
             return self._repeat_draw(func, self._draws[key], args, out)
         node_args, node_kwargs = pytree.tree_unflatten(recorded, tree)
@@ -272,12 +273,6 @@ class Recorder(private.TorchDispatchMode):
             self._draws[key] = node
         self._run_shadow(func, plain_args, plain_kwargs, flat, out)
         return out
-
-    def _freeze_shapes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Numbers that decide shapes are guarded by value: all that follows has these shapes."""
-        for value in private.decide_shapes(func, args, kwargs):
-            for number in filter(None, map(scalar_of, pytree.tree_leaves(value))):
-                self.decide(number)
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Shapes of the outputs, from torch's shape function or, where that is too strict, from the kernel.
@@ -342,21 +337,6 @@ class Recorder(private.TorchDispatchMode):
                 self._shadows[id(fake_leaf)] = real_leaf
 
     # ------------------------------------------------------------------ random numbers
-    def _draw_key(self, func: Any, flat: list[Any]) -> bytes | None:
-        """The generator's state, for operators that draw from the default one.
-
-        Fake tensors consume no random numbers, so the recorder advances the real generator by one number a draw:
-        activation checkpointing, which restores the state and computes again, then shows itself by an equal key.
-        """
-        if not private.is_random(func):
-            return None
-        device = next((a.device for a in flat if isinstance(a, Tensor)), torch.device("cpu"))
-        generator = private.default_generator(device)
-        with private.disable_dispatch_modes():
-            key = generator.get_state().numpy().tobytes() + str(func).encode()
-            torch.empty(1, device=device).uniform_(generator=generator)
-        return key
-
     def _repeat_draw(self, func: Any, first: fx.Node, args: Any, out: Any) -> Any:
         """A recomputed draw takes the numbers of the first one, which are kept instead of drawn again."""
         if not private.is_mutating(func):
@@ -371,6 +351,28 @@ class Recorder(private.TorchDispatchMode):
         node.meta["info"] = self.info()
         self._bind_outputs(node, out)
         return out
+
+
+def _numbers_of_shapes(func: Any, args: Any, kwargs: Any) -> list[HostScalar]:
+    """Numbers that decide shapes, guarded by value: all that follows has these shapes."""
+    values = private.decide_shapes(func, args, kwargs)
+    return [n for value in values for n in map(scalar_of, pytree.tree_leaves(value)) if n is not None]
+
+
+def _draw_key(func: Any, flat: list[Any]) -> bytes | None:
+    """The generator's state, for operators that draw from the default one.
+
+    Fake tensors consume no random numbers, so the recorder advances the real generator by one number a draw:
+    activation checkpointing, which restores the state and computes again, then shows itself by an equal key.
+    """
+    if not private.is_random(func):
+        return None
+    device = next((a.device for a in flat if isinstance(a, Tensor)), torch.device("cpu"))
+    generator = private.default_generator(device)
+    with private.disable_dispatch_modes():
+        key = generator.get_state().numpy().tobytes() + str(func).encode()
+        torch.empty(1, device=device).uniform_(generator=generator)
+    return key
 
 
 def _described(node: fx.Node) -> str:

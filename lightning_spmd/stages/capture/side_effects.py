@@ -19,7 +19,8 @@ from torchmetrics import Metric
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.stages.capture.code_facts import line_that_changes
-from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Cell, Content, Entry, Holder
+from lightning_spmd.stages.capture.containers import Content
+from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Cell, Entry, Holder
 from lightning_spmd.stages.capture.kinds import BOOKKEEPING, TORCH_INTERNALS, attributes_of, slots_of
 from lightning_spmd.stages.capture.same_state import MISSING, is_simple, same_simple
 from lightning_spmd.stages.capture.sightings import Sightings

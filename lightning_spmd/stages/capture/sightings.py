@@ -12,17 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spmd.stages.capture.code_facts import CodeFacts
-from lightning_spmd.stages.capture.holders import (
-    Attributes,
-    Closure,
-    Content,
-    Entries,
-    Entry,
-    Fields,
-    Holder,
-    Items,
-    Members,
-)
+from lightning_spmd.stages.capture.containers import Content, Entries, Items, Members
+from lightning_spmd.stages.capture.holders import Attributes, Closure, Entry, Fields, Holder
 
 H = TypeVar("H", bound=Holder)
 _MAIN_KINDS = (Attributes, Fields, Entries, Items, Members, Closure, Content)

@@ -17,16 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_spmd.stages.capture.holders import (
-    Attributes,
-    ClassAttributes,
-    Content,
-    Entries,
-    Entry,
-    Globals,
-    Holder,
-    plain_dict_of,
-)
+from lightning_spmd.stages.capture.containers import Content, Entries
+from lightning_spmd.stages.capture.holders import Attributes, ClassAttributes, Entry, Globals, Holder, plain_dict_of
 from lightning_spmd.stages.capture.same_state import MISSING, is_simple, kind_of_tensor, same_simple
 
 Read = Callable[[], Any]

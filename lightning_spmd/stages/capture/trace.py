@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError, SPMDError
+from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.guards import BatchGuard, Guards
 from lightning_spmd.ir.layout import densely, has_layout, row_major
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
-from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.stages.capture.appended_lists import Place, lists_followed
-from lightning_spmd.stages.capture.batch import Batch, LeafWasRead
+from lightning_spmd.stages.capture.around_trace import explained, grad_mode, modules_followed, random_state_kept
 from lightning_spmd.stages.capture.decisions import decision_program
-from lightning_spmd.stages.capture.holders import Attributes, Entry
+from lightning_spmd.stages.capture.holders import Attributes
 from lightning_spmd.stages.capture.host_scalar import TensorsFollowScalars, math_follows_scalars, scalar_of
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
@@ -38,7 +36,8 @@ from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_gu
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, has_step_of_its_own
 from lightning_spmd.stages.capture.python_state import PythonState
 from lightning_spmd.stages.capture.recorder import Recorder, in_section
-from lightning_spmd.stages.capture.side_effects import Effect, complain_about_new_tensors
+from lightning_spmd.stages.capture.request import CaptureRequest, Trace
+from lightning_spmd.stages.capture.side_effects import complain_about_new_tensors
 from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
 from lightning_spmd.stages.capture.surroundings import (
     hooks_guard,
@@ -47,63 +46,8 @@ from lightning_spmd.stages.capture.surroundings import (
     tensor_kinds_guard,
 )
 from lightning_spmd.stages.capture.trainer_view import learning_rates_followed, trainer_seen_as
-from lightning_spmd.stages.capture.user_code import location_of
 
 _IN_WORDS = {Section.BACKWARD: "the backward pass", Section.CLIP: "gradient clipping"}
-_NO_DATA = "its data is not allocated yet"
-"""What torch says where C++ code reads memory that a fake tensor does not have."""
-
-
-@dataclass
-class CaptureRequest:
-    """What to capture.
-
-    Args:
-        module: the LightningModule.
-        optimizer: its only optimizer; None for a variant that is the step method alone.
-        trainer: the Trainer, which the step method sees through a recording view.
-        variant: part of the iteration.
-        batch: this rank's batch; None for a variant without forward.
-        arguments: the other arguments of the step method by name, in order (``batch_idx``, ``dataloader_idx``).
-        rows: rows of the global batch; None on one device, where the batch is taken as it is.
-        loss_divisor: ``accumulate_grad_batches``.
-        accumulators: names of the parameters that already hold a gradient (of earlier micro-batches, or ``p.grad``).
-        clip: called with the optimizer between backward and step; None for no clipping.
-        step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
-        tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
-        moving: places of Python numbers that are to be inputs, by path.
-        came_late: says what came since the run began and keeps the step from being this graph, or None.
-    """
-
-    module: Any
-    optimizer: Optimizer | None
-    trainer: Any
-    variant: Variant
-    batch: Batch | None
-    arguments: dict[str, Any]
-    rows: int | None
-    loss_divisor: int
-    accumulators: frozenset[str]
-    clip: Callable[[Any], None] | None
-    step_context: Callable[[], contextlib.AbstractContextManager[Any]]
-    tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    moving: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
-    came_late: Callable[[], str | None] = lambda: None
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one look at a step gave.
-
-    Args:
-        step: the graph.
-        effects: what the step had changed of Python's state; it was undone.
-        error: what tells the user of the first effect, or None.
-    """
-
-    step: CapturedStep
-    effects: list[Effect]
-    error: CaptureError | None
 
 
 def trace(request: CaptureRequest) -> Trace:
@@ -179,7 +123,7 @@ class _Capture:
             raise CaptureError(reason)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.python.following(request.moving, self._host_value))
-            stack.enter_context(_grad_mode(request.variant))
+            stack.enter_context(grad_mode(request.variant))
             stack.enter_context(random_state_kept())
             stack.enter_context(self.python.kept())
             slots = stack.enter_context(private.module_tensors_replaced(request.module, self._twin))
@@ -188,7 +132,7 @@ class _Capture:
             stack.enter_context(trainer_seen_as(request.module, self.python.view))
             stack.enter_context(learning_rates_followed(request.trainer, self._host_value))
             stack.enter_context(self.logs.active(request.module))
-            stack.enter_context(_modules_followed(request.module, self.recorder))
+            stack.enter_context(modules_followed(request.module, self.recorder))
             stack.enter_context(math_follows_scalars(self.recorder))
             stack.enter_context(TensorsFollowScalars(self.python.content_of))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -426,72 +370,3 @@ def _with_mutations(graph: fx.Graph, inputs: list[tuple[fx.Node, GraphInput]]) -
     roots = storage_roots(graph)
     written = {roots[target] for node in graph.nodes for target in written_arguments(node)}
     return tuple(dataclasses.replace(entry, mutated=node in written) for node, entry in inputs)
-
-
-@contextlib.contextmanager
-def _grad_mode(variant: Variant) -> Iterator[None]:
-    """Outside inference mode, whose tensors know no versions; without gradients where none are asked for."""
-    if variant.backward:
-        yield
-        return
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """The recorder advances torch's generators to recognise recomputed draws; put them back afterwards."""
-    host, seed = torch.get_rng_state(), torch.initial_seed()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        yield
-        if torch.initial_seed() != seed:
-            raise CaptureError(
-                "training_step seeds torch (manual_seed, seed_everything): that would happen once, at capture; seed "
-                "before fit or in on_train_batch_start"
-            )
-    finally:
-        torch.set_rng_state(host)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-
-
-@contextlib.contextmanager
-def _modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder which module's forward runs, through torch's global module hooks."""
-    paths = {id(module): path for path, module in root.named_modules()}
-
-    def enter(module: nn.Module, _: Any) -> None:
-        recorder.module_path.append(paths.get(id(module), recorder.module_path[-1]))
-
-    def leave(module: nn.Module, _: Any, __: Any) -> None:
-        recorder.module_path.pop()
-
-    before = register_module_forward_pre_hook(enter)
-    after = register_module_forward_hook(leave, always_call=True)
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
-
-
-@contextlib.contextmanager
-def explained(recorder: Recorder, what: Callable[[], str] = lambda: "training_step") -> Iterator[None]:
-    """Whatever goes wrong under fake tensors becomes a CaptureError with the operator and the user's line."""
-    try:
-        yield
-    except (SPMDError, LeafWasRead):
-        raise
-    except Exception as error:
-        if _NO_DATA in str(error):
-            raise CaptureError(
-                "an operator reads the values of a tensor (as positions or sizes), which one graph cannot express; use "
-                "Python numbers there",
-                location_of(error),
-            ) from error
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        reason = f"{recorder.failing}{reason}"
-        # contextlib takes a RuntimeError whose cause is the StopIteration for Python's own, and lets the latter out.
-        cause = None if isinstance(error, StopIteration) else error
-        raise CaptureError(f"{what()} could not be captured ({reason})", location_of(error)) from cause

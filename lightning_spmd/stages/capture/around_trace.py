@@ -1,0 +1,89 @@
+"""What is around a trace: the mode of gradients, random state, the module that runs, how errors are explained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from lightning_spmd.errors import CaptureError, SPMDError
+from lightning_spmd.ir.steps import Variant
+from lightning_spmd.stages.capture.batch import LeafWasRead
+from lightning_spmd.stages.capture.recorder import Recorder
+from lightning_spmd.stages.capture.user_code import location_of
+
+_NO_DATA = "its data is not allocated yet"
+"""What torch says where C++ code reads memory that a fake tensor does not have."""
+
+
+@contextlib.contextmanager
+def grad_mode(variant: Variant) -> Iterator[None]:
+    """Outside inference mode, whose tensors know no versions; without gradients where none are asked for."""
+    if variant.backward:
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The recorder advances torch's generators to recognise recomputed draws; put them back afterwards."""
+    host, seed = torch.get_rng_state(), torch.initial_seed()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+        if torch.initial_seed() != seed:
+            raise CaptureError(
+                "training_step seeds torch (manual_seed, seed_everything): that would happen once, at capture; seed "
+                "before fit or in on_train_batch_start"
+            )
+    finally:
+        torch.set_rng_state(host)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+@contextlib.contextmanager
+def modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder which module's forward runs, through torch's global module hooks."""
+    paths = {id(module): path for path, module in root.named_modules()}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        recorder.module_path.append(paths.get(id(module), recorder.module_path[-1]))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        recorder.module_path.pop()
+
+    before = register_module_forward_pre_hook(enter)
+    after = register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+@contextlib.contextmanager
+def explained(recorder: Recorder, what: Callable[[], str] = lambda: "training_step") -> Iterator[None]:
+    """Whatever goes wrong under fake tensors becomes a CaptureError with the operator and the user's line."""
+    try:
+        yield
+    except (SPMDError, LeafWasRead):
+        raise
+    except Exception as error:
+        if _NO_DATA in str(error):
+            raise CaptureError(
+                "an operator reads the values of a tensor (as positions or sizes), which one graph cannot express; use "
+                "Python numbers there",
+                location_of(error),
+            ) from error
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        reason = f"{recorder.failing}{reason}"
+        # contextlib takes a RuntimeError whose cause is the StopIteration for Python's own, and lets the latter out.
+        cause = None if isinstance(error, StopIteration) else error
+        raise CaptureError(f"{what()} could not be captured ({reason})", location_of(error)) from cause

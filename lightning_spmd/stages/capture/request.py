@@ -1,0 +1,68 @@
+"""What is asked of capture, and what a trace of it found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.holders import Entry
+from lightning_spmd.stages.capture.side_effects import Effect
+
+
+@dataclass
+class CaptureRequest:
+    """What to capture.
+
+    Args:
+        module: the LightningModule.
+        optimizer: its only optimizer; None for a variant that is the step method alone.
+        trainer: the Trainer, which the step method sees through a recording view.
+        variant: part of the iteration.
+        batch: this rank's batch; None for a variant without forward.
+        arguments: the other arguments of the step method by name, in order (``batch_idx``, ``dataloader_idx``).
+        rows: rows of the global batch; None on one device, where the batch is taken as it is.
+        loss_divisor: ``accumulate_grad_batches``.
+        accumulators: names of the parameters that already hold a gradient (of earlier micro-batches, or ``p.grad``).
+        clip: called with the optimizer between backward and step; None for no clipping.
+        step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
+        tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
+        moving: places of Python numbers that are to be inputs, by path.
+        came_late: says what came since the run began and keeps the step from being this graph, or None.
+    """
+
+    module: Any
+    optimizer: Optimizer | None
+    trainer: Any
+    variant: Variant
+    batch: Batch | None
+    arguments: dict[str, Any]
+    rows: int | None
+    loss_divisor: int
+    accumulators: frozenset[str]
+    clip: Callable[[Any], None] | None
+    step_context: Callable[[], contextlib.AbstractContextManager[Any]]
+    tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    moving: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
+    came_late: Callable[[], str | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one look at a step gave.
+
+    Args:
+        step: the graph.
+        effects: what the step had changed of Python's state; it was undone.
+        error: what tells the user of the first effect, or None.
+    """
+
+    step: CapturedStep
+    effects: list[Effect]
+    error: CaptureError | None
