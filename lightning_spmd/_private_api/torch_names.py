@@ -229,12 +229,15 @@ def child_tables(module: nn.Module) -> list[dict[str, nn.Module | None]]:
 
 def autograd_hooks(module: nn.Module) -> list[tuple[str, Any]]:
     """(parameter or module, hook) of every hook that only autograd calls; without it they would be silently skipped."""
-    tables = [
-        *((n, getattr(p, t, None)) for n, p in module.named_parameters() for t in _PARAMETER_HOOKS),
-        *((n or "self", getattr(m, t)) for n, m in module.named_modules() for t in _MODULE_HOOKS),
-        *(("all modules", getattr(_torch_module, f"_global{t}")) for t in _MODULE_HOOKS),
-    ]
-    return [(name, hook) for name, table in tables if table for hook in table.values()]
+    found = [(name, hook) for name, p in module.named_parameters() for hook in parameter_hooks(p)]
+    tables = [(n or "self", getattr(m, t)) for n, m in module.named_modules() for t in _MODULE_HOOKS]
+    tables += [("all modules", getattr(_torch_module, f"_global{t}")) for t in _MODULE_HOOKS]
+    return found + [(name, hook) for name, table in tables if table for hook in table.values()]
+
+
+def parameter_hooks(tensor: Tensor) -> list[Any]:
+    """Hooks that autograd calls when this tensor gets its gradient."""
+    return [hook for table in _PARAMETER_HOOKS for hook in (getattr(tensor, table, None) or {}).values()]
 
 
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.placement import CHUNK
-from lightning_spmd.parallel.state import StateMesh, broadcast_from_first
+from lightning_spmd.parallel.state import StateMesh, broadcast_from_first, in_place_of
 
 _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -67,7 +67,7 @@ def stage(module: nn.Module, state: StateMesh) -> None:
         value = parameter.detach()
         broadcast_from_first(value)
         placements = (CHUNK,) * len(state.axes)
-        setattr(module, key, nn.Parameter(state.shard(value, placements), requires_grad=parameter.requires_grad))
+        setattr(module, key, in_place_of(parameter, state.shard(value, placements)))
 
 
 @contextlib.contextmanager

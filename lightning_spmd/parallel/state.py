@@ -199,7 +199,16 @@ def broadcast_from_first(tensor: Tensor) -> None:
         value.copy_(plain)
 
 
-def shard_module(module: nn.Module, plan: ParallelPlan, state: StateMesh, staging: StateMesh | None = None) -> None:
+def in_place_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """The parameter that comes where ``old`` was, with what the user wrote on that (``p.no_decay = True``)."""
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    vars(new).update({key: tag for key, tag in vars(old).items() if key not in vars(new)})
+    return new
+
+
+def shard_module(
+    module: nn.Module, plan: ParallelPlan, state: StateMesh, staging: StateMesh | None = None
+) -> list[tuple[str, Tensor, Tensor]]:
     """Replace the parameters and buffers that the plan shards by DTensors; tied ones stay tied.
 
     Args:
@@ -207,8 +216,12 @@ def shard_module(module: nn.Module, plan: ParallelPlan, state: StateMesh, stagin
         plan: how parameters lie.
         state: the mesh.
         staging: the mesh on which parameters that are in chunks already lie; each is put together for a moment.
+
+    Returns:
+        (name, what was there, what is there now) of each.
     """
     replaced: dict[int, Tensor] = {}
+    exchanged: list[tuple[str, Tensor, Tensor]] = []
     # alive, so that no new tensor gets the id of one that was replaced
     kept = [*module.parameters(), *module.buffers()]
     for path, part in module.named_modules():
@@ -223,11 +236,13 @@ def shard_module(module: nn.Module, plan: ParallelPlan, state: StateMesh, stagin
                     continue
                 new = _laid_out(parameter, placements, state, staging)
                 if isinstance(parameter, nn.Parameter):
-                    new = nn.Parameter(new, requires_grad=parameter.requires_grad)
+                    new = in_place_of(parameter, new)
                 replaced[id(parameter)] = replaced[id(new)] = new
+                exchanged.append((name, parameter, new))
             # through the module's own __setattr__: a recurrent layer keeps a list of its weights
             setattr(part, key, replaced[id(parameter)])
     del kept
+    return exchanged
 
 
 def _lies_as(parameter: Tensor, placements: Placements, state: StateMesh) -> bool:

@@ -13,10 +13,11 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
-from lightning_spmd.messages import tell
+from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import announce, build, finish
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
+from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.state_guard import Change
@@ -28,9 +29,11 @@ from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
+from lightning_spmd.strategy.counted_rows import counts_of_rows, lists_of_rows
 from lightning_spmd.strategy.first_step import with_state
 from lightning_spmd.strategy.graph_table import creates_state
 from lightning_spmd.strategy.memory import check_writes, lay_out_state
+from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
 
 Tell = Callable[[str, int | None], None]
@@ -202,8 +205,21 @@ class GraphBuilder:
         executable = Executable(captured, graphs, state, finish_graphs, functools.partial(self._follow, captured))
         if context.mesh is not None:
             tensors = () if request.batch is None else request.batch.tensor_values
-            check_writes(graphs.main.signature.inputs, executable.inputs(tensors), context.module)
+            values = executable.inputs(tensors)
+            check_used(values)
+            check_writes(graphs.main.signature.inputs, values, context.module)
+            if request.batch is not None:
+                self._tell_about_counts(request.batch, captured, sum(split))
         return executable
+
+    def _tell_about_counts(self, batch: Batch, captured: CapturedStep, rows: int) -> None:
+        counts = counts_of_rows(batch, [guard.path for guard in captured.guards.batch], rows)
+        for say, texts in ((warn, counts), (tell, lists_of_rows(batch, rows))):
+            for text in texts:
+                gist = text.split(" is ")[0]
+                if gist not in self._told:
+                    self._told.add(gist)
+                    say(text)
 
     def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
         """What ``capture_step`` gives once the optimizer has the state that its first step would create."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchSyncBatchNorm
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.messages import place_of
@@ -145,3 +147,70 @@ def foreign_layer_sync(context: Context) -> str | None:
 def pruning(context: Context) -> str | None:
     """Pruning, which replaces parameters."""
     return "callback ModelPruning" if any(isinstance(c, ModelPruning) for c in context.trainer.callbacks) else None
+
+
+def scripted(context: Context) -> str | None:
+    """Submodules that torch.jit compiled: they run without Python, and their tensors cannot be exchanged."""
+    found = [name for name, part in context.module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    return f"{', '.join(found[:3])} is a torch.jit.ScriptModule" if found else None
+
+
+def averaging_of_parts(context: Context) -> str | None:
+    """Callbacks that average weights, where weights are in parts."""
+    if not any(isinstance(p, DTensor) for p in context.module.parameters()):
+        return None
+    kinds = (StochasticWeightAveraging, WeightAveraging)
+    found = [type(c).__name__ for c in context.trainer.callbacks if isinstance(c, kinds)]
+    return f"callback {found[0]}, with parameters in parts on the ranks" if found else None
+
+
+# ---------------------------------------------------------------------- who reads p.grad
+_LATE_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "optimizer_step",
+    "lr_scheduler_step",
+)
+
+
+def late_gradient_readers(context: Context) -> str | None:
+    """Hooks between two steps whose code, or a function of the user's that it calls, names ``.grad``."""
+    for owner in (context.module, *context.trainer.callbacks):
+        for hook in _LATE_HOOKS:
+            method = getattr(getattr(owner, hook, None), "__func__", None)
+            if isinstance(method, FunctionType) and _names_grad(method, type(owner)):
+                return f"{type(owner).__name__}.{hook}{place_of(method)} reads p.grad"
+    return None
+
+
+def _names_grad(function: FunctionType, owner: type) -> bool:
+    if not _is_users(function):
+        return False
+    names = set(_names(function.__code__))
+    if "grad" in names:
+        return True
+    called = [function.__globals__.get(name, getattr(owner, name, None)) for name in names]
+    functions = [c for c in called if isinstance(c, FunctionType) and c is not function]
+    return any(_is_grad_utility(c) or (_is_users(c) and "grad" in _names(c.__code__)) for c in functions)
+
+
+def _is_users(function: FunctionType) -> bool:
+    return not function.__module__.startswith(("lightning.pytorch.", "lightning_spmd.", "torch."))
+
+
+def _is_grad_utility(function: FunctionType) -> bool:
+    return function.__module__ == "lightning.pytorch.utilities.grads"
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Average ``p.grad`` over all ranks, in one flat all-reduce a dtype.
+    """Average ``p.grad`` over all ranks, in one flat all-reduce a dtype; sparse ones are gathered.
 
     A parameter that got no gradient on any rank keeps None; one that got none here but some elsewhere takes part with
     zeros. Averaging again what is already averaged changes nothing, so it may follow every backward.
@@ -23,9 +23,12 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         return
-    present = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
-    dist.all_reduce(present, dist.ReduceOp.MAX)
-    chosen = [p for p, has in zip(trained, present.tolist(), strict=True) if has]
+    kinds = torch.tensor([_kind(p.grad) for p in trained], dtype=torch.int32, device=trained[0].device)
+    dist.all_reduce(kinds, dist.ReduceOp.MAX)
+    for p, kind in zip(trained, kinds.tolist(), strict=True):
+        if kind > _DENSE:
+            p.grad = _sparse_mean(p, kind - _DENSE)
+    chosen = [p for p, kind in zip(trained, kinds.tolist(), strict=True) if kind == _DENSE]
     world_size = dist.get_world_size()
     for _, group in groupby(sorted(chosen, key=lambda p: str(p.dtype)), key=lambda p: p.dtype):
         members = list(group)
@@ -38,6 +41,37 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
         for p, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
             if p.grad is not None:
                 p.grad.copy_(piece.view_as(p.grad))
+
+
+_NONE, _DENSE = 0, 1
+"""Kinds of gradients; above these a sparse one, by the number of its sparse dimensions."""
+
+
+def _kind(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return _NONE
+    return _DENSE + (gradient.sparse_dim() if gradient.is_sparse else 0)
+
+
+def _sparse_mean(parameter: Tensor, sparse_dim: int) -> Tensor:
+    """The mean of what all ranks hold of a sparse gradient: their entries, one after the other."""
+    gradient = torch.zeros_like(parameter).detach() if parameter.grad is None else parameter.grad
+    own = (gradient if gradient.is_sparse else gradient.to_sparse(sparse_dim)).coalesce()
+    counts = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([own.values().shape[0]], device=own.device))
+    numbers = [int(count) for count in counts]
+    indices = _gathered(own.indices().t(), numbers).t()
+    mean = torch.sparse_coo_tensor(indices, _gathered(own.values(), numbers) / len(numbers), own.shape)
+    return mean.coalesce()
+
+
+def _gathered(rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """The rows of all ranks, which have different numbers of them."""
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def add_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
@@ -36,6 +37,20 @@ def begin_alike(module: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------- what is refused
+def check_initialized(module: nn.Module) -> None:
+    """Check that all parameters and buffers have shapes.
+
+    Raises:
+        ConfigurationError: naming those that wait for a first batch.
+    """
+    lazy = [name for name, t in (*module.named_parameters(), *module.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise ConfigurationError(
+            f"{', '.join(lazy[:3])} has no shape yet (a lazy module of torch): graphs and ranks need it before the "
+            "first batch. Run the layer once in __init__ or configure_model, self(torch.zeros(1, 8)), or give the size"
+        )
+
+
 def check_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
     """Check that every parameter of an optimizer can be updated where it lies.
 

@@ -19,6 +19,7 @@ from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.ranks import Processes, Ranks
+from lightning_spmd.strategy.replaced_tensors import keeping_attributes
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -108,7 +109,8 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         if self.model is not None:
-            self.model.to(self.root_device)
+            with keeping_attributes(self.model):
+                self.model.to(self.root_device)
 
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -126,6 +128,12 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if "mixed torch.Tensor and DTensor" in str(exception):  # torch's words, which name nothing of the user's
+            exception.add_note(
+                "strategy='spmd' keeps a part of each parameter on every rank, and code outside of the steps used one "
+                "as a whole tensor: `with trainer.strategy.full_parameters():` around it gives whole ones (all ranks "
+                "must enter), `p.full_tensor()` one of them; data_parallel='replicate' keeps them whole"
+            )
         self._ranks.explain_end(exception)
 
     # ------------------------------------------------------------------ collectives

@@ -27,11 +27,12 @@ from lightning_spmd.strategy.evaluating import Evaluation
 from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.layer_sharing import LayerSharing
-from lightning_spmd.strategy.memory import begin_alike
+from lightning_spmd.strategy.memory import begin_alike, check_initialized
 from lightning_spmd.strategy.options import checked_options
 from lightning_spmd.strategy.overlap import FinishPendingWork
 from lightning_spmd.strategy.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks import Ranks
+from lightning_spmd.strategy.replaced_tensors import keeping_attributes
 from lightning_spmd.strategy.replay import StepsInGraphs
 from lightning_spmd.strategy.run_context import BuildEvent, GraphSettings
 from lightning_spmd.strategy.saving import SavingStrategy
@@ -147,6 +148,8 @@ class SPMDStrategy(SavingStrategy):
         if self.accelerator is None or self.model is None:
             raise ConfigurationError("SPMDStrategy is not attached to a Trainer: pass it to Trainer(strategy=...)")
         self.accelerator.setup(trainer)
+        if self.is_distributed or trainer.state.fn == TrainerFn.FITTING:
+            check_initialized(self.model)
         self._layout.materialize(self.model, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -186,7 +189,11 @@ class SPMDStrategy(SavingStrategy):
         # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept
         # it there is on its way to the user
         unfinished = module is not None and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-        with contextlib.suppress(NotImplementedError) if unfinished else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if unfinished:
+                stack.enter_context(contextlib.suppress(NotImplementedError))
+            if module is not None:
+                stack.enter_context(keeping_attributes(module))
             super().teardown()
 
     # ------------------------------------------------------------------ training

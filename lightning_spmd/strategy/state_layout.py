@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.steps import Variant
-from lightning_spmd.parallel.parallel_plan import ParallelPlan
+from lightning_spmd.parallel.parallel_plan import ParallelPlan, options_in_parts
 from lightning_spmd.parallel.staged_init import materialize, sharded_as_built
 from lightning_spmd.parallel.state import StateMesh, shard_module, sharded_tensors_as
 from lightning_spmd.strategy.checkpoints import (
@@ -29,6 +29,7 @@ from lightning_spmd.strategy.checkpoints import (
 )
 from lightning_spmd.strategy.memory import check_parameters
 from lightning_spmd.strategy.ranks import Ranks
+from lightning_spmd.strategy.replaced_tensors import ReplacedTensors, check_can_be_in_parts, exchange_parameters
 
 if TYPE_CHECKING:
     from lightning_spmd.strategy.distributed_checkpoints import Shelf
@@ -50,6 +51,7 @@ class StateLayout:
         self.state: StateMesh | None = None
         self.ranks = ranks
         self._staging: StateMesh | None = None
+        self._replaced = ReplacedTensors()
 
     @property
     def plan(self) -> ParallelPlan:
@@ -85,8 +87,10 @@ class StateLayout:
     def shard(self, module: nn.Module) -> None:
         """From here on a rank keeps only its part of what the plan shards."""
         if self.ranks.mesh is not None:
+            if self.plan.shards_parameters:
+                check_can_be_in_parts(module, options_in_parts(self.plan))
             self.state = StateMesh(self.ranks.mesh)
-            shard_module(module, self.plan, self.state, self._staging)
+            self._replaced.note(shard_module(module, self.plan, self.state, self._staging))
             self._staging = None
 
     def shard_again(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -96,18 +100,16 @@ class StateLayout:
         before = dict(module.named_parameters(remove_duplicate=False))
         shard_module(module, self.plan, self.state)
         after = dict(module.named_parameters(remove_duplicate=False))
-        new = {id(old): after[name] for name, old in before.items()}
+        exchange_parameters(optimizers, {id(old): after[name] for name, old in before.items()})
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [new.get(id(p), p) for p in group["params"]]
-            states = [(new.get(id(p), p), values) for p, values in optimizer.state.items()]
-            optimizer.state.clear()
-            for parameter, values in states:
+            for parameter, values in optimizer.state.items():
                 optimizer.state[parameter] = tensors_changed(values, self.state.whole)
         self.shard_optimizers(module, optimizers)
 
     def shard_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers' parameters, and lay out the state that there is already."""
+        self._replaced.check_hooks(options_in_parts(self.plan))
+        self._replaced.leave(optimizers)
         names = {id(p): name for name, p in module.named_parameters()}
         check_parameters(optimizers, names)
         if self.state is not None and self.plan.needs_graphs:

@@ -15,6 +15,7 @@ from lightning_spmd.strategy.detectors import (
     Context,
     Detector,
     autograd_hooks,
+    averaging_of_parts,
     backward_override,
     clipping_override,
     dataloader_iter,
@@ -23,12 +24,14 @@ from lightning_spmd.strategy.detectors import (
     foreign_layer_sync,
     foreign_precision,
     gradient_hooks,
+    late_gradient_readers,
     manual_optimization,
     needs_closure,
     no_optimizer,
     optimizer_hooks,
     pruning,
     scaled_precision,
+    scripted,
     zero_grad_override,
 )
 
@@ -157,6 +160,13 @@ FEATURES: tuple[Feature, ...] = (
         gradient_hooks,
     ),
     Feature(
+        "hooks between two steps that read p.grad (on_train_batch_end)",
+        Mode.SPLIT,
+        "found in their code; p.grad is real and reduced, and stays until the next step",
+        "tests/strategy/test_attacked.py::test_gradients_read_after_the_step",
+        late_gradient_readers,
+    ),
+    Feature(
         "configure_gradient_clipping overridden",
         Mode.SPLIT,
         _SPLIT_NOTE,
@@ -263,6 +273,13 @@ FEATURES: tuple[Feature, ...] = (
         "tests/strategy/test_python_state.py::test_what_changes_is_seen",
     ),
     Feature(
+        "StochasticWeightAveraging, WeightAveraging with parameters in parts",
+        Mode.REJECTED,
+        "they keep a whole copy of the model; use data_parallel='replicate' or 'zero2'",
+        "tests/strategy/test_attacked.py::test_weight_averaging_of_parts_is_refused",
+        averaging_of_parts,
+    ),
+    Feature(
         "ModelPruning",
         Mode.REJECTED,
         "it reparametrises modules while training; prune before or after",
@@ -353,6 +370,19 @@ FEATURES: tuple[Feature, ...] = (
         Mode.COMPILED,
         "captured as written; their own compilation is not used in training",
         f"{_MORE}::test_a_compiled_submodule_equals_eager",
+    ),
+    Feature(
+        "submodules compiled by torch.jit",
+        Mode.EAGER,
+        "they run without Python, where nothing can be recorded",
+        "tests/strategy/test_attacked.py::test_a_scripted_submodule_trains_eagerly",
+        scripted,
+    ),
+    Feature(
+        "lazy modules (nn.LazyLinear)",
+        Mode.REJECTED,
+        "set the sizes, or run the layer once in __init__ or configure_model",
+        "tests/strategy/test_attacked.py::test_lazy_parameters_are_named",
     ),
     Feature(
         "configure_model",

@@ -19,6 +19,7 @@ from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
@@ -31,7 +32,7 @@ from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.replay import StepsInGraphs
 from lightning_spmd.strategy.run_context import FellBack, GraphSettings
 from lightning_spmd.strategy.state_layout import StateLayout
-from lightning_spmd.strategy.support import Context, Mode
+from lightning_spmd.strategy.support import Mode
 
 
 class Training:
@@ -158,6 +159,7 @@ class Training:
             args: as Lightning passes them.
             kwargs: likewise.
         """
+        self._follow_optimizer()
         iteration = self._usable_iteration()
         self._backward_passes = 0
         if iteration is None:
@@ -180,6 +182,19 @@ class Training:
             self._held = dict(iteration.gradients)
             iteration.gradients.clear()
         return output
+
+    def _follow_optimizer(self) -> None:
+        """Graphs are made for one optimizer; a hook may have given the Trainer another one."""
+        iteration, trainer = self.iteration, self._module.trainer
+        if iteration is None or trainer.optimizers[0] is iteration.context.optimizer:
+            return
+        iteration.flush()
+        self._layout.shard_optimizers(self._module, trainer.optimizers)
+        self._start()
+        if self.iteration is None:
+            self._leave_graphs(iteration)
+        else:
+            self.iteration.gradients.update(iteration.gradients)
 
     def _eagerly(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batches = None if self._ranks.mesh is None else self._ranks.batches

@@ -1,0 +1,309 @@
+"""What users do beside the common path: parameters held, tagged and hooked, optimizers exchanged, gradients read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_spmd import ConfigurationError
+from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device, fit
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
+
+PARTS = {"data_parallel": "zero3"}
+
+
+def _on_ranks(pool: RankPool, make: Callable[[], L.LightningModule], strategy: Any = "spmd", **settings: Any) -> Any:
+    return pool.run(run, make, strategy, 2, **settings)
+
+
+def _equals_one_device(
+    pool: RankPool, make: Callable[[], L.LightningModule], strategy: Any = "spmd", **settings: Any
+) -> list[Result]:
+    results = _on_ranks(pool, make, strategy, **settings)
+    assert_compiled(*results)
+    assert_equals_one_device(results, run(make, "auto", data=_in_order, **settings))
+    return results
+
+
+def _in_order() -> InOrder:
+    return InOrder(rows(), ROWS)
+
+
+# ---------------------------------------------------------------------- parameters that are known elsewhere too
+class Tagged(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.no_decay = True  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> Any:
+        kinds: dict[bool, list[Tensor]] = {True: [], False: []}
+        for parameter in self.parameters():
+            kinds[getattr(parameter, "no_decay", False)].append(parameter)
+        groups = [{"params": kinds[True], "weight_decay": 0.0}, {"params": kinds[False], "weight_decay": 1.0}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+class TaggedAsBuilt(Tagged):
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "first"):
+            torch.manual_seed(5)
+            first = nn.Linear(6, 10)
+            first.weight.no_decay = True  # type: ignore[assignment]
+            self.first, self.dropout, self.last = first, nn.Identity(), nn.Linear(10, 3)
+
+
+class MadeBefore(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+class HeldInLists(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = [list(self.first.parameters()), list(self.last.parameters())]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": self.groups[0]}, {"params": self.groups[1], "lr": 0.02}], lr=0.1)
+
+
+@pytest.mark.parametrize("make", [Tagged, TaggedAsBuilt, MadeBefore, HeldInLists])
+def test_parts_are_the_parameters_that_the_user_knew(two_ranks: RankPool, make: type[Quiet]) -> None:
+    _equals_one_device(two_ranks, make, PARTS, max_epochs=1)
+
+
+def _tags_after_fit() -> list[bool]:
+    module = Tagged()
+    fit(module, _in_order(), PARTS, 2, max_epochs=1)
+    return [hasattr(p, "no_decay") for p in module.parameters()]
+
+
+def test_tags_of_parts_are_there_after_fit(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_tags_after_fit) == [[True, False, False, False]] * 2
+
+
+class HeldForTheLoss(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"first": self.first.weight}
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.held["first"].pow(2).sum()
+
+
+class Hooked(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+class HookedLate(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+class Scripted(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.jit.script(self.first)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (HeldForTheLoss, ("first.weight as it was", "a dictionary")),
+        (Hooked, ("hooks are registered on first.weight", "test_attacked.py")),
+        (HookedLate, ("hooks are registered on first.weight", "test_attacked.py")),
+        (Scripted, ("first is a torch.jit.ScriptModule", "data_parallel='replicate'")),
+    ],
+)
+def test_what_cannot_follow_parts_is_named(two_ranks: RankPool, make: type[Quiet], words: tuple[str, ...]) -> None:
+    with pytest.raises(RankError) as caught:
+        _on_ranks(two_ranks, make, PARTS, max_epochs=1)
+    assert caught.value.type_names == ["ConfigurationError"] * 2
+    assert all(word in str(caught.value) for word in words)
+
+
+def _average(kind: str) -> Sequence[L.Callback]:
+    return [EMAWeightAveraging(decay=0.9) if kind == "ema" else StochasticWeightAveraging(0.01, swa_epoch_start=1)]
+
+
+def _averaged(kind: str) -> Result:
+    return run(Quiet, PARTS, 2, callbacks=lambda: _average(kind))
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_weight_averaging_of_parts_is_refused(two_ranks: RankPool, kind: str) -> None:
+    with pytest.raises(RankError, match=r"WeightAveraging, with parameters in parts.*'zero2'") as caught:
+        two_ranks.run(_averaged, kind)
+    assert caught.value.type_names == ["ConfigurationError"] * 2
+
+
+class LooksBetweenSteps(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self(torch.zeros(2, 6))
+
+
+def test_a_forward_between_steps_says_how_to_get_whole_parameters(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="strategy.full_parameters()"):
+        _on_ranks(two_ranks, LooksBetweenSteps, PARTS, max_epochs=1)
+
+
+# ---------------------------------------------------------------------- optimizers and gradients
+class ChangesOptimizer(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 7 and batch_idx % 2:  # in the middle of an accumulation, with two batches a step
+            self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
+
+
+class ChangesOptimizerQuietly(ChangesOptimizer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Identity()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_another_optimizer_in_mid_run(accumulate: int) -> None:
+    result = assert_as_eager(ChangesOptimizer, accumulate_grad_batches=accumulate, max_epochs=4)
+    assert any("exp_avg" in name for name in result.optimizer_state)
+
+
+@pytest.mark.parametrize("plan", ["replicate", "zero2", "zero3"])
+def test_another_optimizer_in_mid_run_on_ranks(two_ranks: RankPool, plan: str) -> None:
+    _equals_one_device(two_ranks, ChangesOptimizerQuietly, {"data_parallel": plan}, max_epochs=2)
+
+
+def _norm_of(module: nn.Module) -> float:
+    return float(sum(p.grad.pow(2).sum() for p in module.parameters() if p.grad is not None))
+
+
+class ReadsLate(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", float(sum(p.grad.abs().sum() for p in self.parameters() if p.grad is not None)))
+
+
+class ReadsThroughAFunction(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", _norm_of(self))
+
+
+class ReadsThroughLightning(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class Reader(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.log("norm", _norm_of(pl_module))
+
+
+@pytest.mark.parametrize("make", [ReadsLate, ReadsThroughAFunction, ReadsThroughLightning])
+def test_gradients_read_after_the_step(make: type[Quiet]) -> None:
+    result = assert_as_eager(make, "split", max_epochs=1)
+    assert all(value > 0 for row in result.logged for key, value in row.items() if "norm" in key)
+
+
+def test_gradients_read_by_a_callback_after_the_step() -> None:
+    result = assert_as_eager(Quiet, "split", max_epochs=1, callbacks=lambda: [Reader()])
+    assert result.final["norm"] > 0
+
+
+class NeverReads(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.log("weights", self.first.weight.abs().sum())
+
+
+def test_hooks_that_read_no_gradients_keep_one_graph() -> None:
+    assert_as_eager(NeverReads, max_epochs=1)
+
+
+class Sparse(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.never, self.last = (
+            nn.Embedding(9, 4, sparse=True),
+            nn.Embedding(3, 4, sparse=True),
+            nn.Linear(4, 3),
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        kinds = batch[0][:, 0].abs().mul(3).long().clamp(max=8)
+        return F.cross_entropy(self.last(self.table(kinds)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_sparse_gradients_are_averaged_over_ranks(two_ranks: RankPool) -> None:
+    results = _on_ranks(two_ranks, Sparse, max_epochs=1)
+    reference = run(Sparse, "auto", data=_in_order, max_epochs=1)
+    assert all(result.mode == "eager" for result in results)
+    for name, value in reference.weights.items():
+        torch.testing.assert_close(results[0].weights[name], value, rtol=1e-4, atol=1e-5)
+        assert results[0].weights[name].equal(results[1].weights[name])
+
+
+# ---------------------------------------------------------------------- modules
+class Lazy(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.LazyLinear(3)
+
+
+def test_lazy_parameters_are_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"last\.weight, last\.bias has no shape yet.*configure_model"):
+        run(Lazy)
+
+
+def test_a_scripted_submodule_trains_eagerly() -> None:
+    assert_as_eager(Scripted, "eager", max_epochs=1)
+
+
+# ---------------------------------------------------------------------- numbers that count rows
+class Counts(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch["x"]), batch["y"], reduction="sum") / batch["count"]
+
+
+class CountsNot(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch["x"], batch["y"]))
+
+
+def _batch(samples: Sequence[Any], kind: type[Any]) -> dict[str, Any]:
+    x, y = torch.utils.data.default_collate(list(samples))
+    return {"x": x, "y": y, "count": kind(len(samples)), "names": [f"row {i}" for i in range(len(samples))]}
+
+
+def _counted(make: type[Quiet], kind: type[Any]) -> Result:
+    loader = torch.utils.data.DataLoader(rows(16), 4, collate_fn=lambda s: _batch(s, kind))  # type: ignore[arg-type]
+    L.seed_everything(1)
+    return fit(make(), loader, "spmd", 2, max_epochs=1)[0]
+
+
+@pytest.mark.parametrize(("make", "kind", "warned"), [(Counts, int, 1), (Counts, torch.tensor, 1), (CountsNot, int, 0)])
+def test_a_number_that_counts_this_ranks_rows_is_told(
+    two_ranks: RankPool, make: type[Quiet], kind: Any, warned: int
+) -> None:
+    result = two_ranks.run(_counted, make, kind)[0]
+    told = [text for text in result.warnings if "batch['count'] is 4" in text]
+    assert len(told) == warned
+    assert all("the 8 rows of all ranks" in text for text in told)
