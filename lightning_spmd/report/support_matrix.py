@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from lightning_spmd.strategy.support import FEATURES, Feature, Mode
+from lightning_spmd.strategy.feature import Feature, Mode
+from lightning_spmd.strategy.support import FEATURES
 
 _HEADER = """# Support matrix
 

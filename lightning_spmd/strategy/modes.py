@@ -6,7 +6,8 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.detectors import Context
-from lightning_spmd.strategy.support import Mode, classify
+from lightning_spmd.strategy.feature import Mode
+from lightning_spmd.strategy.support import classify
 
 _IN_WORDS = {
     Mode.COMPILED: "as one graph",

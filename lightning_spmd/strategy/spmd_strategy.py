@@ -25,6 +25,7 @@ from lightning_spmd.parallel.parallel_plan import check_data_parallel
 from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.evaluating import Evaluation
 from lightning_spmd.strategy.evaluation import EvaluationSteps
+from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import begin_alike, check_initialized
@@ -36,7 +37,6 @@ from lightning_spmd.strategy.replaced_tensors import keeping_attributes
 from lightning_spmd.strategy.replay import StepsInGraphs
 from lightning_spmd.strategy.run_context import BuildEvent, GraphSettings
 from lightning_spmd.strategy.saving import SavingStrategy
-from lightning_spmd.strategy.support import Mode
 from lightning_spmd.strategy.training import Training
 
 

@@ -8,12 +8,8 @@ Rows with a detector decide the mode of a run; ``docs/support_matrix.md`` is wri
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
-
 from lightning_spmd.strategy.detectors import (
     Context,
-    Detector,
     autograd_hooks,
     averaging_of_parts,
     backward_override,
@@ -34,48 +30,9 @@ from lightning_spmd.strategy.detectors import (
     scripted,
     zero_grad_override,
 )
-
-
-class Mode(enum.StrEnum):
-    """How a training iteration runs."""
-
-    COMPILED = "compiled"
-    SPLIT = "split"
-    EAGER = "eager"
-    REJECTED = "rejected"
-
+from lightning_spmd.strategy.feature import Feature, Finding, Mode
 
 _ORDER = (Mode.COMPILED, Mode.SPLIT, Mode.EAGER, Mode.REJECTED)
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One row of the matrix.
-
-    Args:
-        name: the flag, hook or callback, in Lightning's words.
-        mode: what the strategy does with it.
-        note: why, or what to know; for rejected features the fix.
-        test: test that backs the row (``file::name``).
-        detect: returns what it found (for the message), or None.
-    """
-
-    name: str
-    mode: Mode
-    note: str
-    test: str
-    detect: Detector | None = None
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A feature of this run that is not simply compiled."""
-
-    feature: Feature
-    found: str
-
-    def __str__(self) -> str:
-        return f"{self.found}: {self.feature.note}"
 
 
 def classify(context: Context) -> tuple[Mode, list[Finding]]:

@@ -21,6 +21,7 @@ from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
+from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import gradients_of
@@ -32,7 +33,6 @@ from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.replay import StepsInGraphs
 from lightning_spmd.strategy.run_context import FellBack, GraphSettings
 from lightning_spmd.strategy.state_layout import StateLayout
-from lightning_spmd.strategy.support import Mode
 
 
 class Training:

@@ -50,7 +50,7 @@ PUBLIC_NAMES = {
     "VerificationError",
     "__version__",
 }
-LONGEST_FILE, LONGEST_FUNCTION = 500, 60
+LONGEST_FILE, LONGEST_FUNCTION, MOST_METHODS = 400, 60, 25
 
 
 def imports(name: str) -> Iterator[tuple[int, str]]:
@@ -149,6 +149,14 @@ def test_files_and_functions_are_short(name: str) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = code_lines(node)
             assert length <= LONGEST_FUNCTION, f"{name}:{node.lineno}: {node.name} has {length} lines of code"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_classes_are_small(name: str) -> None:
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) for member in node.body)
+            assert methods <= MOST_METHODS, f"{name}:{node.lineno}: {node.name} has {methods} methods"
 
 
 def test_the_public_names_are_exactly_these() -> None:

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.strategy.detectors import Context
-from lightning_spmd.strategy.support import FEATURES, Feature, Mode, classify
+from lightning_spmd.strategy.feature import Feature, Mode
+from lightning_spmd.strategy.support import FEATURES, classify
 from tests.helpers.modules import ConvNet, samples
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import (

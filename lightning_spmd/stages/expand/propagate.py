@@ -31,81 +31,21 @@ from lightning_spmd.cost.collectives import LATENCY
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
-from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, named
-from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
-from lightning_spmd.ir.signature import InputRole, Signature
-from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
+from lightning_spmd.ir.node_info import TensorSpec, info_of, named
+from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.signature import Signature
+from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages.expand import routing
-from lightning_spmd.stages.expand.activations import ActivationRules, split_table_gradients
-from lightning_spmd.stages.expand.axis_plan import Aliasing, AxisPlan, result_is_the_operand
+from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, is_tensor
-from lightning_spmd.stages.expand.redistribute import cost, goes_through_whole
+from lightning_spmd.stages.expand.placing import UPDATE, Placing, StartAgain
+from lightning_spmd.stages.expand.redistribute import goes_through_whole
 from lightning_spmd.stages.expand.registered import registered_layouts
 from lightning_spmd.stages.expand.rules import layouts_of
 
-_UPDATE = (Section.CLIP, Section.OPTIMIZER)
-_NEVER = 1e6
-"""Factor on the cost of moving a weight that the plan has split: work on activations instead, whatever it costs."""
 
-
-class _ForceError(Exception):
-    """Propagation must start again with another placement at the creation of a storage."""
-
-
-class Propagation:
-    """Propagation along one axis.
-
-    Args:
-        graph: the global graph.
-        signature: its signature.
-        axis: the axis.
-        plan: placements of inputs and outputs.
-        banned: operators whose rules did not fit: replicate them.
-        outer: what was chosen on the axes before this one, which split first: their pieces are what this one splits.
-        starts: how the results lie with which sequences begin to be split over this axis, if it splits sequences.
-    """
-
-    def __init__(
-        self,
-        graph: fx.Graph,
-        signature: Signature,
-        axis: ShardAxis,
-        plan: ParallelPlan,
-        banned: Mapping[fx.Node, str],
-        outer: Sequence[AxisPlan] = (),
-        starts: Mapping[fx.Node, Placement] | None = None,
-    ) -> None:
-        self.graph = graph
-        self.signature = signature
-        self.axis = axis
-        self.plan = plan
-        self.banned = banned
-        self.aliasing = Aliasing.of(graph)
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        entries = list(zip(placeholders, signature.inputs, strict=True))
-        self.parameters = {n: e for n, e in entries if e.role is InputRole.PARAMETER}
-        self.kept = {n for n, e in entries if e.role not in (InputRole.BATCH, InputRole.SHARED_BATCH)}
-        self.updated_whole: set[fx.Node] = set()
-        self.shards_state = plan.shards_state(axis)
-        self.outer = outer
-        self.splits_sequences = starts is not None
-        self.forced: dict[fx.Node, Placement] = dict(starts or {})
-        self.activations = self._activation_rules()
-        self.result = AxisPlan(axis)
-        self.versions: dict[fx.Node, list[Placement]] = {}
-        self.detached: set[fx.Node] = set()
-        self.narrowed = False
-        self.routed: dict[fx.Node, tuple[routing.Routed | None, ...]] = {}
-        self.unroutable: set[fx.Node] = set()
-        self.updating = False
-
-    def _activation_rules(self) -> ActivationRules | None:
-        between = activations_between(self.plan, self.axis)
-        if between is None:
-            return None
-        weights = {n: self.plan.input_placement(self.axis, e) for n, e in self.parameters.items()}
-        self.forced.update(split_table_gradients(self.graph, weights))
-        return ActivationRules(self.axis, between, weights)
+class Propagation(Placing):
+    """Propagation along one axis; the arguments are those of :class:`Placing`."""
 
     def _remedy(self) -> str:
         if self.activations is not None:
@@ -120,7 +60,7 @@ class Propagation:
             try:
                 self._pass()
                 smaller = {} if self.narrowed else self._narrow()
-            except _ForceError:
+            except StartAgain:
                 continue
             if not smaller:
                 return self.result
@@ -138,11 +78,6 @@ class Propagation:
                 self._getitem(node)
             elif hasattr(node.target, "_schema"):
                 self._operator(node)
-
-    def _set(self, node: fx.Node, placements: tuple[Placement, ...]) -> None:
-        self.result.outputs[node] = placements
-        if isinstance(node.meta.get("val"), TensorSpec):
-            self.versions[node] = [placements[0]]
 
     def _getitem(self, node: fx.Node) -> None:
         parent, index = node.args
@@ -162,33 +97,9 @@ class Propagation:
             self.result.results.append(self.plan.output_placement(self.axis, entry, current))
 
     # ------------------------------------------------------------------ one operator
-    def _current(self, node: fx.Node) -> Placement:
-        """The placement to reason from: a reduced version, where there is one, stands for a partial sum."""
-        versions = self.versions[node]
-        if isinstance(versions[0], Partial):
-            if self.activations is not None:
-                return versions[min(1, len(versions) - 1)]
-            return next((p for p in (CHUNK, REPLICATE) if p in versions), versions[0])
-        if isinstance(versions[0], Chunk) and not self.updating and self.aliasing.roots[node] in self.parameters:
-            return REPLICATE
-        return versions[0]
-
-    def _reduced(self, node: fx.Node) -> Placement:
-        """As :meth:`_current`, partial sums reduced into chunks."""
-        current = self._current(node)
-        return CHUNK if current == Partial() and node.meta["val"].shape else current
-
-    def _begin_update(self) -> None:
-        """From here on each rank sees its own chunk of the parameters that are stored whole."""
-        self.updating = True
-        for node, entry in self.parameters.items():
-            if self.shards_state and entry.mutated and self.versions[node][0] == REPLICATE and entry.value.shape:
-                self.versions[node] = [CHUNK, REPLICATE]
-        for node in self.updated_whole:
-            self.versions[node] = [REPLICATE, *(p for p in self.versions[node] if p != REPLICATE)]
 
     def _operator(self, node: fx.Node) -> None:
-        if not self.updating and info_of(node).section in _UPDATE:
+        if not self.updating and info_of(node).section in UPDATE:
             self._begin_update()
         seen = self._prepare(node)
         call = OpCall(node, self.axis, lambda n: seen.get(n) or self._current(n))
@@ -251,7 +162,7 @@ class Propagation:
     def _refuse_routing(self, values: Iterable[routing.Routed]) -> None:
         """Somebody would see the order of the rows: sort gathered rows instead."""
         self.unroutable.update(v.sort for v in values)
-        raise _ForceError
+        raise StartAgain
 
     def _candidates(self, call: OpCall) -> list[Layout]:
         node = call.node
@@ -269,43 +180,6 @@ class Propagation:
             self.result.replicated[node] = self._gathered_bytes(call)
             return []
         return [layout for layout in found if self._fits(call, layout)]
-
-    def _fits(self, call: OpCall, layout: Layout) -> bool:
-        """Whether the pieces that outer axes leave can be split as a layout says."""
-        if not self.outer:
-            return True
-        placed = [*zip(call.specs, layout.inputs, strict=True), *zip(call.outputs, layout.outputs, strict=False)]
-        theirs = [plan.layouts[call.node] for plan in self.outer]
-        for position, (spec, placement) in enumerate(placed):
-            if not isinstance(placement, Shard) or spec is None:
-                continue
-            sizes = {spec.shape[placement.dim]}
-            for plan, chosen in zip(self.outer, theirs, strict=True):
-                other = (*chosen.inputs, *chosen.outputs)[position]
-                if isinstance(other, Shard) and other.dim == placement.dim:
-                    sizes = plan.axis.shard_sizes(sizes, other.outer)
-            if not all(self.axis.splits(size, placement.outer) for size in sizes):
-                return False
-        return True
-
-    def _gathered_bytes(self, call: OpCall) -> int:
-        return sum(s.bytes for s, p in zip(call.specs, call.current, strict=True) if not isinstance(p, Replicate))
-
-    def _operand_cost(self, call: OpCall, index: int, want: Placement) -> float:
-        node = call.operands[index]
-        section = info_of(call.node).section
-        found = min(cost(call.specs[index], have, want, section, self.axis) for have in self.versions[node])
-        moves = found >= LATENCY and self.activations is not None and self.activations.origin(node) is not None
-        return found * _NEVER if moves else found
-
-    def _cost(self, call: OpCall, layout: Layout) -> float:
-        total = sum(self._operand_cost(call, i, want) for i, want in enumerate(layout.inputs))
-        # A partial sum must be reduced some day; to move something just to keep it partial only puts that off.
-        leaving = sum(
-            s.bytes for s, p in zip(call.outputs, layout.outputs, strict=False) if isinstance(p, Partial) and s
-        )
-        kept = leaving > 0 and any(isinstance(p, Partial) for p in layout.inputs)
-        return total + (2.0 * leaving if kept and total >= LATENCY else 1e-3 * leaving)
 
     def _choose(self, call: OpCall, layout: Layout) -> None:
         node = call.node
@@ -328,7 +202,7 @@ class Propagation:
     def _note_gather(self, call: OpCall, operand: fx.Node, expected: bool) -> None:
         """Report it, except where it is the mirror of a reduce-scatter that the plan asked for, or inherent."""
         versions = self.versions[operand]
-        unasked = info_of(call.node).section not in _UPDATE and call.node not in self.forced and not expected
+        unasked = info_of(call.node).section not in UPDATE and call.node not in self.forced and not expected
         if unasked and isinstance(versions[0], Shard) and REPLICATE not in versions:
             gathered = self.result.gathered
             gathered[call.node] = gathered.get(call.node, 0) + operand.meta["val"].bytes
@@ -397,34 +271,6 @@ class Propagation:
             if operand in written:
                 self._written(operand, best.inputs[i], call.node)
 
-    def _may_change(self, operand: fx.Node, writer: fx.Node) -> bool:
-        root = self.aliasing.roots[operand]
-        return root.op != "placeholder" and not self.aliasing.others_read_later(operand, writer)
-
-    def _written(self, operand: fx.Node, placement: Placement, writer: fx.Node) -> None:
-        others = self.aliasing.others_read_later(operand, writer)
-        lost = operand in self.detached and self.aliasing.roots[operand] in self.kept
-        if lost or (others and (operand in self.detached or any(o in self.detached for o in others))):
-            self._make_whole(operand)
-            raise ExpansionError(
-                f"{named(writer)} writes into one of several views of a tensor "
-                f"that lie differently on the ranks of {self.axis.name}; write to a copy instead"
-            )
-        self.versions[operand] = [placement]
-        for alias in self.aliasing.groups[self.aliasing.roots[operand]]:
-            if alias is not operand and alias in self.versions:
-                del self.versions[alias][1:]
-
-    def _make_whole(self, operand: fx.Node) -> None:
-        """Create the storage that ``operand`` is in on every rank as a whole; what is updated is gathered for that."""
-        root = self.aliasing.roots[operand]
-        if self.updating and root in self.kept - self.updated_whole:
-            self.updated_whole.add(root)
-            raise _ForceError
-        if root.op != "placeholder" and self.forced.get(root) != REPLICATE:
-            self.forced[root] = REPLICATE
-            raise _ForceError
-
     def _force(self, call: OpCall, wanted: Layout, bound: list[int]) -> None:
         """Ask for the wanted placement of a written operand where its storage is created, if that can give it."""
         for i in bound:
@@ -440,7 +286,7 @@ class Propagation:
             for dim in range(len(root.meta["val"].shape) if isinstance(root.meta["val"], TensorSpec) else 0):
                 if self.axis.divides(root.meta["val"].shape[dim]) and self._leads_to(path, Shard(dim), want):
                     self.forced[root] = Shard(dim)
-                    raise _ForceError
+                    raise StartAgain
 
     def _leads_to(self, path: list[fx.Node], start: Placement, want: Placement) -> bool:
         placement = start
