@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.steps import CapturedStep
-from lightning_spmd.messages import tell
+from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.tensor_parallel import ResolvedPlan, TensorParallelPlan, resolve_plan
 from lightning_spmd.stages import find_plan
 
@@ -31,6 +31,8 @@ class LayerSharing:
                 f"tensor_parallel_size={size} needs a tensor_parallel_plan: patterns on module paths to styles, or "
                 "'auto'"
             )
+        if size == 1 and wanted is not None:
+            warn("tensor_parallel_plan is not used: tensor_parallel_size is 1, so every rank has whole layers")
         self.wanted = wanted
         self.size = size
         self.sequence = sequence

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_spmd import ConfigurationError
 from tests.helpers.ranks import RankError, RankPool
@@ -307,3 +308,56 @@ def test_a_number_that_counts_this_ranks_rows_is_told(
     told = [text for text in result.warnings if "batch['count'] is 4" in text]
     assert len(told) == warned
     assert all("the 8 rows of all ranks" in text for text in told)
+
+
+# ---------------------------------------------------------------------- backward passes inside of backward passes
+class Reentrant(Quiet):
+    """Only the data asks for gradients below the checkpoint."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = checkpoint(lambda t: torch.tanh(self.first(t)), x.clone().requires_grad_(), use_reentrant=True)
+        return F.cross_entropy(self.last(hidden), y)
+
+
+class ReentrantAboveFrozen(Reentrant):
+    """As a frozen embedding whose output is told to ask for gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(6, 6).requires_grad_(False)
+        self.table.register_forward_hook(lambda _, __, output: output.requires_grad_())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = checkpoint(lambda t: torch.tanh(self.first(t)), self.table(x), use_reentrant=True)
+        return F.cross_entropy(self.last(hidden), y)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
+class OwnFunction(Quiet):
+    """A function of one's own that parameters are behind is part of the graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden: Any = Doubled.apply(self.first(x))
+        return F.cross_entropy(self.last(hidden), y)
+
+
+@pytest.mark.parametrize("make", [Reentrant, ReentrantAboveFrozen])
+def test_a_backward_that_only_data_is_behind_is_not_left_out(make: type[Quiet]) -> None:
+    result = assert_as_eager(make, mode="eager")
+    assert any("CheckpointFunction has a backward of its own" in text for text in result.warnings), result.warnings
+
+
+def test_a_function_of_ones_own_stays_in_the_graph() -> None:
+    assert_compiled(assert_as_eager(OwnFunction))

@@ -34,6 +34,7 @@ from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, has_step_of_its_own
+from lightning_spmd.stages.capture.own_backward import check_backward
 from lightning_spmd.stages.capture.python_state import PythonState
 from lightning_spmd.stages.capture.recorder import Recorder, in_section
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
@@ -257,6 +258,7 @@ class _Capture:
         return loss if request.loss_divisor == 1 else loss / request.loss_divisor
 
     def _backward(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        check_backward(loss, [p for _, p in trained])
         found = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
         taken = self.inputs.storages()
         gradients: dict[str, Tensor] = {}

@@ -1,0 +1,62 @@
+"""Functions with a backward of their own that no parameter is behind: ``loss.backward()`` would run them all the same.
+
+Gradients are asked of the parameters alone, so such a backward is left out. ``torch.utils.checkpoint`` in its reentrant
+form is one where nothing but the data asks for gradients (``x.requires_grad_()``, ``enable_input_require_grads()``):
+inside its backward it runs another one, which gives the parameters theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from lightning_spmd.errors import CaptureError
+
+
+def check_backward(loss: Tensor, trained: Iterable[Tensor]) -> None:
+    """Check that asking for the parameters' gradients runs all that ``loss.backward()`` would.
+
+    Args:
+        loss: with its graph.
+        trained: the parameters.
+
+    Raises:
+        CaptureError: naming the function that would be left out.
+    """
+    order = _from_the_loss(loss.grad_fn)
+    own = [node for node in order if isinstance(node, BackwardCFunction)]
+    if not own:
+        return
+    wanted = {id(parameter) for parameter in trained}
+    reaching: set[Any] = set()
+    for node in reversed(order):  # what comes after a node in the backward pass is decided before it
+        below = any(other in reaching for other, _ in node.next_functions if other is not None)
+        if below or id(getattr(node, "variable", None)) in wanted:
+            reaching.add(node)
+    for node in own:
+        if node not in reaching:
+            name = type(node).__name__.removesuffix("Backward")
+            advice = "; checkpoint(..., use_reentrant=False) has none" if name == "CheckpointFunction" else ""
+            raise CaptureError(
+                f"{name} has a backward of its own, but only data and no trained parameter is behind it, so a graph "
+                f"would leave it out{advice}"
+            )
+
+
+def _from_the_loss(root: Any) -> list[Any]:
+    """All nodes of the backward pass, each before those that come after it."""
+    order: list[Any] = []
+    entered: set[Any] = set()
+    stack: list[tuple[Any, bool]] = [(root, False)]
+    while stack:
+        node, left = stack.pop()
+        if left:
+            order.append(node)
+        elif node is not None and node not in entered:
+            entered.add(node)
+            stack.append((node, True))
+            stack += [(other, False) for other, _ in node.next_functions]
+    return order[::-1]
