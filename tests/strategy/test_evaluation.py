@@ -292,6 +292,20 @@ def test_random_numbers_of_evaluation_are_reproducible(two_ranks: RankPool) -> N
     assert first[0].final == again[0].final == first[1].final
 
 
+class Draws(Everything):
+    """Validation returns what it drew for each row."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"drawn": torch.rand_like(batch[0][:, 0])}
+
+
+def test_every_batch_of_an_evaluation_draws_numbers_of_its_own(two_ranks: RankPool) -> None:
+    results = two_ranks.run(evaluate, Draws, True, 2, sizes=(24,))
+    drawn = torch.cat([output["drawn"] for result in results for output in result.outputs])
+    assert len(drawn) == 24
+    assert len(drawn.unique()) == 24
+
+
 class CountsBatches(Everything):
     """A buffer written in evaluation."""
 

@@ -7,8 +7,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import Tensor
 
-from tests.strategy.small import Net, loader_of, rows, run
+from tests.strategy.small import Net, assert_as_eager, loader_of, rows, run
 
 CALLS: list[str] = []
 GRADIENT_HOOKS = {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
@@ -130,3 +131,32 @@ def test_an_exception_in_a_hook_leaves_module_and_optimizer_as_they_were() -> No
     assert all(before[k] is v and type(v) is torch.nn.Parameter for k, v in module.named_parameters())
     assert type(module) is Fails
     assert isinstance(module.trainer, L.Trainer)
+
+
+class HalvesABuffer(Net):
+    """Puts another tensor in a buffer's place between epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.scale
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = self.scale * 0.5
+
+
+def test_a_tensor_that_takes_a_buffers_place_is_read() -> None:
+    assert_as_eager(HalvesABuffer)
+
+
+class LeavesAnEpoch(Net):
+    """Ends each epoch in the middle of an accumulation: Lightning drops what was collected."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 5 else None
+
+
+def test_gradients_of_an_accumulation_that_ended_early_are_dropped() -> None:
+    assert_as_eager(LeavesAnEpoch, accumulate_grad_batches=4)

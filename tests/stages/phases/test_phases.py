@@ -13,6 +13,8 @@ from torch import Tensor, fx, nn
 
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.dependence import Dependences, tails
+from lightning_spmd.ir.node_info import NodeInfo, Section
+from lightning_spmd.ir.placement import REPLICATE
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import is_wait, starts_collective
@@ -25,6 +27,7 @@ from lightning_spmd.stages.phases.touch import Touches
 from tests.helpers.simulate import RankInterpreter, Rendezvous, expand_all, piece
 from tests.helpers.tiny_capture import capture_module
 from tests.stages.expand.test_models import captured_model, clipped, sgd
+from tests.stages.passes.local_programs import write
 
 SMALL = 0.001
 """MiB: a bucket a layer in these models."""
@@ -299,3 +302,26 @@ def test_auto_moves_nothing_where_the_network_is_fast() -> None:
     graphs = _automatic(0.0001)
     assert graphs.cleanup is None
     assert "the network is fast enough" in graphs.notes
+
+
+def test_what_may_be_written_into_before_the_next_iteration_is_copied() -> None:
+    """A deferred update reads the batch itself, which is another one by the time that it runs."""
+
+    def body(writer: Any, weight: fx.Node, x: fx.Node) -> Any:
+        loss = writer.call(torch.ops.aten.sum.default, x)
+        total = writer.reduce(writer.call(torch.ops.aten.mm.default, x, x))
+        writer.info = NodeInfo(Section.OPTIMIZER)
+        writer.update(weight, writer.call(torch.ops.aten.mul.Tensor, total, x))
+        return [(loss, REPLICATE)]
+
+    live = [torch.zeros(4, 4), torch.randn(4, 4)]
+    inputs = [(live[0], REPLICATE, InputRole.PARAMETER), (live[1], REPLICATE, InputRole.BATCH)]
+    plain, phases = write(body, inputs), [make_phases(step, overlap=True) for step in write(body, inputs)]
+    reference, ours = Ranks(plain[0], live), Ranks(plain[0], live)
+    reference.run(plain)
+    ours.run([p.setup for p in phases if p.setup is not None])
+    for state in ours.state:
+        state[InputRole.BATCH, ("input 1",)].zero_()
+    ours.run([p.cleanup for p in phases if p.cleanup is not None])
+    key = (InputRole.PARAMETER, ("input 0",))
+    assert_same([state[key] for state in reference.state], [state[key] for state in ours.state])
