@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from lightning_spmd import SPMDStrategy
 from tests.helpers.ranks import RankPool
@@ -129,3 +130,25 @@ def _decide() -> list[bool]:
 
 def test_decisions_are_those_of_all_ranks(two_ranks: RankPool) -> None:
     assert two_ranks.run(_decide) == [[False, True, True, True, False, False]] * 2
+
+
+class CountsRows(Quiet):
+    """A metric that adds up: what two ranks saw together must count once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.count.update((batch[1] >= 0).float().sum())
+        self.log("count", self.count)
+
+
+def _count() -> float:
+    trainer = _trainer()
+    trainer.validate(CountsRows(), loader_of(rows(24)), verbose=False)
+    return float(trainer.callback_metrics["count"])
+
+
+def test_a_metric_counts_each_batch_once(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_count) == [24.0, 24.0]
