@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 from typing import Any, ClassVar
 
 import lightning as L
@@ -513,6 +514,12 @@ class Pruned(Kind):
             prune.remove(self.layer, "bias")
 
 
+def _scale_gradient(module: Kind, value: float) -> None:
+    """Too deep in the hook's calls for the look at setup whether hooks read gradients."""
+    assert module.layer.weight.grad is not None
+    module.layer.weight.grad.mul_(value)
+
+
 class OverridesLate(Kind):
     """A hook on gradients that is put on the module in mid-run."""
 
@@ -526,12 +533,8 @@ class OverridesLate(Kind):
         return 1.0
 
     def write(self, value: float) -> None:
-        def scale() -> None:
-            assert self.layer.weight.grad is not None
-            self.layer.weight.grad.mul_(value)
-
         if value != VALUES[0]:
-            self.on_after_backward = scale  # type: ignore[method-assign]
+            self.on_after_backward = functools.partial(_scale_gradient, self, value)  # type: ignore[method-assign]
 
 
 class ScalesGradients(L.Callback):
