@@ -83,6 +83,10 @@ class StatefulLoader:
         return len(self.data) // self.rows
 
     def __iter__(self) -> Iterator[Any]:
+        torch.empty((), dtype=torch.int64).random_()  # as a DataLoader draws the seed of its workers, at once
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
         order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch)).tolist()
         for start in range(self.position * self.rows, len(self) * self.rows, self.rows):
             self.position += 1

@@ -287,7 +287,10 @@ def test_a_fit_with_validation_equals_one_device(two_ranks: RankPool) -> None:
 
 
 def test_random_numbers_of_evaluation_are_reproducible(two_ranks: RankPool) -> None:
-    first, again = (two_ranks.run(train_in_graphs, Noisy, 2, **VALIDATES) for _ in range(2))
+    """Also where more was evaluated before: they follow from the place in the run."""
+    first, again = (
+        two_ranks.run(train_in_graphs, Noisy, 2, **{**VALIDATES, "num_sanity_val_steps": steps}) for steps in (2, 0)
+    )
     assert math.isfinite(first[0].final["noisy"])
     assert first[0].final == again[0].final == first[1].final
 
