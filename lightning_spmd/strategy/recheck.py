@@ -33,7 +33,7 @@ from lightning_spmd.strategy.run_context import RunContext, StepRequest
 
 # Tracing again may take these seconds and this share of the run; 1 % is what it and the guards may cost together.
 ALLOWANCE_SECONDS = 0.4
-SHARE = 0.004
+SHARE = 0.003
 # However long an epoch is: never longer than this without a look (where steps take that long).
 LONGEST_GAP_SECONDS = 3600.0
 

@@ -549,6 +549,7 @@ def test_looking_costs_less_than_its_share(cost: float, step: float) -> None:
 
 def test_a_look_that_could_not_be_afforded_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recheck, "ALLOWANCE_SECONDS", 0.0)
+    monkeypatch.setattr(recheck, "SHARE", 0.004)
     found = look(Schedule(), 1000, cost=1.0, step=1.0)
     assert found[:2] == [2, 500]  # two seconds are the share of 500
 
