@@ -5,14 +5,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
 _LOCATION = re.compile(r"\bat (\S[^\n:]*):(\d+)\b")
+
+
+_METHOD: ContextVar[str] = ContextVar("method", default="training_step")
+# As Lightning names the hooks around each step.
+_STAGES = {"training_step": "train", "validation_step": "validation", "test_step": "test", "predict_step": "predict"}
+
+
+@contextlib.contextmanager
+def speaking_of(method: str) -> Iterator[None]:
+    """Messages name this step method: the same code makes graphs of all of them."""
+    token = _METHOD.set(method)
+    try:
+        yield
+    finally:
+        _METHOD.reset(token)
+
+
+def the_step() -> str:
+    """``training_step``, or the method that runs in its place."""
+    return _METHOD.get()
+
+
+def batch_hook(moment: str) -> str:
+    """The hook before (``"start"``) or after (``"end"``) each step: ``on_train_batch_end``."""
+    return f"on_{_STAGES[the_step()]}_batch_{moment}"
 
 
 def tell(text: str) -> None:

@@ -107,8 +107,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "the guards on the batch's plain values are dropped",
         CAPTURE,
         "stages/capture/trace.py",
-        "[BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]",
-        "[g for g in [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)] if not g]",
+        "leaves = [BatchGuard(path, value) for path, value in read]",
+        "leaves = [BatchGuard(path, value) for path, value in read if not path]",
         ("tests/strategy/test_batches.py", "tests/strategy/test_guards.py"),
     ),
     Mutant(

@@ -14,7 +14,12 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 
-def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+def map_leaves(
+    function: Callable[[str, Any], Any],
+    tree: Any,
+    path: str = "",
+    ends_at: Callable[[Any], bool] = lambda _: False,
+) -> Any:
     """Rebuild ``tree`` with ``function(path, leaf)`` in place of every leaf.
 
     Args:
@@ -22,27 +27,33 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, path: str = "") -
         tree: nested tuples, named tuples, lists, mappings and dataclass instances; everything else is a leaf, and so is
             what has a true ``is_tree_leaf`` on its class.
         path: prefix of the paths.
+        ends_at: whether a container is a leaf as a whole.
     """
-    if getattr(type(tree), "is_tree_leaf", False):  # first: isinstance would ask the object for its class
+
+    def inside(value: Any, path: str) -> Any:
+        return map_leaves(function, value, path, ends_at)
+
+    # first: isinstance would ask the object for its class
+    if getattr(type(tree), "is_tree_leaf", False) or ends_at(tree):
         return function(path, tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*[map_leaves(function, getattr(tree, f), f"{path}.{f}") for f in tree._fields])
+        return type(tree)(*[inside(getattr(tree, f), f"{path}.{f}") for f in tree._fields])
     if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
-        return type(tree)(map_leaves(function, v, f"{path}[{i}]") for i, v in enumerate(tree))
+        return type(tree)(inside(v, f"{path}[{i}]") for i, v in enumerate(tree))
     if isinstance(tree, MutableMapping):
         rebuilt = copy.copy(tree)
         if hasattr(rebuilt, "data") and isinstance(rebuilt.data, dict):  # UserDict shares its data when copied
             rebuilt.data = dict(rebuilt.data)
         for key, value in tree.items():
-            rebuilt[key] = map_leaves(function, value, f"{path}[{key!r}]")
+            rebuilt[key] = inside(value, f"{path}[{key!r}]")
         return rebuilt
     if isinstance(tree, Mapping):
-        return {k: map_leaves(function, v, f"{path}[{k!r}]") for k, v in tree.items()}
+        return {k: inside(v, f"{path}[{k!r}]") for k, v in tree.items()}
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         rebuilt = copy.copy(tree)
         for field in dataclasses.fields(tree):
             if hasattr(tree, field.name):
-                value = map_leaves(function, getattr(tree, field.name), f"{path}.{field.name}")
+                value = inside(getattr(tree, field.name), f"{path}.{field.name}")
                 object.__setattr__(rebuilt, field.name, value)
         return rebuilt
     return function(path, tree)

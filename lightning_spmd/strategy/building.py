@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError
 from lightning_spmd.ir.printer import write_stage
+from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.state import StateMesh
@@ -20,6 +21,7 @@ from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, captu
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.rows_of_rank import about_tensors, lists_of_tensors
 from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.capture.trace import parameter_names
 from lightning_spmd.stages.capture.trainer_view import learning_rate_name
@@ -29,7 +31,6 @@ from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
-from lightning_spmd.strategy.counted_rows import counts_of_rows, lists_of_rows
 from lightning_spmd.strategy.first_step import with_state
 from lightning_spmd.strategy.graph_table import creates_state
 from lightning_spmd.strategy.memory import check_writes, lay_out_state
@@ -208,18 +209,19 @@ class GraphBuilder:
             values = executable.inputs(tensors)
             check_used(values)
             check_writes(graphs.main.signature.inputs, values, context.module)
-            if request.batch is not None:
-                self._tell_about_counts(request.batch, captured, sum(split))
+            if request.batch is not None and len(split) > 1:
+                self._warn_of_lists(request.batch, captured)
         return executable
 
-    def _tell_about_counts(self, batch: Batch, captured: CapturedStep, rows: int) -> None:
-        counts = counts_of_rows(batch, [guard.path for guard in captured.guards.batch], rows)
-        for say, texts in ((warn, counts), (tell, lists_of_rows(batch, rows))):
-            for text in texts:
-                gist = text.split(" is ")[0]
-                if gist not in self._told:
-                    self._told.add(gist)
-                    say(text)
+    def _warn_of_lists(self, batch: Batch, captured: CapturedStep) -> None:
+        """Lists of tensors that may be one for each row, if the step looks at them."""
+        placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
+        entries = zip(placeholders, captured.signature.inputs, strict=True)
+        read = [e.name for node, e in entries if e.role is InputRole.BATCH and node.users]
+        for path in lists_of_tensors(batch.tree, batch.rows()):
+            if path not in self._told and any(name.startswith(f"batch{path}[") for name in read):
+                self._told.add(path)
+                warn(about_tensors(path, batch.rows()))
 
     def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
         """What ``capture_step`` gives once the optimizer has the state that its first step would create."""

@@ -29,8 +29,6 @@ from lightning_spmd.strategy.places import Moment, evaluation_moment
 from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
-# As Lightning names the hooks around each step, for messages that send the user there.
-_STAGES = {"validation_step": "validation", "test_step": "test", "predict_step": "predict"}
 
 
 class EvaluationSteps(TrainingIteration):
@@ -110,9 +108,6 @@ class EvaluationSteps(TrainingIteration):
     @override
     def _fall_back(self, reason: str) -> NoReturn:
         self._eager.add(self._method)
-        # capture speaks of training, and names hooks of training for what belongs there
-        reason = reason.replace("training_step", self._method)
-        reason = reason.replace("on_train_batch", f"on_{_STAGES[self._method]}_batch")
         warn(f"strategy='spmd' runs {self._method} eagerly from here on, each rank on its own rows: {reason}")
         raise FellBack
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError, StaleGraphError
 from lightning_spmd.ir.steps import CapturedStep, Variant
-from lightning_spmd.messages import tell, warn
+from lightning_spmd.messages import speaking_of, tell, warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.control import Place
@@ -71,10 +71,11 @@ class TrainingIteration:
         Raises:
             FellBack: the iteration must run eagerly; nothing has been changed.
         """
-        batch = Batch(batch_tree, self._shared)
+        batch = Batch(batch_tree, self._shared, part=self._has_part)
         variant = dataclasses.replace(variant, accumulated=bool(self.gradients))
-        executable, rows = self._executable(self._request(batch, arguments, variant, clip))
-        outputs = self._run(executable, batch.tensor_values)
+        with speaking_of(variant.method):
+            executable, rows = self._executable(self._request(batch, arguments, variant, clip))
+            outputs = self._run(executable, batch.tensor_values)
         self._after(variant)
         return self._answer(executable, outputs, batch, rows)
 
@@ -106,12 +107,17 @@ class TrainingIteration:
         Raises:
             CaptureError: the step cannot be one graph.
         """
-        batch, mesh = Batch(batch_tree), self.context.mesh
+        batch, mesh = Batch(batch_tree, part=self._has_part), self.context.mesh
         rows = (batch.rows(),) * (1 if mesh is None else mesh.batch_size)
         request = self._request(batch, arguments, dataclasses.replace(variant, accumulated=False), None)
         return self._builder.capture(request, rows)
 
     # ------------------------------------------------------------------ pieces
+    @property
+    def _has_part(self) -> bool:
+        """Whether other ranks have rows of the same batch."""
+        return self.context.mesh is not None and self.context.mesh.batch_size > 1
+
     def _request(
         self, batch: Batch | None, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
     ) -> StepRequest:
@@ -160,7 +166,7 @@ class TrainingIteration:
         variant = dataclasses.replace(request.variant, apply=False)
 
         def trace(shared: Collection[str]) -> None:
-            trial = dataclasses.replace(request, batch=Batch(batch.tree, shared), variant=variant, clip=None)
+            trial = dataclasses.replace(request, batch=Batch(batch.tree, shared, part=True), variant=variant, clip=None)
             self._builder.capture(trial, split)
 
         found = find_shared(control, batch, trace)

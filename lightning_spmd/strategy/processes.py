@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError
+from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.boundary import names_lost_ranks
@@ -193,7 +194,7 @@ class ProcessStrategy(ParallelStrategy):
             return tensor.unsqueeze(0).expand(len(split), *tensor.shape)
         if len(set(split)) > 1:
             raise CaptureError(
-                f"self.all_gather in training_step needs the same number of rows on every rank, not {list(split)}; the "
+                f"self.all_gather in {the_step()} needs the same number of rows on every rank, not {list(split)}; the "
                 "tensor itself has the rows of all ranks already",
                 user_location(),
             )

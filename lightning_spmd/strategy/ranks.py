@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from lightning_spmd.errors import CaptureError, ConfigurationError, RankLostError
 from lightning_spmd.ir.steps import Variant
+from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, ParallelOptions
 from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mesh_sizes, shard_size
 from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan
@@ -199,7 +200,7 @@ class Ranks:
         """What the ranks exchange beside the graph would be exchanged once, at capture."""
         if self.traced_split is not None:
             raise CaptureError(
-                f"training_step calls strategy.{method}, which would happen once, at capture, and never again; call it "
-                "in a hook such as on_train_batch_start",
+                f"{the_step()} calls strategy.{method}, which would happen once, at capture, and never again; call it "
+                f"in a hook such as {batch_hook('start')}",
                 user_location(),
             )

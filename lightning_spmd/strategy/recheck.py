@@ -26,7 +26,7 @@ from typing import Any
 
 from lightning_spmd.ir.same_step import Difference, difference_at_capture, first_difference
 from lightning_spmd.ir.same_value import shown
-from lightning_spmd.messages import place_of, tell, warn
+from lightning_spmd.messages import batch_hook, place_of, tell, warn
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.run_context import RunContext, StepRequest
@@ -224,7 +224,7 @@ class Rechecks:
             told += f"The graph was right at step {watch.step}; {steps} made with it since, perhaps with an old value. "
         return told + (
             "Values behind objects of C, files, clocks and iterators cannot be watched: keep what changes in a buffer "
-            "or a plain attribute of the module, or move the statement to a hook such as on_train_batch_end"
+            f"or a plain attribute of the module, or move the statement to a hook such as {batch_hook('end')}"
         )
 
 
@@ -262,3 +262,6 @@ def _silent() -> Iterator[list[str]]:
         yield printed
     finally:
         sys.stdout = before
+
+
+# NOIMPORT

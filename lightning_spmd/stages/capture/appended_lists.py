@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.user_code import user_location
 
 Place = tuple[str, str]
@@ -52,8 +53,8 @@ class AppendOnly:
             CaptureError: always, naming the list.
         """
         raise CaptureError(
-            f"training_step appends to {_readable(self._place)} and looks at it; that would see the same items for "
-            "ever. Look at it in on_train_batch_end or at the epoch's end",
+            f"{the_step()} appends to {_readable(self._place)} and looks at it; that would see the same items for "
+            f"ever. Look at it in {batch_hook('end')} or at the epoch's end",
             user_location(),
         )
 

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_spmd.errors import CaptureError, SPMDError
 from lightning_spmd.ir.steps import Variant
+from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.batch import LeafWasRead
 from lightning_spmd.stages.capture.recorder import Recorder
 from lightning_spmd.stages.capture.user_code import location_of
@@ -39,8 +40,8 @@ def random_state_kept() -> Iterator[None]:
         yield
         if torch.initial_seed() != seed:
             raise CaptureError(
-                "training_step seeds torch (manual_seed, seed_everything): that would happen once, at capture; seed "
-                "before fit or in on_train_batch_start"
+                f"{the_step()} seeds torch (manual_seed, seed_everything): that would happen once, at capture; seed "
+                f"before fit or in {batch_hook('start')}"
             )
     finally:
         torch.set_rng_state(host)

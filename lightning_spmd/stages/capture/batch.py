@@ -2,20 +2,28 @@
 
 A batch may carry file names, labels as strings or arbitrary objects. Most training steps never look at them, so they
 must not decide which graph runs. At capture each such leaf is replaced by an :class:`UnreadLeaf`; if training_step
-touches it, capture starts again with the real value and a guard on it.
+touches it, capture starts again with the real value and a guard on it. Where several ranks have rows, lists with an
+entry for each of this rank's rows are such leaves as a whole, and looking at one is refused (``rows_of_rank.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_spmd.errors import BatchError, CaptureError
+from lightning_spmd.ir.steps import LeafRef
 from lightning_spmd.ir.tree import leaves, map_leaves, structure
+from lightning_spmd.messages import the_step
+from lightning_spmd.stages.capture.rows_of_rank import about_list, about_number, is_count, lists_of_rows, rows_of
+from lightning_spmd.stages.capture.user_code import location_of, user_location
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """In the ``repr`` of a dictionary's key: another one in every process."""
@@ -26,20 +34,73 @@ class LeafWasRead(Exception):
     """Control flow: training_step read a non-tensor leaf of the batch."""
 
 
+@dataclass
+class Looks:
+    """What a step looked at in its batch.
+
+    Args:
+        read: where (``file:line``), by path of the leaf.
+        refused: the first look that makes the step no graph.
+        handed_out: why what stands for a leaf may not be looked at, or None, by path.
+    """
+
+    read: dict[str, str | None] = field(default_factory=dict[str, "str | None"])
+    refused: CaptureError | None = None
+    handed_out: dict[str, str | None] = field(default_factory=dict[str, "str | None"])
+
+    def note(self, path: str, refusal: str | None) -> NoReturn:
+        """A look at a leaf.
+
+        Raises:
+            LeafWasRead: it may be looked at.
+            CaptureError: it may not, for this reason.
+        """
+        self._note(path, refusal, user_location())
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """C code that checks kinds (``torch.stack(batch["parts"])``) looks at nothing and says what it got instead."""
+        try:
+            yield
+        except TypeError as error:
+            for path, refusal in self.handed_out.items():
+                if re.search(rf"\bbatch{re.escape(path)}(?![\[.\w])", str(error)):
+                    self._note(path, refusal, location_of(error))
+            raise
+
+    def _note(self, path: str, refusal: str | None, place: str | None) -> NoReturn:
+        if refusal is None:
+            self.read.setdefault(path, place)
+            raise LeafWasRead(path)
+        self.refused = self.refused or CaptureError(refusal, place)
+        raise self.refused
+
+    def check(self) -> None:
+        """Raise what the step may have caught."""
+        if self.refused is not None:
+            raise self.refused
+
+
 class UnreadLeaf:
-    """Stands for a non-tensor leaf; any use raises :class:`LeafWasRead` and is remembered. It may be handed on."""
+    """Stands for what is no tensor; any use raises and is remembered. It may be handed on.
+
+    Args:
+        path: of the leaf.
+        reference: what stands for it where it is handed on.
+        looks: told of any use.
+        refusal: why it may not be used, or None.
+    """
 
     is_tree_leaf = True
 
-    def __init__(self, path: str, position: int, read: set[str]) -> None:
-        object.__setattr__(self, "_path", path)
-        object.__setattr__(self, "_position", position)
-        object.__setattr__(self, "_read", read)
+    def __init__(self, path: str, reference: Any, looks: Looks, refusal: str | None) -> None:
+        object.__setattr__(self, "_reference", reference)
+        object.__setattr__(self, "_looked_at", (looks, path, refusal))
+        looks.handed_out[path] = refusal
 
     def _touch(self, *_: Any, **__: Any) -> Any:
-        path = object.__getattribute__(self, "_path")
-        object.__getattribute__(self, "_read").add(path)
-        raise LeafWasRead(path)
+        looks, path, refusal = object.__getattribute__(self, "_looked_at")
+        looks.note(path, refusal)
 
     __getattribute__ = _touch
     __setattr__ = __call__ = __len__ = __iter__ = __getitem__ = __contains__ = __bool__ = __hash__ = _touch  # type: ignore[assignment]
@@ -48,11 +109,27 @@ class UnreadLeaf:
         _touch
     )
     __int__ = __float__ = __index__ = __neg__ = __abs__ = __floordiv__ = __rfloordiv__ = __rmod__ = _touch
+    __complex__ = __round__ = __trunc__ = __floor__ = __ceil__ = __pos__ = __invert__ = __divmod__ = __rdivmod__ = (
+        _touch
+    )
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __rpow__ = _touch
+    __reversed__ = __setitem__ = __delitem__ = __bytes__ = __reduce_ex__ = __copy__ = __deepcopy__ = _touch  # type: ignore[assignment]
 
 
-def position_of(leaf: UnreadLeaf) -> int:
-    """Where among the leaves of the batch it is."""
-    return int(object.__getattribute__(leaf, "_position"))
+@functools.lru_cache(maxsize=4096)
+def _stands_for(path: str) -> type[UnreadLeaf]:
+    """The class of what stands for a leaf; C code names it where it wants something else."""
+    return type(f"batch{path}", (UnreadLeaf,), {})
+
+
+def is_unread(value: Any) -> bool:
+    """Whether something stands for what a step has not looked at."""
+    return issubclass(type(value), UnreadLeaf)
+
+
+def reference_to_leaf(leaf: UnreadLeaf) -> Any:
+    """What stands for it where it is handed on: one :class:`LeafRef`, or a list of them."""
+    return object.__getattribute__(leaf, "_reference")
 
 
 class Batch:
@@ -62,15 +139,21 @@ class Batch:
         batch: what holds the batch (the first positional argument), as Lightning passes it.
         shared: paths of tensors that are the same for every sample although they have dimensions (class weights). Those
             without dimensions always are.
+        part: other ranks have rows of the same step.
     """
 
-    def __init__(self, batch: Any, shared: Collection[str] = ()) -> None:
+    def __init__(self, batch: Any, shared: Collection[str] = (), *, part: bool = False) -> None:
         self.tree = batch
         self.shared = shared
         found = leaves(batch)
         self.paths = [path for path, _ in found]
         self.values = [leaf for _, leaf in found]
         self.tensors = [i for i, leaf in enumerate(self.values) if isinstance(leaf, Tensor)]
+        self._own = rows_of([self.values[i] for i in self.tensors if self.paths[i] not in shared]) if part else None
+        self._lists = {} if self._own is None else {id(one): one for one in lists_of_rows(batch, self._own)}
+        if self._lists:  # what is in them belongs to one row each
+            inside = self._inside_lists()
+            self.tensors = [i for i in self.tensors if i not in inside]
 
     @property
     def tensor_values(self) -> list[Tensor]:
@@ -169,33 +252,60 @@ class Batch:
 
         return ", ".join(one(self.paths[i], self.values[i]) for i in self.tensors) or "no tensor"
 
-    def rebuild(self, tensors: dict[int, Tensor], read: set[str]) -> Any:
-        """The batch with ``tensors`` (by leaf index) and tripwires for the leaves not in ``read`` (paths)."""
-        seen: list[str] = []
+    def counts_rows(self, value: Any) -> bool:
+        """Whether a number is that of this rank's rows, and the step sees more."""
+        return self._own is not None and is_count(value, self._own)
+
+    def rebuild(self, tensors: dict[int, Tensor], looks: Looks) -> Any:
+        """The batch with ``tensors`` (by leaf index) and tripwires for what was not read."""
+        index = 0
+
+        def reference(_: str, __: Any) -> LeafRef:
+            nonlocal index
+            index += 1
+            return LeafRef(index - 1)
 
         def leaf(path: str, value: Any) -> Any:
-            index = len(seen)
-            seen.append(path)
-            if index in tensors:
-                return tensors[index]
-            return value if value is None or path in read else UnreadLeaf(path, index, read)
+            if id(value) in self._lists:
+                return _stands_for(path)(path, map_leaves(reference, value), looks, about_list(path, self._own or 0))
+            position = reference(path, value)
+            if position.position in tensors:
+                return tensors[position.position]
+            if value is None or path in looks.read:
+                return value
+            refusal = about_number(path, self._own or 0) if self.counts_rows(value) else None
+            return _stands_for(path)(path, position, looks, refusal)
 
-        return map_leaves(leaf, self.tree)
+        return map_leaves(leaf, self.tree, ends_at=lambda value: id(value) in self._lists)
 
-    def guarded_values(self, read: set[str]) -> tuple[tuple[str, Any], ...]:
-        """(path, value) of the non-tensor leaves that training_step reads.
+    def _inside_lists(self) -> set[int]:
+        """Indices of the leaves in lists of rows."""
+        index, inside = 0, set[int]()
+
+        def count(_: str, value: Any) -> None:
+            nonlocal index
+            size = len(leaves(value)) if id(value) in self._lists else 1
+            inside.update(range(index, index + size) if id(value) in self._lists else ())
+            index += size
+
+        map_leaves(count, self.tree, ends_at=lambda value: id(value) in self._lists)
+        return inside
+
+    def guarded_values(self, looks: Looks) -> tuple[tuple[str, Any], ...]:
+        """(path, value) of the non-tensor leaves that the step reads.
 
         Raises:
             CaptureError: if one is an object whose equality says nothing (it may hold tensors).
         """
         values = []
         for path, value in zip(self.paths, self.values, strict=True):
-            if path not in read:
+            if path not in looks.read:
                 continue
             if not isinstance(value, _GUARDABLE):
                 raise CaptureError(
-                    f"training_step reads batch{path}, a {type(value).__name__}: only tensors, numbers and strings in "
-                    "tuples, lists, dicts and dataclasses can enter the graph"
+                    f"{the_step()} reads batch{path}, a {type(value).__name__}: only tensors, numbers and strings in "
+                    "tuples, lists, dicts and dataclasses can enter the graph",
+                    looks.read[path],
                 )
             values.append((path, value))
         return tuple(values)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture import attribute_spy
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of
 from lightning_spmd.stages.capture.same_state import SIMPLE
@@ -226,8 +227,8 @@ class FrameWatch:
             asking = frame
         if asking is not None:
             raise CaptureError(
-                f"training_step calls {function.__qualname__}(): the graph would repeat one answer for ever; call it "
-                "in on_train_batch_start or on_train_batch_end",
+                f"{the_step()} calls {function.__qualname__}(): the graph would repeat one answer for ever; call it "
+                f"in {batch_hook('start')} or {batch_hook('end')}",
                 f"{asking.f_code.co_filename}:{asking.f_lineno}",
             )
 

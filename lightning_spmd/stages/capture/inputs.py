@@ -14,6 +14,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import GraphInput, InputRole
+from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.code_facts import line_that_changes
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number
 from lightning_spmd.stages.capture.recorder import Recorder
@@ -80,8 +81,8 @@ class InputTable:
             if changed:
                 key = min(changed)
                 raise CaptureError(
-                    f"training_step changes {name}.{key}; that statement would run once, at capture, and never again. "
-                    "Do it in on_train_batch_end",
+                    f"{the_step()} changes {name}.{key}; that statement would run once, at capture, and never again. "
+                    f"Do it in {batch_hook('end')}",
                     line_that_changes(codes, key),
                 )
 

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.steps import CallRef
+from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.user_code import user_location
 
 _HARMLESS = ("detach", "clone", "cpu")
@@ -35,7 +36,7 @@ class LaterValue:
     def misuse(self) -> CaptureError:
         """The error for any use but logging and returning."""
         return CaptureError(
-            f"the value of metric {object.__getattribute__(self, '_metric')!r} is used inside training_step; metrics "
+            f"the value of metric {object.__getattribute__(self, '_metric')!r} is used inside {the_step()}; metrics "
             "are updated after the graph ran, so their values can only be logged or returned there",
             user_location(),
         )

@@ -17,10 +17,10 @@ from torchmetrics import Metric, MetricCollection
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.signature import OutputRole
-from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
+from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.appended_lists import AppendOnly
-from lightning_spmd.stages.capture.batch import UnreadLeaf, position_of
+from lightning_spmd.stages.capture.batch import is_unread, reference_to_leaf
 from lightning_spmd.stages.capture.host_scalar import scalar_of
 from lightning_spmd.stages.capture.later_value import LaterValue, LaterValues, reference_to
 from lightning_spmd.stages.capture.user_code import user_location
@@ -47,8 +47,8 @@ class LogRecorder:
         """
 
         def leaf(path: str, item: Any) -> Any:
-            if type(item) is UnreadLeaf:
-                return LeafRef(position_of(item))
+            if is_unread(item):
+                return reference_to_leaf(item)
             if isinstance(item, LaterValue):
                 return reference_to(item)
             if isinstance(item, Tensor):
@@ -120,6 +120,7 @@ class LogRecorder:
                 raise ValueError(
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
+            bool(kwargs.get("batch_size"))  # weighs what is logged on all ranks: this rank's number of rows may not
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 
         return shadow

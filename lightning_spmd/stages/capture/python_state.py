@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.messages import batch_hook
 from lightning_spmd.stages.capture.attribute_spy import AttributeSpy
 from lightning_spmd.stages.capture.code_facts import facts_of
 from lightning_spmd.stages.capture.containers import Content
@@ -202,7 +203,7 @@ class PythonState:
         if tensor.nbytes > MOST_BYTES:
             raise CaptureError(
                 f"a tensor of {tensor.nbytes} bytes is read as Python values (tolist, numpy), which would be the same "
-                "for ever; keep it a tensor, or move the read to on_train_batch_start",
+                f"for ever; keep it a tensor, or move the read to {batch_hook('start')}",
                 user_location(),
             )
         places = self.sightings.tensors.get(id(tensor))

@@ -20,6 +20,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
+from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
 from lightning_spmd.stages.capture.named_numbers import NumbersByName
 from lightning_spmd.stages.capture.user_code import user_location
@@ -211,7 +212,7 @@ class Recorder(private.TorchDispatchMode):
             )
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise CaptureError(
-                f"a collective ({func}) inside training_step: the graph already sees the whole global batch; use "
+                f"a collective ({func}) inside {the_step()}: the graph already sees the whole global batch; use "
                 "self.all_gather, or drop the call",
                 user_location(),
             )
@@ -311,7 +312,7 @@ class Recorder(private.TorchDispatchMode):
             raise CaptureError(
                 "a tensor's value is read in Python (.item(), float(), bool(), `if tensor:`)"
                 f"{self._place()}, that of {_described(source)}, which one graph cannot express; keep it a tensor "
-                "(torch.where instead of `if`), or move the read to on_train_batch_end",
+                f"(torch.where instead of `if`), or move the read to {batch_hook('end')}",
                 self._location(),
             )
         node = self.graph.call_function(_READ_VALUE, (source,))

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.code_facts import line_that_changes
 from lightning_spmd.stages.capture.containers import Content
 from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Cell, Entry, Holder
@@ -27,10 +28,6 @@ from lightning_spmd.stages.capture.sightings import Sightings
 
 _DEEPEST = 8
 _DRAWS = ("random", "randint", "randrange", "rand", "randn", "uniform", "choice", "shuffle", "permutation", "normal")
-_ADVICE = (
-    "that statement would run once, at capture, and never again. Register tensors with register_buffer, or do it in "
-    "on_train_batch_end"
-)
 
 
 # ---------------------------------------------------------------------- what frames could see
@@ -79,7 +76,14 @@ class Effect:
     def error(self, codes: Sequence[CodeType]) -> CaptureError:
         """What tells the user."""
         place = self.holder.place if self.entry is None else self.entry
-        return CaptureError(f"training_step changes {self.path}; {_ADVICE}", _line(codes, place))
+        return CaptureError(f"{the_step()} changes {self.path}; {_advice()}", _line(codes, place))
+
+
+def _advice() -> str:
+    return (
+        "that statement would run once, at capture, and never again. Register tensors with register_buffer, or do it "
+        f"in {batch_hook('end')}"
+    )
 
 
 def _is_plain(value: Any, depth: int) -> bool:
@@ -154,7 +158,7 @@ def complain_about_new_tensors(module: nn.Module, known: set[str]) -> None:
     added = sorted(now - known)
     if added:
         raise CaptureError(
-            f"training_step registers {', '.join(added)}: that would happen once, at capture; register parameters and "
+            f"{the_step()} registers {', '.join(added)}: that would happen once, at capture; register parameters and "
             "buffers in __init__ or configure_model"
         )
 
@@ -173,7 +177,7 @@ def module_unchanged(module: nn.Module, codes: Sequence[CodeType]) -> Iterator[N
         yield
         if random.getstate() != python_random or not _same_numpy_state(numpy_random):
             raise CaptureError(
-                "training_step draws from Python's `random` or NumPy: the graph would repeat one draw for ever; draw "
+                f"{the_step()} draws from Python's `random` or NumPy: the graph would repeat one draw for ever; draw "
                 "with torch (torch.rand, torch.randint), or in on_before_batch_transfer",
                 next((line for name in _DRAWS if (line := line_that_changes(codes, name)) is not None), None),
             )
@@ -209,7 +213,7 @@ def _complain_about_changes(
             changed = value is not old and not (is_simple(value) and is_simple(old) and same_simple(old, value))
             if changed or (name in containers and len(value) != len(containers[name])):
                 line = line_that_changes(codes, name)
-                raise CaptureError(f"training_step changes {owner}{name}; {_ADVICE}", line)
+                raise CaptureError(f"{the_step()} changes {owner}{name}; {_advice()}", line)
 
 
 def _restore(part: nn.Module, attributes: dict[str, Any], containers: dict[str, Any]) -> None:

@@ -25,8 +25,11 @@ from lightning_spmd.ir.layout import densely, has_layout, row_major
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.appended_lists import Place, lists_followed
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, modules_followed, random_state_kept
+from lightning_spmd.stages.capture.batch import Looks
+from lightning_spmd.stages.capture.counted_rows import refuse_counts
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.holders import Attributes
 from lightning_spmd.stages.capture.host_scalar import TensorsFollowScalars, math_follows_scalars, scalar_of
@@ -57,19 +60,19 @@ def trace(request: CaptureRequest) -> Trace:
     Raises:
         CaptureError: training_step or the optimizer does something that one graph cannot express.
     """
-    read: set[str] = set()
+    looks = Looks()
     grown: set[Place] = set()
     while True:
-        known = len(read), len(grown)
+        known = len(looks.read), len(grown)
         try:
-            found = _Capture(request, read, grown).run()
+            found = _Capture(request, looks, grown).run()
         except Exception:
             # otherwise the step read a non-tensor leaf of the batch: again, with its value; or a list on the module
             # grew: again, with its items as recorded calls
-            if (len(read), len(grown)) == known:
+            if (len(looks.read), len(grown)) == known or looks.refused is not None:
                 raise
             continue
-        if (len(read), len(grown)) == known:
+        if (len(looks.read), len(grown)) == known:
             return found
 
 
@@ -92,9 +95,9 @@ class _Outputs:
 class _Capture:
     """The state of one capture."""
 
-    def __init__(self, request: CaptureRequest, read: set[str], grown: set[Place]) -> None:
+    def __init__(self, request: CaptureRequest, looks: Looks, grown: set[Place]) -> None:
         self.request = request
-        self.read = read
+        self.looks = looks
         self.grown = grown
         self.fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Recorder(self.fake_mode)
@@ -146,11 +149,12 @@ class _Capture:
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
             with explained(self.recorder, self._what):
-                with self.python.watch.active():
+                with self.python.watch.active(), self.looks.followed():
                     if request.optimizer is None:
                         self._step_alone(batch)
                     else:
                         self._iteration(batch, trained, request.optimizer)
+                self.looks.check()
                 self._collect(slots)
                 self.inputs.complain_about_attributes(self.python.watch.codes)
         effects = self.python.effects
@@ -160,7 +164,7 @@ class _Capture:
         """What is being captured, for messages."""
         if self.recorder.section is Section.OPTIMIZER:
             return f"{type(self.request.optimizer).__name__}.step"
-        return _IN_WORDS.get(self.recorder.section, "training_step")
+        return _IN_WORDS.get(self.recorder.section, the_step())
 
     def _appended(self, place: Place, item: Any) -> None:
         self.logs.record(place[0], "append", OutputRole.STEP_OUTPUT, (place[1], item), {})
@@ -182,7 +186,7 @@ class _Capture:
             role = InputRole.SHARED_BATCH if shared else InputRole.BATCH
             fake = self.inputs.fresh_tensor(spec, role, (position,), f"batch{batch.paths[index]}")
             fakes[index] = fake.requires_grad_(live.requires_grad)
-        return batch.rebuild(fakes, self.read)
+        return batch.rebuild(fakes, self.looks)
 
     def _trained_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """(name, fake) of what gets a gradient: the optimizer's parameters, or all of the module's in split mode."""
@@ -312,6 +316,7 @@ class _Capture:
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()
         inputs = self.inputs.in_order()
+        refuse_counts(request.batch, inputs)
         guards = [
             submodules_guard(request.module),
             frozen_guard(request.module),
@@ -321,7 +326,8 @@ class _Capture:
             *([hooks_guard(request.module, request.optimizer, request.trainer)] if request.variant.backward else []),
             *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
         ]
-        leaves = [] if request.batch is None else [BatchGuard(p, v) for p, v in request.batch.guarded_values(self.read)]
+        read = [] if request.batch is None else request.batch.guarded_values(self.looks)
+        leaves = [BatchGuard(path, value) for path, value in read]
         predicate = program.guard([node for node, _ in inputs]) if program else None
         signature = Signature(_with_mutations(graph, inputs), tuple(self.outputs.entries))
         module = private.GraphModule(nn.Module(), graph)

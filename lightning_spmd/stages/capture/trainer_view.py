@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.host_scalar import Number
 from lightning_spmd.stages.capture.user_code import user_location
@@ -41,15 +42,15 @@ class TrainerView:
         real = object.__getattribute__(self, "_real")
         if name in ("logger", "loggers"):
             raise CaptureError(
-                "training_step uses self.logger: that call would run once, at capture; use self.log, or call the "
-                "logger in on_train_batch_end",
+                f"{the_step()} uses self.logger: that call would run once, at capture; use self.log, or call the "
+                f"logger in {batch_hook('end')}",
                 user_location(),
             )
         if name in ("global_step", "current_epoch"):
             return object.__getattribute__(self, "_host_value")(f"trainer.{name}", getattr(real, name))
         if name in _RESULTS and object.__getattribute__(self, "_logged")():
             raise CaptureError(
-                f"training_step reads trainer.{name} after self.log: what was logged in this step is there only after "
+                f"{the_step()} reads trainer.{name} after self.log: what was logged in this step is there only after "
                 "the graph ran; read it first, or keep the value itself",
                 user_location(),
             )
@@ -57,7 +58,7 @@ class TrainerView:
         return object.__getattribute__(self, "_see")(name).value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise CaptureError(f"training_step assigns trainer.{name}; do it in a hook such as on_train_batch_end")
+        raise CaptureError(f"{the_step()} assigns trainer.{name}; do it in a hook such as {batch_hook('end')}")
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] - isinstance(trainer, Trainer)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture import contents, kinds
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of, line_that_changes
 from lightning_spmd.stages.capture.holders import (
@@ -248,8 +249,8 @@ class Walk(Walker):
     def _iterator(self, value: Any, path: str, place: Entry | None, facts: CodeFacts, _: int) -> None:
         if place is not None and place.holder.lasts:
             raise CaptureError(
-                f"training_step looks at {path}, a {type(value).__name__}: what it gives next would be the same for "
-                "ever; take the next value in on_train_batch_start and keep it on the module",
+                f"{the_step()} looks at {path}, a {type(value).__name__}: what it gives next would be the same for "
+                f"ever; take the next value in {batch_hook('start')} and keep it on the module",
                 _where(facts, place),
             )
 

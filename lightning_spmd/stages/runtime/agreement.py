@@ -18,6 +18,7 @@ from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.node_info import info_of
 from lightning_spmd.ir.placement import Chunk
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
+from lightning_spmd.messages import the_step
 from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -88,7 +89,7 @@ def _explain(everyone: Sequence[tuple[list[str], list[str], Any]]) -> str:
     found = _first_difference([captured for captured, _, _ in everyone])
     if found is not None:
         return (
-            f"training_step is not the same on all ranks; the first difference is\n{found}\n"
+            f"{the_step()} is not the same on all ranks; the first difference is\n{found}\n"
             "every rank must compute the same on its part of the batch: look at that line for what only one rank has "
             "or does (a branch on global_rank, a random choice without a common seed, a value that one rank changed)"
         )
