@@ -278,38 +278,6 @@ def test_a_scripted_submodule_trains_eagerly() -> None:
     assert_as_eager(Scripted, "eager", max_epochs=1)
 
 
-# ---------------------------------------------------------------------- numbers that count rows
-class Counts(Quiet):
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch["x"]), batch["y"], reduction="sum") / batch["count"]
-
-
-class CountsNot(Quiet):
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss((batch["x"], batch["y"]))
-
-
-def _batch(samples: Sequence[Any], kind: type[Any]) -> dict[str, Any]:
-    x, y = torch.utils.data.default_collate(list(samples))
-    return {"x": x, "y": y, "count": kind(len(samples)), "names": [f"row {i}" for i in range(len(samples))]}
-
-
-def _counted(make: type[Quiet], kind: type[Any]) -> Result:
-    loader = torch.utils.data.DataLoader(rows(16), 4, collate_fn=lambda s: _batch(s, kind))  # type: ignore[arg-type]
-    L.seed_everything(1)
-    return fit(make(), loader, "spmd", 2, max_epochs=1)[0]
-
-
-@pytest.mark.parametrize(("make", "kind", "warned"), [(Counts, int, 1), (Counts, torch.tensor, 1), (CountsNot, int, 0)])
-def test_a_number_that_counts_this_ranks_rows_is_told(
-    two_ranks: RankPool, make: type[Quiet], kind: Any, warned: int
-) -> None:
-    result = two_ranks.run(_counted, make, kind)[0]
-    told = [text for text in result.warnings if "batch['count'] is 4" in text]
-    assert len(told) == warned
-    assert all("the 8 rows of all ranks" in text for text in told)
-
-
 # ---------------------------------------------------------------------- backward passes inside of backward passes
 class Reentrant(Quiet):
     """Only the data asks for gradients below the checkpoint."""
