@@ -123,41 +123,6 @@ def current_backward_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def returns_alias(func: Any) -> bool:
-    """Whether the operator's result shares memory with an argument. Without it a lost write could not be refused."""
-    return any(r.alias_info is not None for r in func._schema.returns)
-
-
-def is_mutating(func: Any) -> bool:
-    """Whether the operator's schema writes into an argument. Without it hazards could not be verified."""
-    return func._schema.is_mutable
-
-
-def decide_shapes(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments on which more than values may depend: sizes, dimensions; without it shapes would freeze."""
-    free = {"aten::roll": ("shifts",), "aten::select": ("index",)}.get(func._schema.name, ())
-    sized = func._schema.name in ("aten::arange", "aten::linspace", "aten::logspace")
-    values = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-    kinds = {a.name: str(a.type) for a in func._schema.arguments if a.name in values and a.name not in free}
-    return [values[name] for name, kind in kinds.items() if sized or "int" in kind or "bool" in kind]
-
-
-def is_random(func: Any) -> bool:
-    """Whether the operator draws random numbers (dropout masks must differ a shard and repeat under recomputation)."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def mutated_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors among the arguments that the operator writes into, by its schema."""
-    found: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return [v for v in found if v is not None]
-
-
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that operators on ``device`` draw from when none is given."""
     if device.type == "cpu":

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from lightning_spmd._private_api import OpOverload, is_random
+from lightning_spmd._private_api import OpOverload, draws
 from lightning_spmd.ir.aliasing import Region, written_arguments
 from lightning_spmd.ir.first import last
 from lightning_spmd.ir.placement import Chunk, Shard
@@ -22,7 +22,9 @@ _PLAIN_NAMESPACES = frozenset({"aten", "prims"})
 def draws_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers, or chooses the stream that others draw from."""
     target: Any = node.target
-    return node.meta.get("random") is not None or (isinstance(target, OpOverload) and is_random(target))
+    return node.meta.get("random") is not None or (
+        isinstance(target, OpOverload) and draws(target, node.args, node.kwargs)
+    )
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -46,7 +48,7 @@ def is_unnoticed(node: fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(node.target, OpOverload):
         return _is_host_arithmetic(node)
-    if target.namespace not in _PLAIN_NAMESPACES or "assert" in str(target) or is_random(target):
+    if target.namespace not in _PLAIN_NAMESPACES or "assert" in str(target) or draws(target, node.args, node.kwargs):
         return False
     return bool(target._schema.returns) or target._schema.is_mutable  # noqa: SLF001 - an operator's description
 

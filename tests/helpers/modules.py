@@ -204,7 +204,8 @@ class TiedGPT(GPT):
 def rotated(x: Tensor) -> Tensor:
     """Rotary position embedding of ``(rows, heads, length, width)``."""
     length, half = x.shape[-2], x.shape[-1] // 2
-    angles = torch.outer(torch.arange(length), 100.0 ** (-torch.arange(half) / half))
+    places, powers = (torch.arange(n, device=x.device) for n in (length, half))
+    angles = torch.outer(places, 100.0 ** (-powers / half))
     first, second = x.chunk(2, -1)
     return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
 

@@ -20,6 +20,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
+from lightning_spmd.ir.shape_functions import empty_result
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
 from lightning_spmd.stages.capture.named_numbers import NumbersByName
@@ -34,8 +35,6 @@ _READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an op
 # Aliases without effect below autograd: recording them would only cost a call a step.
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
-# torch's shape function of grouped matmul accepts bfloat16 alone, its CPU kernel also float32 (mixture of experts).
-_SHAPES_FROM_KERNEL = {getattr(aten, name).default for name in ("_grouped_mm",) if hasattr(aten, name)}
 # oneDNN's LSTM keeps what its backward needs only under grad mode: outside autograd the call cannot be repeated.
 _NOT_REPEATABLE = {getattr(aten, name).default for name in ("mkldnn_rnn_layer",) if hasattr(aten, name)}
 
@@ -263,7 +262,7 @@ class Recorder(private.TorchDispatchMode):
                     "dense one (sparse=False)",
                     self._location(),
                 )
-        key = _draw_key(func, concrete)
+        key = _draw_key(func, plain_args, plain_kwargs)
         if key is not None and key in self._draws:
             return self._repeat_draw(func, self._draws[key], args, out)
         node_args, node_kwargs = pytree.tree_unflatten(recorded, tree)
@@ -276,18 +275,13 @@ class Recorder(private.TorchDispatchMode):
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Shapes of the outputs, from torch's shape function or, where that is too strict, from the kernel.
+        """Shapes of the outputs.
 
         A real tensor is handed over as a fake one: torch would compute on one of a single element itself, and an
         in-place operator would change it, at capture.
         """
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._stand_ins.get(id(t), t), (args, kwargs))
-        if func not in _SHAPES_FROM_KERNEL:
-            return func(*args, **kwargs)
-        with private.disable_dispatch_modes():
-            real_args, real_kwargs = pytree.tree_map_only(Tensor, private.zeros_like_fake, (args, kwargs))
-            real = func(*real_args, **real_kwargs)
-            return pytree.tree_map_only(Tensor, lambda t: self.fake_mode.from_tensor(t, static_shapes=True), real)
+        return empty_result(func, args, kwargs)
 
     def _bind_outputs(self, node: fx.Node, out: Any) -> None:
         if isinstance(out, Tensor):
@@ -297,12 +291,12 @@ class Recorder(private.TorchDispatchMode):
         if not isinstance(out, (tuple, list)):
             node.meta["val"] = out
             return
-        node.meta["val"] = type(out)(TensorSpec.of(o) if isinstance(o, Tensor) else o for o in out)
+        node.meta["val"] = pytree.tree_map_only(Tensor, TensorSpec.of, out)
         for index, item in enumerate(out):
-            if isinstance(item, Tensor):
+            if isinstance(item, (Tensor, list)):
                 child = self.graph.call_function(operator.getitem, (node, index))
-                child.meta.update(val=TensorSpec.of(item), info=node.meta["info"])
-                self.bind(item, child)
+                child.meta["info"] = node.meta["info"]
+                self._bind_outputs(child, item)
 
     # ------------------------------------------------------------------ known values
     def _item(self, tensor: Tensor) -> Any:
@@ -360,19 +354,19 @@ def _numbers_of_shapes(func: Any, args: Any, kwargs: Any) -> list[HostScalar]:
     return [n for value in values for n in map(scalar_of, pytree.tree_leaves(value)) if n is not None]
 
 
-def _draw_key(func: Any, flat: list[Any]) -> bytes | None:
+def _draw_key(func: Any, args: Any, kwargs: Any) -> bytes | None:
     """The generator's state, for operators that draw from the default one.
 
     Fake tensors consume no random numbers, so the recorder advances the real generator by one number a draw:
     activation checkpointing, which restores the state and computes again, then shows itself by an equal key.
     """
-    if not private.is_random(func):
+    if not private.draws(func, args, kwargs):
         return None
-    device = next((a.device for a in flat if isinstance(a, Tensor)), torch.device("cpu"))
-    generator = private.default_generator(device)
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+    generator = private.default_generator(tensors[0].device if tensors else torch.device("cpu"))
     with private.disable_dispatch_modes():
         key = generator.get_state().numpy().tobytes() + str(func).encode()
-        torch.empty(1, device=device).uniform_(generator=generator)
+        torch.empty(1, device=generator.device).uniform_(generator=generator)
     return key
 
 

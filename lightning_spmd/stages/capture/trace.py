@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.guards import BatchGuard, Guards
 from lightning_spmd.ir.layout import densely, has_layout, row_major
 from lightning_spmd.ir.node_info import Section, TensorSpec
@@ -370,7 +371,7 @@ def remove_dead_nodes(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.users or written_arguments(node):
             continue
-        if not (isinstance(node.target, private.OpOverload) and private.is_random(node.target)):
+        if not draws_random(node):
             graph.erase_node(node)
 
 

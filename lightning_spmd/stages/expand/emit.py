@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_spmd._private_api import is_random
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arguments
+from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
 from lightning_spmd.ir.placement import REPLICATE, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.parallel.pieces import local_shape, local_spec
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
-from lightning_spmd.stages.expand.call import Layout, LocalCall, is_tensor
+from lightning_spmd.stages.expand.call import Layout, LocalCall, flatten_values, is_tensor
 from lightning_spmd.stages.expand.memory import as_captured, looks_at_memory
 from lightning_spmd.stages.expand.program import LocalProgram
 from lightning_spmd.stages.expand.redistribute import cost, redistribute
@@ -137,7 +137,7 @@ class Emitter:
         if isinstance(node.meta["val"], TensorSpec):
             self._bind(node, item, self._placements(node))
         else:
-            self.numbers[node] = item
+            self._bind_outputs(node, item)
 
     def _bind(self, node: fx.Node, new: fx.Node, placements: Placements) -> None:
         expected = local_shape(node.meta["val"].shape, placements, self.axes)
@@ -172,7 +172,7 @@ class Emitter:
         if reads_by_place(node.target):
             self._read_by_place(call)
         new = self._own_operator(call)
-        if is_random(node.target):
+        if draws_random(node):
             new.meta["random"] = tuple(
                 axis.name
                 for axis, layout in zip(self.axes, layouts, strict=True)
@@ -219,7 +219,7 @@ class Emitter:
         elif isinstance(value, (tuple, list)):
             self.numbers[node] = new
             self.items[node] = [None] * len(value)
-            new.meta["placements"] = tuple(self._placements(node, i) for i in range(len(value)))
+            new.meta["placements"] = tuple(self._placements(node, i) for i, _ in enumerate(flatten_values(value)))
         else:
             self.numbers[node] = new
             new.meta["placements"] = (REPLICATE,) * len(self.axes)

@@ -1,9 +1,10 @@
 """Operators that look at how their operands lie in memory: they get them as the captured graph has them.
 
-Most operators take tensors as they are, and expansion need not care how a gathered or reduced value lies. Two kinds do
+Most operators take tensors as they are, and expansion need not care how a gathered or reduced value lies. Some do
 look (and ``as_strided``, which addresses the storage behind its operand: ``storage.py``):
 
 * fused optimizers walk the memory of parameter, gradient and state side by side;
+* cuDNN's recurrent backward reads its forward kernel's result as that left it, whatever the strides say;
 * kernels of libraries and users may do anything.
 
 For these a value that lies otherwise is copied into the captured layout first. What must be the same in every rank's
@@ -26,12 +27,13 @@ from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.program import LocalProgram
 
 aten = torch.ops.aten
+_LOOKING = {aten._cudnn_rnn_backward.default}
 _PLAIN_NAMESPACES = ("aten", "prims", "_c10d_functional")
 
 
 def looks_at_memory(node: fx.Node) -> bool:
     """Whether the operator is one of those."""
-    if walks_memory(node.target):
+    if walks_memory(node.target) or node.target in _LOOKING:
         return True
     return getattr(node.target, "namespace", "aten") not in _PLAIN_NAMESPACES
 

@@ -22,6 +22,7 @@ from lightning_spmd.ir.aliasing import aliased_argument
 from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
+from lightning_spmd.ir.shape_functions import empty_result
 
 _functional = torch.ops._c10d_functional
 
@@ -105,7 +106,7 @@ class LocalProgram:
         if op is torch.ops.aten.view.default:
             _try_view(*fake_args)
         with self.mode:
-            return _compute(op, fake_args, fake_kwargs)
+            return empty_result(op, fake_args, fake_kwargs)
 
     def number(self, op: Any, operands: Sequence[fx.Node], value: Any) -> fx.Node:
         """Append a call that reads a number out of tensors (``.item()``); it was ``value`` at capture."""
@@ -196,7 +197,7 @@ class LocalProgram:
             node.meta["val"] = TensorSpec.of(fake)
             self.fakes[node] = fake
         elif isinstance(fake, (tuple, list)):
-            node.meta["val"] = type(fake)(TensorSpec.of(f) if isinstance(f, torch.Tensor) else f for f in fake)
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, fake)
             self.fakes[node] = fake
         else:
             node.meta["val"] = fake
@@ -206,15 +207,6 @@ class LocalProgram:
         """Close the graph."""
         self.graph.output(tuple(outputs))
         return private.GraphModule(torch.nn.Module() if not self.attributes else _holder(self.attributes), self.graph)
-
-
-def _compute(op: Any, args: Any, kwargs: Any) -> Any:
-    """The call on fake tensors. torch knows grouped products of bfloat16 alone, its CPU kernel more."""
-    if getattr(op, "overloadpacket", None) is not getattr(torch.ops.aten, "_grouped_mm", ...):
-        return op(*args, **kwargs)
-    dtype = args[0].dtype
-    half = [a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.dtype == dtype else a for a in args]
-    return op(*half, **kwargs).to(dtype)
 
 
 def _try_kernel(op: Any, args: Any, kwargs: Any) -> None:

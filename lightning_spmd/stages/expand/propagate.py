@@ -37,7 +37,7 @@ from lightning_spmd.ir.signature import Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
-from lightning_spmd.stages.expand.call import Layout, OpCall, is_tensor
+from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is_tensor
 from lightning_spmd.stages.expand.placing import UPDATE, Placing, StartAgain
 from lightning_spmd.stages.expand.redistribute import goes_through_whole
 from lightning_spmd.stages.expand.registered import registered_layouts
@@ -82,7 +82,9 @@ class Propagation(Placing):
     def _getitem(self, node: fx.Node) -> None:
         parent, index = node.args
         if isinstance(parent, fx.Node) and isinstance(index, int):
-            self._set(node, (self.result.outputs[parent][index],))
+            values = parent.meta["val"]
+            at = len(list(flatten_values(values[:index])))
+            self._set(node, self.result.outputs[parent][at : at + len(list(flatten_values([values[index]])))])
             if parent in self.routed:
                 self.routed[node] = (self.routed[parent][index],)
             if parent in self.detached:

@@ -35,8 +35,8 @@ class LayoutCheck(fx.Interpreter):
         spec = n.meta.get("val")
         if n.op != "call_function" or not isinstance(value, Tensor) or not isinstance(spec, TensorSpec):
             return value
-        if self._roots[n] is not n or has_layout(value, spec):
-            return value
+        if self._roots[n] is not n or value.shape != spec.shape or has_layout(value, spec):
+            return value  # of another shape is what a kernel keeps for its backward (cuDNN's reserve): nobody else's
         self.repairs.append(n)
         return in_layout(value, spec)
 

@@ -31,6 +31,7 @@ from lightning_spmd.stages.expand.rules import (
     norms,
     pointwise,
     random,
+    recurrent,
     reductions,
     spatial,
     transforms,
@@ -39,7 +40,7 @@ from lightning_spmd.stages.expand.rules import (
 
 _FAMILIES = (
     pointwise, views, joins, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm,
-    attention, losses, cross_entropy, spatial, indexing, foreach, transforms,
+    attention, recurrent, losses, cross_entropy, spatial, indexing, foreach, transforms,
 )  # fmt: skip
 
 RULES: dict[Any, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}

@@ -1,0 +1,60 @@
+"""What torch says about its operators: what a call writes, shares, draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def returns_alias(func: Any) -> bool:
+    """Whether the operator's result shares memory with an argument. Without it a lost write could not be refused."""
+    return any(r.alias_info is not None for r in func._schema.returns)
+
+
+def is_mutating(func: Any) -> bool:
+    """Whether the operator's schema writes into an argument. Without it hazards could not be verified."""
+    return func._schema.is_mutable
+
+
+def decide_shapes(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments on which more than values may depend: sizes, dimensions; without it shapes would freeze."""
+    free = {"aten::roll": ("shifts",), "aten::select": ("index",)}.get(func._schema.name, ())
+    sized = func._schema.name in ("aten::arange", "aten::linspace", "aten::logspace")
+    values = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+    kinds = {a.name: str(a.type) for a in func._schema.arguments if a.name in values and a.name not in free}
+    return [values[name] for name, kind in kinds.items() if sized or "int" in kind or "bool" in kind]
+
+
+def is_random(func: Any) -> bool:
+    """Whether the operator draws random numbers (dropout masks must differ a shard and repeat under recomputation)."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call draws random numbers: attention without dropout is tagged as random, and draws none.
+
+    Without it such a call would keep its place among the draws, choose a random stream and be kept under activation
+    checkpointing, whose whole point is to make it again.
+    """
+    return is_random(func) and not any(_is_zero(func, name, args, kwargs) for name in ("dropout_p", "dropout"))
+
+
+def _is_zero(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            value = args[index] if index < len(args) else kwargs.get(name, argument.default_value)
+            return type(value) in (int, float) and value == 0
+    return False
+
+
+def mutated_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors among the arguments that the operator writes into, by its schema."""
+    found: list[Any] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        found.extend(value if isinstance(value, (list, tuple)) else [value])
+    return [v for v in found if v is not None]

@@ -1,0 +1,109 @@
+"""Shapes of results where torch's own shape functions fall short of the kernels; everything else asks torch.
+
+``_grouped_mm`` (mixture of experts): torch's function knows bfloat16 alone and asks for a GPU, and the kernel itself on
+zeros of the global batch's size would take the memory that capture is there to avoid.
+
+``_cudnn_rnn``: torch's function forgets that the kernel packs weights that do not lie in one piece, so that no backward
+pass can be traced, and that with ``batch_first`` results have time outermost in memory. The backward kernel relies on
+the latter, without a check; it has no shape function at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_ALIGNMENT = 16
+"""Bytes to which kernels of grouped products pad the rows of their result."""
+
+
+def empty_result(op: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives of fake tensors."""
+    function = _SHAPES.get(op)
+    return op(*args, **kwargs) if function is None else function(op, *args, **kwargs)
+
+
+def recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Empty tensors like the results of ``aten._cudnn_rnn``."""
+    call = _bound(op, args, kwargs)
+    output, hidden, cell, reserve, packed = op(*args, **kwargs)
+    if packed is None:
+        weights = call["weight"]
+        packed = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=weights[0].device)
+    return _as_cudnn(output, call), hidden, cell, reserve, packed
+
+
+def recurrent_backward(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Empty tensors like the results of ``aten._cudnn_rnn_backward``."""
+    call = _bound(op, args, kwargs)
+    wants_input, wants_hidden, wants_cell, wants_weights = call["output_mask"]
+    cell = call["cx"]
+    return (
+        _as_cudnn(call["input"], call) if wants_input else None,
+        call["hx"].new_empty(call["hx"].shape) if wants_hidden else None,
+        cell.new_empty(cell.shape) if wants_cell and cell is not None else None,
+        [w.new_empty(w.shape) for w in call["weight"]] if wants_weights else [],
+    )
+
+
+def _bound(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001 - an operator's description
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _as_cudnn(like: Tensor, call: dict[str, Any]) -> Tensor:
+    """Empty, of this shape, with time outermost in memory."""
+    if not call["batch_first"] or call["batch_sizes"]:
+        return like.new_empty(like.shape)
+    rows, time, *rest = like.shape
+    return like.new_empty((time, rows, *rest)).transpose(0, 1)
+
+
+def grouped_product(
+    _: Any,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """An empty tensor like the result of ``aten._grouped_mm`` of the same arguments.
+
+    Args:
+        _: the operator.
+        a: (rows, inner), or (groups, rows, inner).
+        b: (groups, inner, columns), or (inner, columns).
+        offs: where each group ends, if one of them has no dimension of groups.
+        bias: not taken by any kernel.
+        out_dtype: of the result; ``a``'s by default.
+
+    Raises:
+        RuntimeError: the shapes do not fit.
+    """
+    flat = (a.dim() == 2, b.dim() == 2)
+    fits = {a.dim(), b.dim()} <= {2, 3} and a.shape[-1] == b.shape[-2] and (offs is not None) == any(flat)
+    groups = {t.shape[0] for t, is_flat in zip((a, b), flat, strict=True) if not is_flat}
+    groups |= set() if offs is None else {offs.shape[0]}
+    if not fits or len(groups) > 1:
+        raise RuntimeError(f"a grouped product of {list(a.shape)} and {list(b.shape)} has no shape")
+    rows, columns = a.shape[-2], b.shape[-1]
+    shape = [rows, columns] if flat[0] != flat[1] else [*groups, rows, columns]
+    dtype = a.dtype if out_dtype is None else out_dtype
+    padded = -(-columns * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
+    stride = [rows * padded, padded, 1][-len(shape) :]
+    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
+
+
+_SHAPES: dict[Any, Callable[..., Any]] = {
+    getattr(aten, name).default: function
+    for name, function in {
+        "_grouped_mm": grouped_product,
+        "_cudnn_rnn": recurrent,
+        "_cudnn_rnn_backward": recurrent_backward,
+    }.items()
+    if hasattr(aten, name)
+}

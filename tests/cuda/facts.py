@@ -1,0 +1,99 @@
+"""What tests ask of a rank's graphs, as plain values: graphs stay in the lane's process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_spmd._private_api import pytree
+from lightning_spmd.ir.layout import lies_as, walked
+from lightning_spmd.ir.node_info import TensorSpec, spec_of
+from lightning_spmd.ir.steps import IterationGraphs
+from lightning_spmd.ir.verify import activation_collectives
+from lightning_spmd.stages import finish
+from lightning_spmd.stages.runtime.agreement import describe, describe_capture
+from lightning_spmd.stages.runtime.control import stable_hash
+from tests.cuda.ranks import Built, Wanted, build, process_groups
+from tests.cuda.stand_ins import gpus
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one rank.
+
+    Args:
+        vote: what the rank says of its batch.
+        digests: of the captured graph and of every graph that is made of it, which must be equal on all ranks.
+        operators: how often each is in the graph that runs first, by name.
+        captured: the same of the captured graph.
+        devices: on which tensors lie.
+        walked: number of lists that fused and foreach operators walk, and of those that lie otherwise.
+        fallbacks, activations: operators on gathered tensors, collectives on activations.
+        gathers: dtypes of the values that are gathered.
+        deferred: whether work moves into the next iteration.
+    """
+
+    vote: str
+    digests: dict[str, str]
+    operators: Counter[str]
+    captured: Counter[str]
+    devices: set[str]
+    walked: tuple[int, int]
+    fallbacks: list[str]
+    activations: list[str]
+    gathers: list[str]
+    deferred: bool
+
+    @property
+    def nodes(self) -> int:
+        return self.operators.total()
+
+
+def facts(wanted: Wanted) -> Facts:
+    """Of the graphs that the strategy builds."""
+    with gpus(wanted.kernel), process_groups(wanted.rank, wanted.count):
+        return _facts(build(wanted))
+
+
+def facts_of_ranks(wanted: Wanted) -> list[Facts]:
+    """Of all ranks, each with a device of its own."""
+    return [facts(dataclasses.replace(wanted, rank=rank)) for rank in range(wanted.count)]
+
+
+def _facts(built: Built) -> Facts:
+    step, captured = built.executable.graphs.main, built.executable.captured
+    nodes = list(step.graph_module.graph.nodes)
+    lists = [one for node in nodes for one in walked(node)]
+    crossed = [one for one in lists if not all(lies_as(spec_of(n), spec_of(one[0])) for n in one)]
+    looks = (built.batch.shared_key(), built.batch.shared_values())
+    found = {
+        "vote": stable_hash(looks),
+        "operators": Counter(_name(n) for n in nodes if n.op == "call_function"),
+        "captured": Counter(_name(n) for n in captured.graph_module.graph.nodes if n.op == "call_function"),
+        "devices": {str(spec.device) for n in nodes for spec in _specs(n)},
+        "walked": (len(lists), len(crossed)),
+        "fallbacks": list(step.fallbacks),
+        "activations": [n.name for n in activation_collectives(step)],
+        "gathers": [str(spec_of(n).dtype) for n in nodes if "all_gather" in _name(n)],
+    }
+    graphs = IterationGraphs(main=step)
+    digests = {"captured": stable_hash(describe_capture(captured)), "arranged": stable_hash(describe(step))}
+    if built.ranks.mesh is not None:
+        graphs = finish(captured, step, {n.name: 1e-4 for n in nodes})
+        phases = {"setup": graphs.setup, "main": graphs.main, "cleanup": graphs.cleanup}
+        digests |= {name: stable_hash(describe(phase)) for name, phase in phases.items() if phase is not None}
+    return Facts(**found, digests=digests, deferred=graphs.cleanup is not None)
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default")
+
+
+def _specs(node: fx.Node) -> list[TensorSpec]:
+    values: list[Any] = pytree.tree_leaves(node.meta.get("val"))
+    return [value for value in values if isinstance(value, TensorSpec) and value.device != torch.device("cpu")]

@@ -1,0 +1,149 @@
+"""One rank of several on GPUs that are not there: the strategy's own parts, from the module to the graphs it would run.
+
+Everything here runs in the lane's process (``tests.helpers.fake_cuda``). Tensors are fake and lie on ``cuda:RANK``; the
+process groups are torch's fake ones. What is real is the strategy: layout of state, capture, expansion, passes, phases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import default_collate
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.steps import Variant
+from lightning_spmd.parallel.axes import ParallelOptions
+from lightning_spmd.parallel.mesh import make_mesh, mesh_sizes
+from lightning_spmd.parallel.parallel_plan import ReplicatedPlan
+from lightning_spmd.stages import BuildOptions
+from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.building import GraphBuilder
+from lightning_spmd.strategy.ranks import Processes, Ranks
+from lightning_spmd.strategy.run_context import GraphSettings, StepRequest
+from lightning_spmd.strategy.state_layout import StateLayout
+from tests.cuda.models import MODELS
+from tests.helpers.modules import samples
+
+
+@dataclasses.dataclass
+class Wanted:
+    """A rank and its run.
+
+    Args:
+        model: name in ``models.MODELS``.
+        rank, count: which one of how many.
+        plan: of the data axis.
+        optimizer: name in ``modules.OPTIMIZERS``.
+        bf16: whether under autocast.
+        clip: gradient clipping by norm.
+        rows: of each rank.
+        kernel: which attention kernel PyTorch would choose.
+        settings: of the model.
+    """
+
+    model: str
+    rank: int = 0
+    count: int = 2
+    plan: str = "replicate"
+    optimizer: str = "adamw_fused"
+    bf16: bool = False
+    clip: float | None = None
+    rows: int = 4
+    kernel: str = "flash"
+    settings: dict[str, Any] = dataclasses.field(default_factory=lambda: {"dropout": 0.0})
+
+
+@contextlib.contextmanager
+def process_groups(rank: int, count: int) -> Iterator[None]:
+    """Groups whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def on_device(module: nn.Module, device: torch.device) -> None:
+    """Put fake tensors in place of parameters and buffers (inside a fake tensor mode)."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                    parameter = isinstance(tensor, nn.Parameter)
+                    setattr(part, key, nn.Parameter(twin, tensor.requires_grad) if parameter else twin)
+
+
+def stand_in(precision: Precision) -> Any:
+    """What capture and building ask of a Trainer."""
+    return SimpleNamespace(
+        callbacks=[],
+        lr_scheduler_configs=[],
+        accumulate_grad_batches=1,
+        precision_plugin=precision,
+        global_step=0,
+        current_epoch=0,
+        is_global_zero=True,
+    )
+
+
+def clipped(precision: Precision, value: float, optimizer: Any) -> None:
+    """What ``Trainer(gradient_clip_val=value)`` does."""
+    precision.clip_gradients(optimizer, value)
+
+
+@dataclasses.dataclass
+class Built:
+    """A rank's graphs.
+
+    Args:
+        executable: what would run.
+        batch: what it was built for.
+        ranks: the rank's view of the mesh.
+    """
+
+    executable: Executable
+    batch: Batch
+    ranks: Ranks
+
+
+def build(wanted: Wanted) -> Built:
+    """The graph of a training step, as the strategy builds it; under ``stand_ins.gpus`` and :func:`process_groups`."""
+    fake = private.FakeTensorMode(allow_non_fake_inputs=True)
+    device = torch.device("cuda", wanted.rank)
+    options = ParallelOptions(wanted.plan, "auto", 1, 1, lambda: ReplicatedPlan())
+    ranks = Ranks(options, "auto", None)
+    if wanted.count > 1:
+        ranks._processes = Processes(wanted.count, wanted.rank, wanted.count, device, "fake")
+        ranks.mesh = make_mesh(mesh_sizes(options, wanted.count), wanted.rank, "cpu", "fake")
+    module = MODELS[wanted.model](optimizer=wanted.optimizer, **wanted.settings)
+    with fake:
+        on_device(module, device)
+    layout = StateLayout(ranks, save_distributed=False)
+    layout.shard(module)
+    optimizer = module.configure_optimizers()
+    layout.shard_optimizers(module, [optimizer])
+    precision = MixedPrecision("bf16-mixed", "cuda") if wanted.bf16 else Precision()
+    module._trainer = stand_in(precision)
+    settings = GraphSettings(ranks, BuildOptions(), None)
+    context = settings.of_training(module, optimizer, ranks.streams(0), None, False)
+    real = default_collate(samples("conv" if wanted.model == "conv" else "gpt", wanted.rows))
+    with fake:
+        batch = Batch([torch.empty(t.shape, dtype=t.dtype, device=device) for t in real])
+    clip = None if wanted.clip is None else functools.partial(clipped, precision, wanted.clip)
+    request = StepRequest(batch, Variant(), {"batch_idx": 0}, clip)
+    builder = GraphBuilder(context, {"batch_idx": 0}, {})
+    with fake:  # the optimizer's first state is made on the device
+        executable = builder.build(request, (wanted.rows,) * wanted.count)
+    return Built(executable, batch, ranks)

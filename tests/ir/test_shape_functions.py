@@ -1,0 +1,57 @@
+"""Shapes that torch's own functions do not know are those of the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.shape_functions import empty_result
+
+aten = torch.ops.aten
+ENDS = torch.tensor([3, 5, 8], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("left", "right", "ends"),
+    [
+        ((8, 16), (3, 16, 24), ENDS),
+        ((3, 8, 16), (3, 16, 24), None),
+        ((16, 8), (8, 24), ENDS),
+        ((3, 16, 16), (16, 8), ENDS),
+    ],
+    ids=["tokens", "batched", "gradient", "columns"],
+)
+def test_a_grouped_product_is_laid_out_as_its_kernel_does(
+    dtype: torch.dtype, left: tuple[int, ...], right: tuple[int, ...], ends: Tensor | None
+) -> None:
+    a, b = torch.zeros(left, dtype=dtype), torch.zeros(right, dtype=dtype)
+    wanted = torch._grouped_mm(a, b, offs=ends)
+    found = empty_result(aten._grouped_mm.default, (a, b), {"offs": ends})
+    assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+
+
+def test_a_grouped_product_of_what_does_not_fit_has_no_shape() -> None:
+    with pytest.raises(RuntimeError, match=r"grouped product of \[8, 16\] and \[3, 8, 8\]"):
+        empty_result(aten._grouped_mm.default, (torch.zeros(8, 16), torch.zeros(3, 8, 8), ENDS), {})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_cudnns_results_have_time_outermost_and_hand_on_packed_weights(first: bool) -> None:
+    rows, time, width = 4, 6, 8
+    sizes = (rows, time, width) if first else (time, rows, width)
+    with private.FakeTensorMode():
+        x, state = torch.empty(sizes), torch.empty(1, rows, width)
+        weights = [torch.empty(4 * width, width), torch.empty(4 * width, width)]
+        options = (2, width, 0, 1, first, 0.0, True, False, [], None)
+        output, *_, packed = empty_result(aten._cudnn_rnn.default, (x, weights, 2, None, state, state, *options), {})
+        arguments = (x, weights, 2, packed, state, state, output, output, state, state, *options)
+        reserve = torch.empty(0, dtype=torch.uint8)
+        gradients = empty_result(aten._cudnn_rnn_backward.default, (*arguments, reserve, [True] * 4), {})
+    strides = (width, rows * width, 1) if first else (rows * width, width, 1)
+    assert packed.numel() == sum(w.numel() for w in weights)
+    assert (output.shape, output.stride()) == (sizes, strides)
+    assert (gradients[0].shape, gradients[0].stride()) == (sizes, strides)
+    assert [g.shape for g in gradients[3]] == [w.shape for w in weights]
