@@ -70,7 +70,7 @@ class OptimizerSwap:
 
     def _lift(self, key: tuple[Any, ...], name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self.inputs.tensor(value, InputRole.HYPER_PARAMETER, key, name)
+            return self._known(value, self.inputs.tensor(value, InputRole.HYPER_PARAMETER, key, name))
         if isinstance(value, tuple):
             numbers = value and all(type(v) in (int, float) for v in value)
             return tuple(self._lift((*key, i), f"{name}[{i}]", v) for i, v in enumerate(value)) if numbers else value
@@ -85,15 +85,19 @@ class OptimizerSwap:
             name = f"{owner}/{key}"
             if isinstance(value, Tensor):
                 fake = self.inputs.tensor(value, InputRole.OPTIMIZER_STATE, (owner, key), name)
-                if value.numel() == 1 and value.device.type == "cpu" and not isinstance(value, DTensor):
-                    self.inputs.recorder.shadow(fake, value.detach().clone())
-                swapped[key] = fake
+                swapped[key] = self._known(value, fake)
             elif type(value) in (int, float):
                 swapped[key] = self.inputs.scalar(value, InputRole.OPTIMIZER_STATE, (owner, key), name)
             else:
                 swapped[key] = value
             self._before[owner, key] = swapped[key]
         return swapped
+
+    def _known(self, live: Tensor, fake: Tensor) -> Tensor:
+        """The fake of a tensor that is one number on the host: the optimizer may take its value as a Python number."""
+        if live.numel() == 1 and live.device.type == "cpu" and not isinstance(live, DTensor):
+            self.inputs.recorder.shadow(fake, live.detach().clone())
+        return fake
 
     def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
         """(role, key, name, value) of state and hyper-parameters that the optimizer created or rebound."""

@@ -46,7 +46,10 @@ class Change:
         return self.entry is not None and type(self.old) is type(self.new) and type(self.old) in (int, float)
 
     def __str__(self) -> str:
-        return f"{self.path} changed from {_short(self.old)} to {_short(self.new)}"
+        old, new = _short(self.old), _short(self.new)
+        if isinstance(self.old, Tensor) and isinstance(self.new, Tensor) and old == new:
+            return f"{self.path} changed: {_unlike(self.old, self.new)}"
+        return f"{self.path} changed from {old} to {new}"
 
 
 class StateGuard:
@@ -296,6 +299,21 @@ def _prepared_call(entry: Entry) -> Read:
     if isinstance(holder, ClassAttributes):
         return functools.partial(vars(holder.subject).get, entry.key, MISSING)
     return functools.partial(holder.peek, holder.subject, entry.key)
+
+
+def _unlike(old: Tensor, new: Tensor) -> str:
+    """How two tensors of one shape and type differ."""
+    kinds = zip(
+        ("shape", "strides", "dtype", "device", "requires_grad", "class"),
+        kind_of_tensor(old),
+        kind_of_tensor(new),
+        strict=True,
+    )
+    found = [f"its {name} from {before} to {now}" for name, before, now in kinds if before != now]
+    return " and ".join(found) or (
+        f"it is another {_short(new)[2:]}, and the step reaches the one that was there by another name too, or what "
+        "hangs on it; change its values in place (copy_)"
+    )
 
 
 def _short(value: Any) -> str:

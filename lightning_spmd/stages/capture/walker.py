@@ -8,6 +8,7 @@ are told by their type alone: asking an object (``isinstance``, ``hasattr``) wou
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import os
@@ -43,7 +44,7 @@ _SEVERAL = 8  # items of a long container that are compared, at either end
 Visit = Callable[[Any, str, "Entry | None", CodeFacts, int], None]
 
 
-class Walker:
+class Walker(abc.ABC):
     """Fills in what can be seen.
 
     Args:
@@ -135,9 +136,9 @@ class Walker:
             visit = self._visits[kind] = self._visit_for(kind)
         visit(value, path, place, facts, depth)
 
+    @abc.abstractmethod
     def _visit_for(self, kind: type) -> Visit:
         """How an object of a kind is looked into."""
-        raise NotImplementedError
 
     def _tensor(self, value: Tensor, place: Entry | None) -> None:
         if place is None or isinstance(value, private.FakeTensor):

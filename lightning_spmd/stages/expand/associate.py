@@ -25,7 +25,7 @@ from lightning_spmd.ir.node_info import info_of
 from lightning_spmd.ir.placement import Partial, Placement, ShardAxis
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
-from lightning_spmd.stages.expand.propagate import propagate
+from lightning_spmd.stages.expand.propagate import Propagation
 
 _add = torch.ops.aten.add.Tensor
 
@@ -37,7 +37,7 @@ def partial_sums_first(
     for axis in axes:
         if activations_between(plan, axis) is None or not any(len(leaves) > 2 for _, leaves in _sums(graph)):
             continue
-        outputs = propagate(graph, signature, axis, plan, {}).outputs
+        outputs = Propagation(graph, signature, axis, plan, {}).run().outputs
         if any(_is_worth_it(leaves, outputs) for _, leaves in _sums(graph)):
             graph = _rewritten(graph, outputs)
     return graph

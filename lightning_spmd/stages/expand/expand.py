@@ -22,7 +22,7 @@ from lightning_spmd.stages.expand.attention_kernels import why_whole
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
 from lightning_spmd.stages.expand.ignored_rows import ignore_instead_of_cutting
-from lightning_spmd.stages.expand.propagate import propagate
+from lightning_spmd.stages.expand.propagate import Propagation
 from lightning_spmd.stages.expand.sequences import cut_of, find_sequences, uncut
 from lightning_spmd.stages.expand.shared_casts import share_casts
 
@@ -69,7 +69,8 @@ def expand(
     for _ in range(_ATTEMPTS):
         plans: list[AxisPlan] = []
         for axis in axes:
-            plans.append(propagate(graph, signature, axis, plan, banned, tuple(plans), starts.get(axis.name)))
+            along = Propagation(graph, signature, axis, plan, banned, tuple(plans), starts.get(axis.name))
+            plans.append(along.run())
         try:
             graph_module = _local_program(graph, signature, plans)
         except EmissionError as error:

@@ -23,7 +23,7 @@ everything, which is reported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -32,9 +32,7 @@ from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
-from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard, ShardAxis
-from lightning_spmd.ir.signature import Signature
-from lightning_spmd.parallel.parallel_plan import ParallelPlan
+from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is_tensor
@@ -305,16 +303,3 @@ class Propagation(Placing):
             )
             placement = best.outputs[0]
         return placement == want
-
-
-def propagate(
-    graph: fx.Graph,
-    signature: Signature,
-    axis: ShardAxis,
-    plan: ParallelPlan,
-    banned: Mapping[fx.Node, str],
-    outer: Sequence[AxisPlan] = (),
-    starts: Mapping[fx.Node, Placement] | None = None,
-) -> AxisPlan:
-    """Placements of every value along ``axis``; :class:`Propagation` says what the arguments are."""
-    return Propagation(graph, signature, axis, plan, banned, outer, starts).run()
