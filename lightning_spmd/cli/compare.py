@@ -31,7 +31,7 @@ from rich.console import Console
 from lightning_spmd.cli.recipe_cli import RecipeCLI, named_options, with_class_for_name
 from lightning_spmd.examples import SampleText
 from lightning_spmd.report.compare_table import Comparison
-from lightning_spmd.report.measure import Plan, measure
+from lightning_spmd.report.measure import Amount, measure
 from lightning_spmd.report.sides import NAMES, Side, side_of, spmd_side
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
@@ -159,13 +159,13 @@ def main(args: Sequence[str]) -> None:
     config = recipe.config
     try:
         sides = recipe.sides()
-        plan = Plan(config["steps"], config["warmup"], config["rounds"])
+        amount = Amount(config["steps"], config["warmup"], config["rounds"])
     except ValueError as error:
         recipe.parser.error(str(error))
-    results = measure(sides, recipe.build, plan, lambda name, number: _say(f"round {number + 1}: {name}"))
+    results = measure(sides, recipe.build, amount, lambda name, number: _say(f"round {number + 1}: {name}"))
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     ours = tuple(side.name for side in sides if isinstance(side.strategy(), SPMDStrategy))
-    comparison = Comparison(results, plan, ranks, ours)
+    comparison = Comparison(results, amount, ranks, ours)
     _report(comparison, config["output"])
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """The device mesh: which rank stands where, and the process groups of its axes.
 
 A mesh is an ordered tuple of named axes; :mod:`lightning_spmd.parallel.axes` lists their kinds, in the order in which
-ranks are laid out and in that of graphs. Under hybrid sharding the data axis consists of rows of neighbours: chunks lie
-within a row, rows are replicas.
+ranks are laid out and in that of graphs. Under hybrid sharding the data axis consists of neighbourhoods: chunks lie
+within one, and they are replicas of each other.
 """
 
 from __future__ import annotations
@@ -171,9 +171,9 @@ class Mesh:
         if self.shard == data:
             return None, None
         replica, place = divmod(self.coordinates[DATA.name], self.shard)
-        rows = data // self.shard
+        replicas = data // self.shard
         within = ShardAxis(SHARD, self.shard, place, self.group(SHARD).group_name, (1,) * self.shard)
-        return within, ShardAxis(REPLICA, rows, replica, self.group(REPLICA).group_name, (1,) * rows)
+        return within, ShardAxis(REPLICA, replicas, replica, self.group(REPLICA).group_name, (1,) * replicas)
 
     def check_same_batch(self, digests: Sequence[str]) -> None:
         """Compare the batches of ranks that must have the same one, given as digests by rank.
@@ -286,7 +286,7 @@ def make_mesh(
 
 
 class _Grid:
-    """All ranks of a mesh as an array; the data axis is two of its dimensions, rows and neighbours in a row."""
+    """All ranks of a mesh as an array; the data axis is two of its dimensions, replicas and neighbours in one."""
 
     def __init__(self, sizes: Mapping[str, int], shard: int) -> None:
         shape: list[int] = []

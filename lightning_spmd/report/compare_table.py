@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_spmd.report.measure import Plan, SideResult
+from lightning_spmd.report.measure import Amount, SideResult
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Comparison:
 
     Args:
         results: by side; ratios are to the first that ran, and to the first of this package's strategy.
-        plan: how it was measured.
+        amount: how it was measured.
         ranks: processes that trained together.
         spmd: names of the sides that are this package's strategy.
     """
 
     results: list[SideResult]
-    plan: Plan
+    amount: Amount
     ranks: int
     spmd: tuple[str, ...] = ()
 
@@ -73,9 +73,9 @@ class Comparison:
         """The comparison and how it came about, of values that JSON has."""
         return {
             "ranks": self.ranks,
-            "steps": self.plan.steps,
-            "warmup": self.plan.warmup,
-            "rounds": self.plan.rounds,
+            "steps": self.amount.steps,
+            "warmup": self.amount.warmup,
+            "rounds": self.amount.rounds,
             "torch": torch.__version__,
             "lightning": lightning.__version__,
             "python": platform.python_version(),
@@ -89,7 +89,7 @@ class Comparison:
 
     def table(self) -> Table:
         """The sides as rows."""
-        table = Table(title=f"{self.ranks} ranks, {self.plan.rounds} rounds of {self.plan.steps} steps")
+        table = Table(title=f"{self.ranks} ranks, {self.amount.rounds} rounds of {self.amount.steps} steps")
         table.add_column("strategy", no_wrap=True)
         first = self.first
         for heading in (

@@ -54,7 +54,7 @@ Build = Callable[[Any, dict[str, Any], list[L.Callback]], tuple[L.Trainer, L.Lig
 
 
 @dataclass(frozen=True)
-class Plan:
+class Amount:
     """How much is measured.
 
     Args:
@@ -144,13 +144,13 @@ class StepMarks(L.Callback):
     as the strategy lets it be; elsewhere it is the clock.
 
     Args:
-        plan: when to begin and to end.
+        amount: when to begin and to end.
         memory: told when warm-up is over.
         bytes_sent: see :func:`measure`.
     """
 
-    def __init__(self, plan: Plan, memory: PeakMemory, bytes_sent: Callable[[], int] | None = None) -> None:
-        self.plan = plan
+    def __init__(self, amount: Amount, memory: PeakMemory, bytes_sent: Callable[[], int] | None = None) -> None:
+        self.amount = amount
         self.memory = memory
         self.bytes_sent = bytes_sent
         self.counts: list[int] = []
@@ -162,11 +162,11 @@ class StepMarks(L.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Mark, and begin or end what is measured."""
         seen = len(self._marks)
-        if seen == self.plan.warmup:
+        if seen == self.amount.warmup:
             self.memory.begin(trainer.strategy.root_device)
-        if self.bytes_sent is not None and seen in (self.plan.warmup, self.plan.batches - 1):
+        if self.bytes_sent is not None and seen in (self.amount.warmup, self.amount.batches - 1):
             self.counts.append(self.bytes_sent())
-        if seen == self.plan.batches - 1:
+        if seen == self.amount.batches - 1:
             trainer.should_stop = True
             self.rows = extract_batch_size(batch)
         if trainer.strategy.root_device.type == "cuda":
@@ -178,12 +178,12 @@ class StepMarks(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the last batch's loss; reading its value at every step would make the host wait."""
-        if len(self._marks) == self.plan.batches and outputs is not None and "loss" in outputs:
+        if len(self._marks) == self.amount.batches and outputs is not None and "loss" in outputs:
             self.loss = outputs["loss"]
 
     def sent(self) -> float | None:
         """Bytes sent a step."""
-        return None if len(self.counts) < 2 else (self.counts[1] - self.counts[0]) / self.plan.steps
+        return None if len(self.counts) < 2 else (self.counts[1] - self.counts[0]) / self.amount.steps
 
     def seconds(self) -> list[float]:
         """The steps after warm-up that lie within one epoch.
@@ -191,14 +191,14 @@ class StepMarks(L.Callback):
         Raises:
             RuntimeError: training ended too early, or no step was within an epoch.
         """
-        if len(self._marks) < self.plan.batches:
-            raise RuntimeError(f"training ended after {len(self._marks)} of {self.plan.batches} batches")
+        if len(self._marks) < self.amount.batches:
+            raise RuntimeError(f"training ended after {len(self._marks)} of {self.amount.batches} batches")
         if isinstance(self._marks[-1], torch.cuda.Event):
             self._marks[-1].synchronize()
         found = [
             1e-3 * a.elapsed_time(b) if isinstance(a, torch.cuda.Event) else b - a
             for i, (a, b) in enumerate(zip(self._marks, self._marks[1:], strict=False))
-            if i >= self.plan.warmup and self._epochs[i] == self._epochs[i + 1]
+            if i >= self.amount.warmup and self._epochs[i] == self._epochs[i + 1]
         ]
         if not found:
             raise RuntimeError("no step was measured: every epoch has one batch. Give it more data")
@@ -208,7 +208,7 @@ class StepMarks(L.Callback):
 def measure(
     sides: Sequence[Side],
     build: Build,
-    plan: Plan,
+    amount: Amount,
     on_turn: Callable[[str, int], None],
     bytes_sent: Callable[[], int] | None = None,
 ) -> list[SideResult]:
@@ -220,7 +220,7 @@ def measure(
     Args:
         sides: what to measure; the names differ.
         build: makes the training anew, with the same seed each time.
-        plan: how much.
+        amount: how much.
         on_turn: told the name of the side and the number of the round before each turn.
         bytes_sent: a counter of what this process's network has sent so far, where it has a network of its own.
 
@@ -228,20 +228,22 @@ def measure(
         one result a side, in their order; on every rank the same.
     """
     results = {side.name: SideResult(side.name) for side in sides}
-    for number in range(plan.rounds):
+    for number in range(amount.rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
             result = results[side.name]
             if result.reason is None:
                 on_turn(side.name, number)
-                _take_turn(side, build, plan, result, bytes_sent)
+                _take_turn(side, build, amount, result, bytes_sent)
     return list(results.values())
 
 
-def _take_turn(side: Side, build: Build, plan: Plan, result: SideResult, bytes_sent: Callable[[], int] | None) -> None:
+def _take_turn(
+    side: Side, build: Build, amount: Amount, result: SideResult, bytes_sent: Callable[[], int] | None
+) -> None:
     turn, reason = None, None
     with _notes() as notes:
         try:
-            turn = _train(side, build, plan, bytes_sent)
+            turn = _train(side, build, amount, bytes_sent)
         except Exception as error:  # whatever goes wrong with one side must not end the comparison
             reason = f"{type(error).__name__}: {_in_short(error)}"
         gc.collect()  # with the exception's traceback gone, so is its model
@@ -259,11 +261,11 @@ def _take_turn(side: Side, build: Build, plan: Plan, result: SideResult, bytes_s
     result.losses += [sum(losses) / len(losses)] if losses else []
 
 
-def _train(side: Side, build: Build, plan: Plan, bytes_sent: Callable[[], int] | None) -> _Turn:
+def _train(side: Side, build: Build, amount: Amount, bytes_sent: Callable[[], int] | None) -> _Turn:
     memory = PeakMemory()
-    marks = StepMarks(plan, memory, bytes_sent)
+    marks = StepMarks(amount, memory, bytes_sent)
     # A schedule asks for the number of steps that are to come; batches end it, whatever a step of the optimizer is.
-    flags = {**FLAGS, "max_steps": 10 * plan.batches}
+    flags = {**FLAGS, "max_steps": 10 * amount.batches}
     trainer, module, data = build(side.strategy(), flags, [marks])
     trainer.fit(side.prepare(module), data)
     loss = None if marks.loss is None else float(marks.loss)

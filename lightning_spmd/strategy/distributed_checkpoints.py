@@ -38,7 +38,7 @@ class Shelf:
 
     Args:
         state: the mesh of the run; None on one device.
-        flat: all ranks in one row, where the run's mesh is another; None where state is chunks already.
+        flat: all ranks on one axis, where the run's mesh is another; None where state is chunks already.
         group: a process group for messages among hosts; None on one device.
     """
 

@@ -60,7 +60,7 @@ class SPMDStrategy(SavingStrategy):
             ``"zero2"``: its part of gradients and optimizer state; ``"zero3"``: its part of the parameters too.
         data_parallel_size: number of ranks among which the batch is split; ``"auto"``: all that the other axes leave.
         data_parallel_shard_size: hybrid sharding: number of data-parallel neighbours among which ``"zero2"`` and
-            ``"zero3"`` split state; each such row of ranks holds all of it. ``"node"``: the ranks of a node, so that
+            ``"zero3"`` split state; each such neighbourhood holds all of it. ``"node"``: the ranks of a node, so that
             gathers stay inside it. ``"auto"``: all data-parallel ranks.
         context_parallel_size: number of ranks that share each sequence; they see the same batch, and each works on its
             part of dimension 1. Attention alone looks at the others' parts.

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spmd.cli import compare
 from lightning_spmd.report.compare_table import Comparison
-from lightning_spmd.report.measure import Plan, SideResult, StepMarks, measure
+from lightning_spmd.report.measure import Amount, SideResult, StepMarks, measure
 from lightning_spmd.report.peak_memory import PeakMemory
 from lightning_spmd.report.sides import Side, spmd_side
 
@@ -25,7 +25,7 @@ from .recipe import tiny
 
 pytest.importorskip("jsonargparse")
 
-PLAN = Plan(steps=4, warmup=2, rounds=2)
+AMOUNT = Amount(steps=4, warmup=2, rounds=2)
 SHORT = ("--steps", "4", "--warmup", "3", "--rounds", "2")
 
 
@@ -169,7 +169,7 @@ def test_callbacks_of_the_training_stay_and_those_that_watch_it_go(
 
 # ---------------------------------------------------------------------- measuring
 def test_every_turn_begins_alike() -> None:
-    results = measure([eager("a"), eager("b"), spmd_side("c", {})], builder(), PLAN, nothing)
+    results = measure([eager("a"), eager("b"), spmd_side("c", {})], builder(), AMOUNT, nothing)
     losses = {loss for result in results for loss in result.losses}
     assert len(losses) == 1
     assert [len(r.losses) for r in results] == [2, 2, 2]
@@ -177,7 +177,7 @@ def test_every_turn_begins_alike() -> None:
 
 def test_sides_take_turns_in_alternating_order() -> None:
     turns: list[str] = []
-    measure([eager("a"), eager("b")], builder(), PLAN, lambda name, number: turns.append(f"{name}{number}"))
+    measure([eager("a"), eager("b")], builder(), AMOUNT, lambda name, number: turns.append(f"{name}{number}"))
     assert turns == ["a0", "b0", "b1", "a1"]
 
 
@@ -187,42 +187,42 @@ def test_a_failing_side_is_asked_once_and_the_others_go_on() -> None:
 
     turns: list[str] = []
     sides = [Side("broken", broken), eager()]
-    results = measure(sides, builder(), PLAN, lambda name, number: turns.append(name))
+    results = measure(sides, builder(), AMOUNT, lambda name, number: turns.append(name))
     assert turns == ["broken", "eager", "eager"]
     assert results[0].reason == f"RuntimeError: no network {489 * 'x'} ..."
     assert results[1].reason is None
-    table = Comparison(results, PLAN, 1).table_text()
+    table = Comparison(results, AMOUNT, 1).table_text()
     assert "broken: did not run: RuntimeError: no network" in table
-    row = Comparison(results, PLAN, 1).as_json()["sides"][0]
+    row = Comparison(results, AMOUNT, 1).as_json()["sides"][0]
     assert row == {"name": "broken", "reason": results[0].reason, "notes": []}
 
 
 def test_what_happens_between_two_batches_belongs_to_the_step() -> None:
-    (result,) = measure([eager()], builder(pause=0.02), PLAN, nothing)
+    (result,) = measure([eager()], builder(pause=0.02), AMOUNT, nothing)
     assert min(result.seconds) >= 0.02
 
 
 def test_steps_that_an_epoch_ends_are_left_out_and_no_more_batches_run_than_planned() -> None:
     seen: list[L.Trainer] = []
-    (result,) = measure([eager()], builder(batches=3, seen=seen), PLAN, nothing)
+    (result,) = measure([eager()], builder(batches=3, seen=seen), AMOUNT, nothing)
     # batches 0..6 in epochs of 3: steps 2 to 5 are measured, 2→3 and 5→6 cross an epoch
     assert len(result.seconds) == 2 * 2
-    assert [trainer.global_step for trainer in seen] == [PLAN.batches] * 2
+    assert [trainer.global_step for trainer in seen] == [AMOUNT.batches] * 2
 
 
 def test_epochs_of_one_batch_are_an_error() -> None:
-    (result,) = measure([eager()], builder(batches=1), PLAN, nothing)
+    (result,) = measure([eager()], builder(batches=1), AMOUNT, nothing)
     assert result.reason == "RuntimeError: no step was measured: every epoch has one batch. Give it more data"
 
 
 def test_a_training_that_ends_too_early_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="ended after 0 of 7 batches"):
-        StepMarks(PLAN, PeakMemory()).seconds()
+        StepMarks(AMOUNT, PeakMemory()).seconds()
 
 
 def test_what_the_strategy_says_is_kept() -> None:
     side = Side("spmd", spmd_side("spmd", {}).strategy, _with_gradient_hook)
-    (result,) = measure([side], builder(), PLAN, nothing)
+    (result,) = measure([side], builder(), AMOUNT, nothing)
     assert result.reason is None
     assert any("runs this training" in note for note in result.notes), result.notes
 
@@ -253,16 +253,16 @@ def test_peak_memory_sees_what_was_freed_and_not_what_came_before() -> None:
 
 def test_bytes_sent_are_those_of_the_measured_steps() -> None:
     counts = iter([100, 140, 1000, 1080])  # read when warm-up ends and when the last step does, twice
-    (result,) = measure([eager()], builder(), PLAN, nothing, lambda: next(counts))
+    (result,) = measure([eager()], builder(), AMOUNT, nothing, lambda: next(counts))
     assert result.sent == [40 / 4, 80 / 4]
-    assert "sent MiB" in Comparison([result], PLAN, 1).table_text()
-    assert Comparison([result], PLAN, 1).row(result)["sent_bytes_per_step"] == 15
+    assert "sent MiB" in Comparison([result], AMOUNT, 1).table_text()
+    assert Comparison([result], AMOUNT, 1).row(result)["sent_bytes_per_step"] == 15
 
 
 def test_ratios_and_spread_are_of_the_medians() -> None:
     slow = SideResult("slow", seconds=[0.1, 0.2, 0.3], rows=4, memory=[5, 9, 7], losses=[2.0, 2.0])
     fast = SideResult("fast", seconds=[0.1, 0.1, 0.1], rows=4, losses=[2.002])
-    comparison = Comparison([slow, fast], PLAN, 2, ("fast",))
+    comparison = Comparison([slow, fast], AMOUNT, 2, ("fast",))
     first, second = (comparison.row(r) for r in comparison.results)
     assert (first["median_seconds"], first["ratio_to_spmd"], first["peak_memory_bytes"]) == (0.2, 2.0, 7)
     assert (first["p10_seconds"], first["p90_seconds"]) == (pytest.approx(0.12), pytest.approx(0.28))

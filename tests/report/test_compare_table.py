@@ -8,7 +8,7 @@ import pytest
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.report.compare_table import Comparison
-from lightning_spmd.report.measure import Plan, SideResult
+from lightning_spmd.report.measure import Amount, SideResult
 from lightning_spmd.report.sides import NAMES, side_of, spmd_side
 from lightning_spmd.report.support_matrix import support_matrix
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
@@ -24,7 +24,7 @@ BROKEN = SideResult("fsdp2", reason="ValueError: no [layers]")
 
 
 def comparison(*sides: SideResult, spmd: tuple[str, ...] = ("spmd",)) -> Comparison:
-    return Comparison(list(sides), Plan(3, 1, 1), 2, spmd)
+    return Comparison(list(sides), Amount(3, 1, 1), 2, spmd)
 
 
 def cells(text: str, name: str) -> list[str]:
@@ -76,8 +76,8 @@ def test_json_holds_what_the_table_holds() -> None:
 )
 def test_a_plan_that_is_too_small_is_named(settings: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=f"{message}: give at least"):
-        Plan(*settings)
-    assert Plan(5, 2, 1).batches == 8
+        Amount(*settings)
+    assert Amount(5, 2, 1).batches == 8
 
 
 def test_every_side_makes_its_strategy_anew() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_spmd.report.measure import Plan, measure
+from lightning_spmd.report.measure import Amount, measure
 from lightning_spmd.report.sides import Side, spmd_side
 from tests.helpers.ranks import RankPool
 from tests.strategy.small import Quiet, loader_of, rows
@@ -28,7 +28,7 @@ def _measured(module: type[Quiet], options: dict[str, Any], devices: int) -> tup
         return trainer, module(), loader_of(rows(32), 4)
 
     sides = [Side("spmd", spmd_side("spmd", options).strategy)]
-    (result,) = measure(sides, build, Plan(steps=3, warmup=1, rounds=1), lambda *_: None)
+    (result,) = measure(sides, build, Amount(steps=3, warmup=1, rounds=1), lambda *_: None)
     assert result.reason is None, result.reason
     return result.rows, result.notes
 

@@ -29,7 +29,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_spmd.report.compare_table import Comparison
-from lightning_spmd.report.measure import Build, Plan, measure
+from lightning_spmd.report.measure import Amount, Build, measure
 from lightning_spmd.report.sides import Side, side_of, spmd_side
 from tests.scale import gpt_two_hosts, simulated_accelerator
 
@@ -120,12 +120,12 @@ def main() -> None:
             print(f"round {number + 1} of {options.rounds}: {name}", flush=True)
 
     sides = sides_of([n for n in options.against.split(",") if n], options.spmd or [{}])
-    plan = Plan(options.steps, options.warmup, options.rounds)
-    results = measure(sides, training(options.model), plan, say, counter_of_sent_bytes())
+    amount = Amount(options.steps, options.warmup, options.rounds)
+    results = measure(sides, training(options.model), amount, say, counter_of_sent_bytes())
     network = all_reduce_alone(options.model) if dist.is_initialized() else None
     if first:
         spmd = tuple(side.name for side in sides if side.name.startswith("spmd"))
-        comparison = Comparison(results, plan, dist.get_world_size() if dist.is_initialized() else 1, spmd)
+        comparison = Comparison(results, amount, dist.get_world_size() if dist.is_initialized() else 1, spmd)
         report(comparison, network)
         if options.output:
             options.output.write_text(comparison.json_text())

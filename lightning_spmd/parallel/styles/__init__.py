@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_spmd.parallel.styles import colwise, embedding, loss, replicate, rowwise, sequence
-from lightning_spmd.parallel.styles.target import Placements, Target
+from lightning_spmd.parallel.styles.target import PlacementsByName, Target
 
-Style = Callable[[Target], Placements]
+Style = Callable[[Target], PlacementsByName]
 """Target → placement of each of the module's own parameters and buffers by name; what is left out is replicated."""
 
 STYLES: dict[str, Style] = {
@@ -33,4 +33,4 @@ STYLES: dict[str, Style] = {
     "replicate": replicate.place,
 }
 
-__all__ = ["STYLES", "Placements", "Style", "Target"]
+__all__ = ["STYLES", "PlacementsByName", "Style", "Target"]

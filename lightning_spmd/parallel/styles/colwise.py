@@ -8,11 +8,11 @@ vectors, running statistics included, are split as the channels that it works on
 
 from __future__ import annotations
 
-from lightning_spmd.parallel.styles.target import Placements, Target
+from lightning_spmd.parallel.styles.target import PlacementsByName, Target
 
 
-def place(target: Target) -> Placements:
-    """Placements of weight and bias."""
+def place(target: Target) -> PlacementsByName:
+    """PlacementsByName of weight and bias."""
     target.known_options("parts", "transposed")
     vectors = target.channel_vectors()
     if vectors:
@@ -20,7 +20,7 @@ def place(target: Target) -> Placements:
         return {name: target.split(tensors[name], 0, "channels") for name in vectors}
     _, out = target.features()
     target.check_groups()
-    placements: Placements = {"weight": target.split(target.weight, out, "output features")}
+    placements: PlacementsByName = {"weight": target.split(target.weight, out, "output features")}
     if (bias := target.bias) is not None:
         placements["bias"] = target.split(bias, 0, "output features")
     return placements

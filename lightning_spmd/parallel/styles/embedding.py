@@ -5,10 +5,10 @@ The result of the lookup is reduced once, the table's gradient never.
 
 from __future__ import annotations
 
-from lightning_spmd.parallel.styles.target import Placements, Target
+from lightning_spmd.parallel.styles.target import PlacementsByName, Target
 
 
-def place(target: Target) -> Placements:
+def place(target: Target) -> PlacementsByName:
     """Placement of the table."""
     target.known_options()
     weight = target.weight

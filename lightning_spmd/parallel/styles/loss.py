@@ -6,11 +6,11 @@ Two numbers a row are reduced: the largest score and the sum of exponentials. Sa
 from __future__ import annotations
 
 from lightning_spmd.parallel.styles import colwise
-from lightning_spmd.parallel.styles.target import Placements, Target
+from lightning_spmd.parallel.styles.target import PlacementsByName, Target
 
 
-def place(target: Target) -> Placements:
-    """Placements of weight and bias: the classes are split."""
+def place(target: Target) -> PlacementsByName:
+    """PlacementsByName of weight and bias: the classes are split."""
     if "parts" in target.options:
         raise target.error("the classes are one part")
     return colwise.place(target)

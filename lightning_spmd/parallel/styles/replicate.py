@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lightning_spmd.ir.placement import REPLICATE
-from lightning_spmd.parallel.styles.target import Placements, Target
+from lightning_spmd.parallel.styles.target import PlacementsByName, Target
 
 
-def place(target: Target) -> Placements:
+def place(target: Target) -> PlacementsByName:
     """Everything whole, said aloud: a tied parameter must not be split by another name."""
     target.known_options()
     return {name: REPLICATE for name, _ in target.module.named_parameters(recurse=False)}

@@ -5,10 +5,10 @@ Options: ``parts`` and ``transposed`` as for ``colwise``, of the input features.
 
 from __future__ import annotations
 
-from lightning_spmd.parallel.styles.target import Placements, Target
+from lightning_spmd.parallel.styles.target import PlacementsByName, Target
 
 
-def place(target: Target) -> Placements:
+def place(target: Target) -> PlacementsByName:
     """Placement of the weight."""
     target.known_options("parts", "transposed")
     if getattr(target.module, "groups", 1) != 1:

@@ -7,10 +7,10 @@ as with ``sequence_parallel=True``.
 from __future__ import annotations
 
 from lightning_spmd.ir.placement import REPLICATE
-from lightning_spmd.parallel.styles.target import Placements, Target
+from lightning_spmd.parallel.styles.target import PlacementsByName, Target
 
 
-def place(target: Target) -> Placements:
+def place(target: Target) -> PlacementsByName:
     """Parameters are whole; their gradients are sums over the pieces of the sequence."""
     target.known_options()
     return {name: REPLICATE for name, _ in target.module.named_parameters(recurse=False)}

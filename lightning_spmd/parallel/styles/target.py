@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.placement import Placement, Shard, blocks_of
 
-Placements: TypeAlias = dict[str, Placement]
+PlacementsByName: TypeAlias = dict[str, Placement]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -18,7 +18,7 @@ from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import verify_sharded
 from lightning_spmd.stages.phases.deferral import Deferral, choose
 from lightning_spmd.stages.phases.follow import follow
-from lightning_spmd.stages.phases.order import Seconds, arrange, plan, predicted_seconds
+from lightning_spmd.stages.phases.order import Seconds, arrange, predicted_seconds, schedule
 from lightning_spmd.stages.phases.split import split
 from lightning_spmd.stages.phases.touch import State, Touches
 
@@ -62,10 +62,10 @@ def make_phases(
     dependences, touches = Dependences(graph), Touches(step)
     found = tails(dependences)
     decision = choose(found, touches, guarded) if overlap else Deferral()
-    chosen = plan(dependences, found, decision.deferred, touches, times)
+    chosen = schedule(dependences, found, decision.deferred, touches, times)
     notes = str(decision) if overlap else ""
     if decision.deferred and times:
-        plain = plan(dependences, found, (), touches, times)
+        plain = schedule(dependences, found, (), touches, times)
         before, after = (1e3 * predicted_seconds(p, dependences, times) for p in (plain, chosen))
         notes += f" (a step of {after:.1f} ms instead of {before:.1f} by the measured times)"
         if overlap == "auto" and after > (1 - WORTH_MOVING) * before:

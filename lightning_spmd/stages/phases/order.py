@@ -30,7 +30,7 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """A step's parts and the order of its collectives.
 
     Args:
@@ -46,13 +46,13 @@ class Plan:
     readers: list[tuple[Tail, fx.Node | None]]
 
 
-def plan(
+def schedule(
     dependences: Dependences,
     all_tails: Sequence[Tail],
     deferred: Sequence[Tail],
     touches: Touches,
     seconds: Seconds,
-) -> Plan:
+) -> Schedule:
     """The order of a step's parts.
 
     Args:
@@ -69,16 +69,16 @@ def plan(
     queue = _issue_order(body, dependences, all_tails, readers, seconds)
     arrival = {start: index for index, start in enumerate(queue)}
     by_arrival = sorted(all_tails, key=lambda t: max(arrival[s] for s in t.starts))
-    return Plan(body, queue, [t for t in by_arrival if t not in deferred], readers)
+    return Schedule(body, queue, [t for t in by_arrival if t not in deferred], readers)
 
 
-def arrange(graph: fx.Graph, dependences: Dependences, chosen: Plan) -> None:
+def arrange(graph: fx.Graph, dependences: Dependences, chosen: Schedule) -> None:
     """Put the graph into its order of execution: computation with collectives in it, then the tails as they arrive."""
     rest = [n for tail in chosen.kept for n in tail.nodes] + [n for tail, _ in chosen.readers for n in tail.nodes]
     reorder(graph, [*with_starts(chosen, dependences), *rest, dependences.order[-1]])
 
 
-def with_starts(chosen: Plan, dependences: Dependences) -> list[fx.Node]:
+def with_starts(chosen: Schedule, dependences: Dependences) -> list[fx.Node]:
     """The body with every collective as early as its operand and its predecessors in the queue allow."""
     queue = list(chosen.queue)
     order: list[fx.Node] = []
@@ -95,7 +95,7 @@ def with_starts(chosen: Plan, dependences: Dependences) -> list[fx.Node]:
     return order
 
 
-def predicted_seconds(chosen: Plan, dependences: Dependences, seconds: Seconds, iterations: int = 4) -> float:
+def predicted_seconds(chosen: Schedule, dependences: Dependences, seconds: Seconds, iterations: int = 4) -> float:
     """Time of an iteration in the steady state: one thread computes, the network serves one collective at a time."""
     program = with_starts(chosen, dependences)
     late: dict[fx.Node | None, list[Tail]] = {}

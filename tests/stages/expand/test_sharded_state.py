@@ -134,7 +134,7 @@ HYBRID = {"3x2 uneven": ((1, 3, 2, 2, 1, 1), 2), "2x3": ((1, 1, 1, 1, 1, 1), 3)}
 
 @pytest.mark.parametrize(("stage", "update", "mesh"), _pairs(HYBRID))
 def test_hybrid_sharding_equals_one_device(stage: str, update: str, mesh: str) -> None:
-    """Chunks lie among neighbours, whose rows are replicas; the simulation compares the replicas bitwise."""
+    """Chunks lie within neighbourhoods, which are replicas; the simulation compares the replicas bitwise."""
     split, shard = HYBRID[mesh]
     captured, live = captured_net(sum(split), UPDATES[update])
     assert_equals_one_device(captured, live, split, plan=STAGES[stage], shard=shard)

@@ -21,7 +21,7 @@ from lightning_spmd.ir.verify import is_wait, starts_collective
 from lightning_spmd.stages.passes import PASSES, PassState, run_passes
 from lightning_spmd.stages.phases import deferrable, follow, make_phases
 from lightning_spmd.stages.phases.follow import verify_nothing_stale
-from lightning_spmd.stages.phases.order import plan
+from lightning_spmd.stages.phases.order import schedule
 from lightning_spmd.stages.phases.split import TAIL
 from lightning_spmd.stages.phases.touch import Touches
 from tests.helpers.simulate import RankInterpreter, Rendezvous, expand_all, piece
@@ -269,8 +269,8 @@ def _orders(seconds: Callable[[fx.Node], float]) -> tuple[list[int], list[int]]:
     found = tails(dependences)
     deferred = deferrable(step).deferred
     times = {n.name: seconds(n) for n in graph.nodes if n.op == "call_function"}
-    ready = plan(dependences, found, deferred, touches, {}).queue
-    timed = plan(dependences, found, deferred, touches, times).queue
+    ready = schedule(dependences, found, deferred, touches, {}).queue
+    timed = schedule(dependences, found, deferred, touches, times).queue
     return [ready.index(s) for s in ready], [ready.index(s) for s in timed]
 
 
