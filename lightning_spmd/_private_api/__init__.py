@@ -6,6 +6,9 @@ Seen to work on torch 2.11 and 2.13 and lightning 2.6. A name that disappears fa
 # Sharding rules are looked up by operator; rules for unknown overloads need its packet and tags.
 from torch._ops import OpOverload
 
+# Kernels lay results out in the memory format that they read off the strides of an operand.
+from torch._prims_common import suggest_memory_format as suggested_memory_format
+
 # What capture runs on: shapes and dtypes without values.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -134,6 +137,7 @@ __all__ = [
     "stop_signal_sent_by_lightning",
     "storage_elements",
     "storage_of",
+    "suggested_memory_format",
     "tensor_slots",
     "zeros_like_fake",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.modules.module as _torch_module
 import torch.optim.optimizer as _torch_optimizer
+import torch.utils._foreach_utils as _torch_foreach
 from torch import Tensor, fx, nn
 from torch._C import _DisableAutocast
 from torch._subclasses.fake_tensor import FakeTensor
@@ -133,16 +134,19 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def optimizers_accept_fake_tensors() -> Iterator[None]:
-    """Let torch's optimizers choose foreach for fake parameters as they do for real ones.
+    """Let torch's optimizers and its gradient clipping choose foreach for fake tensors as they do for real ones.
 
-    They decide by exact type; without this, capture on CUDA would record one small kernel a parameter.
+    They decide by exact type, each by a list of its own; without this, capture would record one small kernel a
+    parameter, and on CUDA sums in another order than eager's.
     """
-    supported = _torch_optimizer._foreach_supported_types
-    supported.append(FakeTensor)
+    lists = (_torch_optimizer._foreach_supported_types, _torch_foreach._foreach_supported_types)
+    for supported in lists:
+        supported.append(FakeTensor)
     try:
         yield
     finally:
-        supported.remove(FakeTensor)
+        for supported in lists:
+            supported.remove(FakeTensor)
 
 
 @contextlib.contextmanager

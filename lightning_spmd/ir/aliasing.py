@@ -17,8 +17,9 @@ from torch import fx
 
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default  # noqa: SLF001 - an operator's public name
-# operator -> (position of `training`, positions of the statistics that it then writes)
-_UNDECLARED_WRITES: dict[Any, tuple[int, tuple[int, ...]]] = {
+# operator -> (position of `training` if it has one, positions of the statistics that it then writes)
+_UNDECLARED_WRITES: dict[Any, tuple[int | None, tuple[int, ...]]] = {
+    _aten.batch_norm_gather_stats_with_counts.default: (None, (3, 4)),
     _aten.native_batch_norm.default: (5, (3, 4)),
     _aten.cudnn_batch_norm.default: (5, (3, 4)),
     _aten.miopen_batch_norm.default: (5, (3, 4)),
@@ -40,7 +41,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     undeclared = _UNDECLARED_WRITES.get(node.target)
     if undeclared is not None:
         training, positions = undeclared
-        return [a for i in positions if node.args[training] and isinstance(a := node.args[i], fx.Node)]
+        writes = training is None or node.args[training]
+        return [a for i in positions if writes and isinstance(a := node.args[i], fx.Node)]
     if node.target is _WAIT:
         return node.all_input_nodes
     found: list[fx.Node] = []

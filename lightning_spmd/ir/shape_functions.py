@@ -6,6 +6,8 @@ zeros of the global batch's size would take the memory that capture is there to 
 ``_cudnn_rnn``: torch's function forgets that the kernel packs weights that do not lie in one piece, so that no backward
 pass can be traced, and that with ``batch_first`` results have time outermost in memory. The backward kernel relies on
 the latter, without a check; it has no shape function at all.
+
+``batch_norm_stats`` and its kind, which ``torch.nn.SyncBatchNorm`` is made of, have kernels for GPUs and nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_spmd import _private_api as private
 
 aten = torch.ops.aten
 _ALIGNMENT = 16
@@ -47,6 +51,37 @@ def recurrent_backward(op: Any, *args: Any, **kwargs: Any) -> Any:
         call["hx"].new_empty(call["hx"].shape) if wants_hidden else None,
         cell.new_empty(cell.shape) if wants_cell and cell is not None else None,
         [w.new_empty(w.shape) for w in call["weight"]] if wants_weights else [],
+    )
+
+
+def statistics(_: Any, x: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    """Two numbers a channel, in the precision in which sums are kept."""
+    return tuple(_channels(x) for _ in range(2))  # type: ignore[return-value]
+
+
+def _channels(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def like_first(_: Any, x: Tensor, *__: Any) -> Tensor:
+    """A tensor like the first one, in its memory format."""
+    return torch.empty_like(x, memory_format=private.suggested_memory_format(x))
+
+
+def like_second(op: Any, _: Any, x: Tensor, *__: Any) -> Tensor:
+    """A tensor like the second one, in its memory format."""
+    return like_first(op, x)
+
+
+def sums_of_gradients(
+    _: Any, __: Tensor, x: Tensor, mean: Tensor, ___: Tensor, weight: Tensor | None, *wanted: bool
+) -> tuple[Tensor | None, ...]:
+    """Two sums a channel, the gradients of weight and bias."""
+    of_input, of_weight, of_bias = wanted
+    like = mean if weight is None else weight
+    return (
+        *((_channels(x) if of_input else None) for _ in range(2)),
+        *((like.new_empty(like.shape) if wants else None) for wants in (of_weight, of_bias)),
     )
 
 
@@ -104,6 +139,11 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
         "_grouped_mm": grouped_product,
         "_cudnn_rnn": recurrent,
         "_cudnn_rnn_backward": recurrent_backward,
+        "batch_norm_stats": statistics,
+        "batch_norm_gather_stats_with_counts": statistics,
+        "batch_norm_elemt": like_first,
+        "batch_norm_backward_reduce": sums_of_gradients,
+        "batch_norm_backward_elemt": like_second,
     }.items()
     if hasattr(aten, name)
 }

@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
@@ -26,6 +28,10 @@ from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 
 _NAMESPACE = "_c10d_functional"
 _STAMP = "write_counts"
+_aten = torch.ops.aten
+_ARRANGING = {
+    _aten.stack.default, _aten.cat.default, _aten.view.default, _aten.clone.default, _aten.new_full.default,
+}  # fmt: skip
 
 
 def verify_captured(step: CapturedStep) -> None:
@@ -107,7 +113,8 @@ def activation_collectives(step: ShardedStep) -> list[fx.Node]:
     * one number, or per-channel statistics (all dimensions but one have at most two elements);
     * a gradient: as many elements as some parameter.
 
-    Every other all-reduce, and every gather or scatter of more than one number a rank, is returned.
+    So are gathers of what batch norm's kernels count a channel. Every other all-reduce, and every gather or scatter of
+    more than one number a rank, is returned.
     """
     parameters = {
         entry.value.numel
@@ -122,9 +129,23 @@ def activation_collectives(step: ShardedStep) -> list[fx.Node]:
             continue
         statistic = spec.numel == 1 or math.prod(sorted(spec.shape)[:-1]) <= 2
         reduces = "all_reduce" in str(node.target)
-        if not (spec.numel == 1 or (reduces and (statistic or spec.numel in parameters))):
+        innocent = reduces and (statistic or spec.numel in parameters)
+        if not (spec.numel == 1 or innocent or _is_made_of_statistics(node)):
             guilty.append(node)
     return guilty
+
+
+def _is_made_of_statistics(node: fx.Node) -> bool:
+    """Whether all that a collective sends are means and deviations a channel, as batch norm's kernel gives them."""
+    found, todo = list[fx.Node](), list(node.all_input_nodes)
+    while todo:
+        value = todo.pop()
+        plain = value.op == "call_function" and (value.target in _ARRANGING or value.target is operator.getitem)
+        if plain and value.all_input_nodes:
+            todo += value.all_input_nodes
+        else:
+            found.append(value)
+    return all(value.target is _aten.batch_norm_stats.default for value in found)
 
 
 # ---------------------------------------------------------------- pieces

@@ -34,7 +34,8 @@ class Facts:
         devices: on which tensors lie.
         walked: number of lists that fused and foreach operators walk, and of those that lie otherwise.
         fallbacks, activations: operators on gathered tensors, collectives on activations.
-        gathers: dtypes of the values that are gathered.
+        gathers: dtypes of the collectives that gather.
+        gathered: number of elements that they make, by dtype.
         deferred: whether work moves into the next iteration.
     """
 
@@ -47,6 +48,7 @@ class Facts:
     fallbacks: list[str]
     activations: list[str]
     gathers: list[str]
+    gathered: Counter[str]
     deferred: bool
 
     @property
@@ -80,7 +82,11 @@ def _facts(built: Built) -> Facts:
         "fallbacks": list(step.fallbacks),
         "activations": [n.name for n in activation_collectives(step)],
         "gathers": [str(spec_of(n).dtype) for n in nodes if "all_gather" in _name(n)],
+        "gathered": Counter(),
     }
+    for node in nodes:
+        if "all_gather" in _name(node):
+            found["gathered"][str(spec_of(node).dtype)] += spec_of(node).numel
     graphs = IterationGraphs(main=step)
     digests = {"captured": stable_hash(describe_capture(captured)), "arranged": stable_hash(describe(step))}
     if built.ranks.mesh is not None:

@@ -85,6 +85,23 @@ def on_device(module: nn.Module, device: torch.device) -> None:
                     setattr(part, key, nn.Parameter(twin, tensor.requires_grad) if parameter else twin)
 
 
+class _MadeOnDevice(private.TorchDispatchMode):
+    """New tensors on a GPU are fake ones, those on the host real: the strategy reads step counters."""
+
+    def __init__(self, fake: Any) -> None:
+        super().__init__()
+        self.fake = fake
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        in_capture = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if in_capture or device is None or torch.device(device).type == "cpu":
+            return func(*args, **kwargs)
+        with self.fake:
+            return func(*args, **kwargs)
+
+
 def stand_in(precision: Precision) -> Any:
     """What capture and building ask of a Trainer."""
     return SimpleNamespace(
@@ -126,12 +143,12 @@ def build(wanted: Wanted) -> Built:
     ranks = Ranks(options, "auto", None)
     if wanted.count > 1:
         ranks._processes = Processes(wanted.count, wanted.rank, wanted.count, device, "fake")
-        ranks.mesh = make_mesh(mesh_sizes(options, wanted.count), wanted.rank, "cpu", "fake")
+        ranks.mesh = make_mesh(mesh_sizes(options, wanted.count), wanted.rank, "cuda", "fake")
     module = MODELS[wanted.model](optimizer=wanted.optimizer, **wanted.settings)
+    layout = StateLayout(ranks, save_distributed=False)
     with fake:
         on_device(module, device)
-    layout = StateLayout(ranks, save_distributed=False)
-    layout.shard(module)
+        layout.shard(module)
     optimizer = module.configure_optimizers()
     layout.shard_optimizers(module, [optimizer])
     precision = MixedPrecision("bf16-mixed", "cuda") if wanted.bf16 else Precision()
@@ -144,6 +161,6 @@ def build(wanted: Wanted) -> Built:
     clip = None if wanted.clip is None else functools.partial(clipped, precision, wanted.clip)
     request = StepRequest(batch, Variant(), {"batch_idx": 0}, clip)
     builder = GraphBuilder(context, {"batch_idx": 0}, {})
-    with fake:  # the optimizer's first state is made on the device
+    with _MadeOnDevice(fake):  # the optimizer's first state
         executable = builder.build(request, (wanted.rows,) * wanted.count)
     return Built(executable, batch, ranks)

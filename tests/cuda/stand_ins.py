@@ -28,6 +28,7 @@ def gpus(kernel: str = "flash") -> Iterator[None]:
         mock.patch.object(private, "default_generator", return_value=generator),
         mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False),
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
+        mock.patch.object(torch.cuda, "_lazy_init"),
     ):
         yield
 

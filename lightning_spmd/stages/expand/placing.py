@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import fx
 
 from lightning_spmd.cost.collectives import LATENCY
 from lightning_spmd.errors import ExpansionError
-from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, named
+from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, named, spec_of
 from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
@@ -21,6 +22,20 @@ from lightning_spmd.stages.expand.redistribute import cost
 UPDATE = (Section.CLIP, Section.OPTIMIZER)
 _NEVER = 1e6
 """Factor on the cost of moving a weight that the plan has split: work on activations instead, whatever it costs."""
+
+
+def casts_to_less(parameter: fx.Node) -> list[fx.Node]:
+    """The casts of a parameter to less precision, if nothing but its update reads it otherwise.
+
+    A rank that holds a chunk casts that and gathers the result: half the bytes, and the same numbers.
+    """
+    readers = [user for user in parameter.users if info_of(user).section not in UPDATE]
+    size = spec_of(parameter).dtype.itemsize
+    for reader in readers:
+        only_casts = reader.target is torch.ops.aten._to_copy.default and set(reader.kwargs) == {"dtype"}
+        if not only_casts or not spec_of(reader).dtype.is_floating_point or spec_of(reader).dtype.itemsize >= size:
+            return []
+    return readers
 
 
 class StartAgain(Exception):
@@ -60,6 +75,7 @@ class Placing:
         entries = list(zip(placeholders, signature.inputs, strict=True))
         self.parameters = {n: e for n, e in entries if e.role is InputRole.PARAMETER}
         self.kept = {n for n, e in entries if e.role not in (InputRole.BATCH, InputRole.SHARED_BATCH)}
+        self.early_casts = {cast for n in self.parameters for cast in casts_to_less(n)}
         self.updated_whole: set[fx.Node] = set()
         self.shards_state = plan.shards_state(axis)
         self.outer = outer
@@ -94,9 +110,18 @@ class Placing:
             if self.activations is not None:
                 return versions[min(1, len(versions) - 1)]
             return next((p for p in (CHUNK, REPLICATE) if p in versions), versions[0])
-        if isinstance(versions[0], Chunk) and not self.updating and self.aliasing.roots[node] in self.parameters:
+        if isinstance(versions[0], Chunk) and not self.updating and self._is_gathered_to_be_read(node):
             return REPLICATE
         return versions[0]
+
+    def _is_gathered_to_be_read(self, node: fx.Node) -> bool:
+        """A parameter, or what is cast before it is gathered."""
+        root = self.aliasing.roots[node]
+        return root in self.parameters or root in self.early_casts
+
+    def _seen_by(self, node: fx.Node, operand: fx.Node) -> Placement:
+        """How an operator sees an operand before it says how it wants it."""
+        return self.versions[operand][0] if node in self.early_casts else self._current(operand)
 
     def _reduced(self, node: fx.Node) -> Placement:
         """As :meth:`_current`, partial sums reduced into chunks."""

@@ -102,7 +102,7 @@ class Propagation(Placing):
         if not self.updating and info_of(node).section in UPDATE:
             self._begin_update()
         seen = self._prepare(node)
-        call = OpCall(node, self.axis, lambda n: seen.get(n) or self._current(n))
+        call = OpCall(node, self.axis, lambda n: seen.get(n) or self._seen_by(node, n))
         call.forced, call.splits_sequences = self.forced.get(node), self.splits_sequences
         self.result.operands[node] = call.operands
         everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))

@@ -113,8 +113,8 @@ def _find(step: ShardedStep, memory: Memory, reduce_dtype: torch.dtype | None) -
 
 
 def _is_input(memory: Memory, value: fx.Node, index: int) -> bool:
-    """Whether a value, read at ``index``, is an input that was not written before, permuted or padded: it can move."""
-    source, _ = shaping(value)
+    """Whether a value, read at ``index``, is an unwritten input, perhaps cast, permuted or padded: it can move."""
+    source, _ = shaping(value, casts=True)
     return source.op == "placeholder" and memory.last_write(source, index) <= memory.position[source]
 
 

@@ -19,6 +19,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default  # noqa: SLF001 - the nam
 _UNDOING = (aten.slice.Tensor, aten.permute.default)
 _SHAPING = (aten.constant_pad_nd.default, aten.permute.default, aten.clone.default)
 """How expansion makes the operand of a collective, and its result of what the collective gives."""
+_CAST = aten._to_copy.default  # noqa: SLF001 - an operator's public name
 
 
 def loosen(graph: fx.Graph, kinds: Collection[Any]) -> None:
@@ -46,10 +47,16 @@ def loosen(graph: fx.Graph, kinds: Collection[Any]) -> None:
                 reader.prepend(view)
 
 
-def shaping(value: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """What a collective's operand is made of, and how, for it alone: permuted, copied into that order, padded."""
+def shaping(value: fx.Node, *, casts: bool = False) -> tuple[fx.Node, list[fx.Node]]:
+    """What a collective's operand is made of, and how, for it alone: permuted, copied into that order, padded.
+
+    Args:
+        value: the operand.
+        casts: look through a cast, too; expansion casts parameters before it gathers them.
+    """
+    kinds = (*_SHAPING, _CAST) if casts else _SHAPING
     steps = list[fx.Node]()
-    while value.target in _SHAPING and len(value.users) == 1 and len(value.all_input_nodes) == 1:
+    while value.target in kinds and len(value.users) == 1 and len(value.all_input_nodes) == 1:
         steps.insert(0, value)
         value = value.all_input_nodes[0]
     return value, steps

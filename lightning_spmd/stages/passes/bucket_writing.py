@@ -53,7 +53,7 @@ class Member:
         needed: when its result is read first.
         expires: when its value is overwritten.
         dtype: in which it travels.
-        of_input: whether an input of the graph is gathered, as it is or padded.
+        of_input: whether an input of the graph is gathered, as it is, cast or padded.
         section: of the first reader.
     """
 
@@ -148,7 +148,7 @@ def _with_padding(anchor: fx.Node, buckets: Sequence[Bucket]) -> fx.Node:
     """Move the padding of gathered inputs behind ``anchor``; gives the last node that was moved."""
     for member in (m for bucket in buckets for m in bucket.members):
         if member.of_input:
-            anchor = move_behind(anchor, shaping(member.value)[1])
+            anchor = move_behind(anchor, shaping(member.value, casts=True)[1])
     return anchor
 
 

@@ -3,8 +3,8 @@
 Training, batch split: each rank computes mean and squared deviation of its rows, one all-reduce of two numbers a
 channel in double precision combines them (Chan et al.), and the normalization itself is the kernel's own evaluation
 form with these statistics. Running statistics get the global mean and the global unbiased variance. Backward needs two
-sums a channel, one all-reduce. Evaluation mode, and a split of the channels (instance norm puts the batch there), are
-row-wise.
+sums a channel, one all-reduce. On GPUs torch has kernels for both (``synchronized_batch_norm``). Evaluation mode, and a
+split of the channels (instance norm puts the batch there), are row-wise.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_spmd.ir.placement import PARTIAL
+from lightning_spmd.ir.placement import PARTIAL, ShardAxis
 from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall, Rule, Where, along
+from lightning_spmd.stages.expand.synchronized_batch_norm import gradients, has_kernels, normalized
 
 aten = torch.ops.aten
 
@@ -73,7 +74,19 @@ def _forward(names: _Names) -> Rule:
     return rule
 
 
-def _emit_training(call: LocalCall, names: _Names, axes: list[Any]) -> list[fx.Node | None]:
+def _emit_training(call: LocalCall, names: _Names, axes: list[ShardAxis]) -> list[fx.Node | None]:
+    outputs: list[fx.Node | None] = []
+    if has_kernels(call, axes):
+        outputs.extend(normalized(call, axes[0], call[names.momentum], call[names.epsilon]))
+    else:
+        outputs.extend(_normalized(call, names, axes))
+    if len(call.outputs) == 4:  # what cuDNN would keep for its own backward
+        spec = call.outputs[3]
+        outputs.append(call.call(aten.empty.memory_format, list(spec.shape), dtype=spec.dtype, device=spec.device))
+    return outputs
+
+
+def _normalized(call: LocalCall, names: _Names, axes: list[ShardAxis]) -> list[fx.Node | None]:
     run, x, spec = call.call, call["input"], call.spec("input")
     dims = _reduced(len(spec.shape))
     count = math.prod(spec.shape[d] for d in dims)
@@ -96,12 +109,8 @@ def _emit_training(call: LocalCall, names: _Names, axes: list[Any]) -> list[fx.N
     inverse = run(aten._to_copy.default, inverse, dtype=stats)
     _update_running(call, names, mean, variance64, count)
     weight, bias = call.get("weight"), call.get("bias")
-    normalized = run(aten.native_batch_norm.default, x, weight, bias, mean, variance, False, 0.0, call[names.epsilon])
-    outputs: list[fx.Node | None] = [call.items(normalized)[0], mean, inverse]
-    if len(call.outputs) == 4:  # what cuDNN would keep for its own backward
-        spec4 = call.outputs[3]
-        outputs.append(run(aten.empty.memory_format, list(spec4.shape), dtype=spec4.dtype, device=spec4.device))
-    return outputs
+    whole = run(aten.native_batch_norm.default, x, weight, bias, mean, variance, False, 0.0, call[names.epsilon])
+    return [call.items(whole)[0], mean, inverse]
 
 
 def _update_running(call: LocalCall, names: _Names, mean: fx.Node, variance: fx.Node, count: int) -> None:
@@ -135,7 +144,20 @@ def _backward(names: _Names) -> Rule:
     return rule
 
 
-def _emit_training_backward(call: LocalCall, names: _Names, axes: list[Any]) -> list[fx.Node | None]:
+def _emit_training_backward(call: LocalCall, names: _Names, axes: list[ShardAxis]) -> list[fx.Node | None]:
+    if has_kernels(call, axes):
+        results = gradients(call, axes[0], call[names.gradient], call[names.deviation])
+    else:
+        results = _gradients(call, names, axes)
+    return [
+        value
+        if s is None or value is None or value.meta["val"].dtype == s.dtype
+        else call.call(aten._to_copy.default, value, dtype=s.dtype)
+        for value, s in zip(results, call.outputs, strict=True)
+    ]
+
+
+def _gradients(call: LocalCall, names: _Names, axes: list[ShardAxis]) -> tuple[fx.Node | None, ...]:
     run, x, gradient = call.call, call["input"], call[names.gradient]
     spec = call.spec("input")
     dims = _reduced(len(spec.shape))
@@ -165,10 +187,7 @@ def _emit_training_backward(call: LocalCall, names: _Names, axes: list[Any]) -> 
     inner = run(aten.sub.Tensor, inner, run(aten.mul.Tensor, centred, channels(slope)))
     grad_input = run(aten.mul.Tensor, inner, channels(scale))
     results = (grad_input, run(aten.mul.Tensor, sum_gx, inverse64), sum_g)
-    return [
-        None if s is None else run(aten._to_copy.default, value, dtype=s.dtype)
-        for value, s in zip(results, call.outputs, strict=True)
-    ]
+    return tuple(None if s is None else value for value, s in zip(results, call.outputs, strict=True))
 
 
 def _variants() -> dict[Any, Rule]:

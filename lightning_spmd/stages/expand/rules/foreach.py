@@ -6,6 +6,7 @@ where each parameter's one all-reduce lands.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def foreach(call: OpCall) -> list[Layout]:
         split = next((p for p in current if isinstance(p, (Shard, Chunk))), None)
         if in_place and current[0] == REPLICATE and call.operands[column[0]].op == "placeholder":
             split = None  # a parameter that is whole stays so, whatever its gradient is
-        if split is not None and name != "max" and (name != "norm" or _norm_is_known(call)):
+        if split is not None and name != "max" and (name != "norm" or _norm_is_known(call, column[0], split)):
             chosen = split
             wanted = [chosen if call.specs[c].shape == call.specs[column[0]].shape else REPLICATE for c in column]
         elif current[0] == PARTIAL and name in _LINEAR_IN_FIRST | _LINEAR_IN_BOTH:
@@ -65,9 +66,17 @@ def foreach(call: OpCall) -> list[Layout]:
     return [Layout(tuple(inputs), tuple(outputs))]
 
 
-def _norm_is_known(call: OpCall) -> bool:
+def _norm_is_known(call: OpCall, operand: int, split: Shard | Chunk) -> bool:
+    """Whether the norm follows from the norms of the pieces. An empty piece has no largest element."""
     power = call["ord"]
-    return isinstance(power, (int, float)) and power > 0 and power != float("inf")
+    if not isinstance(power, (int, float)) or power <= 0:
+        return False
+    if not math.isinf(power):
+        return True
+    if isinstance(split, Shard):
+        return call.axis.is_even
+    size, holders = call.specs[operand].shape[split.dim], call.axis.chunks
+    return all(holders.chunk(size, rank)[1] for rank in range(holders.size))
 
 
 def _emit_norms(call: LocalCall) -> list[fx.Node | None]:
@@ -80,7 +89,10 @@ def _emit_norms(call: LocalCall) -> list[fx.Node | None]:
             continue
         local = call.call(aten.stack.default, [items[i] for i in split])
         holders = axis_of_pieces(axis, layout.inputs)
-        norms = norm_of_norms(call, local, [holders], power)
+        if math.isinf(power):
+            norms = call.all_reduce(local, [holders], "max")
+        else:
+            norms = norm_of_norms(call, local, [holders], power)
         for position, i in enumerate(split):
             items[i] = call.call(aten.select.int, norms, 0, position)
     return list(items)

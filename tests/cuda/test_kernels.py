@@ -1,0 +1,40 @@
+"""Which kernels graphs for GPUs are made of, and what travels between the ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.facts import facts
+from tests.cuda.ranks import Wanted
+from tests.helpers.fake_cuda.lane import Lane
+
+BATCH_NORM = (
+    "batch_norm_stats",
+    "batch_norm_gather_stats_with_counts",
+    "batch_norm_elemt",
+    "batch_norm_backward_reduce",
+    "batch_norm_backward_elemt",
+)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_stays_one_kernel_without_a_gather(lane: Lane, kernel: str) -> None:
+    found = lane.run(facts, Wanted("gpt", kernel=kernel, bf16=True))
+    name = f"aten._scaled_dot_product_{kernel}_attention"
+    assert (found.operators[name], found.operators[f"{name}_backward"]) == (1, 1)
+    assert found.fallbacks == found.activations == []
+
+
+def test_batch_norm_on_ranks_is_torchs_kernels_for_it(lane: Lane) -> None:
+    one, two = (lane.run(facts, Wanted("conv", count=count)) for count in (1, 2))
+    assert [two.operators[f"aten.{name}"] for name in BATCH_NORM] == [2] * len(BATCH_NORM)
+    assert not any(name in one.operators for name in BATCH_NORM)
+    assert one.nodes == 60
+    assert two.nodes <= 140  # with plain operators 190; 44 are buckets
+
+
+def test_sharded_weights_travel_in_the_precision_in_which_they_are_read(lane: Lane) -> None:
+    plain, mixed = (lane.run(facts, Wanted("gpt", plan="zero3", bf16=bf16)) for bf16 in (False, True))
+    assert set(plain.gathers) == {"torch.float32"}
+    assert plain.gathered["torch.float32"] == mixed.gathered["torch.float32"] + mixed.gathered["torch.bfloat16"]
+    assert mixed.gathered["torch.bfloat16"] > 0.5 * plain.gathered["torch.float32"]
