@@ -61,6 +61,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return strides_in_order(shape, range(len(shape)))
 
 
+def is_plain(spec: TensorSpec) -> bool:
+    """Whether the elements lie row by row, without gaps."""
+    return lies_as(spec, TensorSpec(spec.shape, row_major(spec.shape), spec.dtype, spec.device))
+
+
 def densely(spec: TensorSpec) -> TensorSpec:
     """The dense tensor in the same order; a plain one where the tensor has gaps or overlaps itself."""
     return TensorSpec(spec.shape, strides_in_order(spec.shape, memory_order(spec)), spec.dtype, spec.device)

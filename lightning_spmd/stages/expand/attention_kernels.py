@@ -107,7 +107,7 @@ class Kernel:
         if len(self.program.shape(logarithms)) == 3:
             logarithms = call.call(aten.unsqueeze.default, logarithms, -1)
         if (
-            self.program.fakes[output].dtype == torch.float64
+            self.program.spec(output).dtype == torch.float64
         ):  # torch 2.11's shape function says float32, its kernel not
             logarithms = cast(self.program, logarithms, torch.float64)
         return Rows(output, logarithms, outputs)
@@ -188,4 +188,4 @@ def merged(program: LocalProgram, first: Rows, second: Rows, *, dead: bool = Fal
 
 def cast(program: LocalProgram, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     """``node`` in this precision."""
-    return node if program.fakes[node].dtype == dtype else program.call(aten._to_copy.default, node, dtype=dtype)
+    return node if program.spec(node).dtype == dtype else program.call(aten._to_copy.default, node, dtype=dtype)

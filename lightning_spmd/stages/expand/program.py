@@ -1,4 +1,4 @@
-"""The graph being written: every call runs once on fake tensors, which gives its spec and catches bad shapes.
+"""The graph being written: every call is made on fake tensors (``fakes``), which gives its spec and catches bad shapes.
 
 All ranks must write the same calls. What a piece allows depends on its size, though: one row is contiguous in every
 order, and a kernel may refuse a tensor without rows. So the program is written for every size that a rank's piece has
@@ -17,12 +17,12 @@ import torch
 from torch import fx
 
 from lightning_spmd import _private_api as private
-from lightning_spmd._private_api import FakeTensorMode, disable_dispatch_modes, is_random, pytree, zeros_like_fake
 from lightning_spmd.ir.aliasing import aliased_argument
 from lightning_spmd.ir.effects import mentions
+from lightning_spmd.ir.layout import is_plain, row_major
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
-from lightning_spmd.ir.shape_functions import empty_result
+from lightning_spmd.stages.expand.fakes import Fakes
 
 _functional = torch.ops._c10d_functional
 
@@ -41,8 +41,6 @@ class LocalProgram:
         self.longer = set() if longer is None else longer
         self.graph = fx.Graph()
         self.attributes: dict[str, torch.Tensor] = {}
-        self.mode = FakeTensorMode()
-        self.fakes: dict[fx.Node, Any] = {}
         self.roots: dict[fx.Node, fx.Node] = {}
         """by value, the one whose storage it may share"""
         self.class_sums: dict[fx.Node, fx.Node] = {}
@@ -50,7 +48,7 @@ class LocalProgram:
         self.info: NodeInfo | None = None
         self._place: fx.Node | None = None
         self._choices = Counter[fx.Node | None]()
-        self._has_rows = all(axis.split[axis.rank] or not axis.total for axis in axes)
+        self._fakes = Fakes(has_rows=all(axis.split[axis.rank] or not axis.total for axis in axes))
 
     def begin(self, node: fx.Node) -> None:
         """What is written from here on is what ``node`` of the global graph becomes."""
@@ -72,41 +70,31 @@ class LocalProgram:
         new = self.graph.placeholder(str(node.target))
         new.meta.update(val=value, placements=placements)
         self.roots[new] = new
-        if isinstance(value, TensorSpec):
-            self.fakes[new] = self.fake(value)
         return new
 
-    def fake(self, spec: TensorSpec) -> Any:
-        """A fake tensor of this spec."""
-        with self.mode:
-            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    def spec(self, node: fx.Node) -> TensorSpec:
+        """What a new node produces on this rank."""
+        return self._fakes.spec(node)
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Local shape of what a new node produces."""
-        return tuple(self.fakes[node].shape)
+        return self.spec(node).shape
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call and compute its spec."""
-        return self._append(op, args, kwargs, self._computed(op, args, kwargs))
+        value, fake = self._fakes.result(op, args, kwargs)
+        node = self._append(op, args, kwargs, value)
+        self._fakes.keep(node, fake)
+        return node
 
     def call_if_possible(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node | None:
         """As :meth:`call` where every rank can make the call, else None."""
         try:
-            fake = self._computed(op, args, kwargs)
+            self._fakes.result(op, args, kwargs)
         except (RuntimeError, ValueError):
             self.agreed(False)
             return None
-        return self._append(op, args, kwargs, fake) if self.agreed(True) else None
-
-    def _computed(self, op: Any, args: Any, kwargs: Any) -> Any:
-        fake_args = fx.map_arg(args, self._fake_of)
-        fake_kwargs = fx.map_arg(kwargs, self._fake_of)
-        if not self._has_rows:
-            _try_kernel(op, fake_args, fake_kwargs)
-        if op is torch.ops.aten.view.default:
-            _try_view(*fake_args)
-        with self.mode:
-            return empty_result(op, fake_args, fake_kwargs)
+        return self.call(op, *args, **kwargs) if self.agreed(True) else None
 
     def number(self, op: Any, operands: Sequence[fx.Node], value: Any) -> fx.Node:
         """Append a call that reads a number out of tensors (``.item()``); it was ``value`` at capture."""
@@ -114,7 +102,7 @@ class LocalProgram:
 
     def dense(self, node: fx.Node) -> fx.Node:
         """``node`` in row-major order: a copy, unless every rank has it in that order."""
-        if self.agreed(self.fakes[node].is_contiguous()):
+        if self.agreed(is_plain(self.spec(node))):
             return node
         return self.call(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
 
@@ -127,20 +115,20 @@ class LocalProgram:
 
     def start(self, op: Any, operand: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
         """Append a functional collective; what is written before :meth:`wait` runs beside it."""
-        source = self.fakes[operand]
+        source = self.spec(operand)
         # With uneven rows strides may differ among the ranks (one row is contiguous either way); their graphs may not.
-        lazy = source.is_conj() or source.is_neg()  # libraries read the memory as it lies
-        if lazy or not source.is_contiguous() or not self._lies_alike(operand):
+        # Libraries read the memory as it lies.
+        if self._fakes.is_lazy(operand) or not is_plain(source) or not self._lies_alike(operand):
             operand = self.call(torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
-        with self.mode:
-            result = torch.empty(shape, dtype=source.dtype, device=source.device)
+        shape = tuple(shape)
+        result = TensorSpec(shape, row_major(shape), source.dtype, source.device)
         started = self._append(op, (operand, *args), {}, result)
         started.meta["info"] = self._communicating()
         return started
 
     def wait(self, started: fx.Node) -> fx.Node:
         """Append the wait for a collective; gives its result."""
-        waited = self._append(_functional.wait_tensor.default, (started,), {}, self.fakes[started])
+        waited = self._append(_functional.wait_tensor.default, (started,), {}, self.spec(started))
         waited.meta["info"] = self._communicating()
         return waited
 
@@ -160,11 +148,11 @@ class LocalProgram:
         For a maximum libraries compare with ``<``, which keeps a NaN or drops it as the ranks happen to be ordered: so
         what is NaN travels beside the numbers, unless ``keep_nan`` is false.
         """
-        if op == "sum" or not keep_nan or not self.fakes[operand].is_floating_point():
+        if op == "sum" or not keep_nan or not self.spec(operand).dtype.is_floating_point:
             return self._all_reduce(operand, axis, op)
         unknown = self.call(torch.ops.aten.isnan.default, operand)
         known = self.call(torch.ops.aten.masked_fill.Scalar, operand, unknown, -math.inf if op == "max" else math.inf)
-        flags = self.call(torch.ops.aten._to_copy.default, unknown, dtype=self.fakes[operand].dtype)
+        flags = self.call(torch.ops.aten._to_copy.default, unknown, dtype=self.spec(operand).dtype)
         flags = flags if op == "max" else self.call(torch.ops.aten.neg.default, flags)
         both = self._all_reduce(self.call(torch.ops.aten.stack.default, [known, flags]), axis, op)
         unknown = self.call(torch.ops.aten.ne.Scalar, self.call(torch.ops.aten.select.int, both, 0, 1), 0)
@@ -181,63 +169,19 @@ class LocalProgram:
         node = self.graph.create_node("get_attr", name)
         node.meta.update(val=TensorSpec.of(value), info=self.info)
         self.roots[node] = node
-        with self.mode:
-            self.fakes[node] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         return node
 
-    def _fake_of(self, node: fx.Node) -> Any:
-        return self.fakes[node] if node in self.fakes else node.meta["val"]
-
-    def _append(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> fx.Node:
+    def _append(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
         node = self.graph.call_function(op, args, kwargs)
-        node.meta["info"] = self.info
+        node.meta.update(val=value, info=self.info)
         source = aliased_argument(node)
         self.roots[node] = node if source is None else self.roots[source]
-        if isinstance(fake, torch.Tensor):
-            node.meta["val"] = TensorSpec.of(fake)
-            self.fakes[node] = fake
-        elif isinstance(fake, (tuple, list)):
-            node.meta["val"] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, fake)
-            self.fakes[node] = fake
-        else:
-            node.meta["val"] = fake
         return node
 
     def finish(self, outputs: list[Any]) -> fx.GraphModule:
         """Close the graph."""
         self.graph.output(tuple(outputs))
         return private.GraphModule(torch.nn.Module() if not self.attributes else _holder(self.attributes), self.graph)
-
-
-def _try_kernel(op: Any, args: Any, kwargs: Any) -> None:
-    """Run the kernel where a rank without rows calls it: some refuse empty tensors that their shape function takes.
-
-    Raises:
-        RuntimeError: what the kernel says.
-    """
-    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-    if not hasattr(op, "_schema") or is_random(op) or all(t.numel() for t in tensors):
-        return
-    if op.overloadpacket in _ENDS_WITHOUT_ROWS:
-        raise RuntimeError("the kernel divides by the number of rows, which is zero on some rank")
-    with disable_dispatch_modes(), torch.no_grad():
-        args, kwargs = pytree.tree_map_only(torch.Tensor, zeros_like_fake, (args, kwargs))
-        op(*args, **kwargs)
-
-
-def _try_view(tensor: torch.Tensor, size: Sequence[int]) -> None:
-    """Take a view as kernels do: on fake tensors torch 2.13 takes (2, 4, 1, 2) of strides (2, 4, 1, 1) for (2, 8).
-
-    Raises:
-        RuntimeError: it is none.
-    """
-    with disable_dispatch_modes():
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        like.view(size)
-
-
-_ENDS_WITHOUT_ROWS = {torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit}
-"""Kernels that end the process where a tensor is empty."""
 
 
 def _holder(attributes: dict[str, torch.Tensor]) -> torch.nn.Module:

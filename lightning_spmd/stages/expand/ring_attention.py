@@ -64,7 +64,7 @@ def _added(ring: _Ring, seen: _Seen, total: Rows, rows: Rows) -> Rows:
     if seen.rows_from is None:
         output, logarithms = merged(program, total, rows, dead=dead)
         return Rows(output, logarithms, rows.outputs)
-    output = cast(program, total.output, program.fakes[total.logarithms].dtype)
+    output = cast(program, total.output, program.spec(total.logarithms).dtype)
     mine = Rows(seen.queries(output), seen.queries(total.logarithms), rows.outputs)
     new_output, new_logarithms = merged(program, mine, rows, dead=dead)
     run(aten.copy_.default, mine.output, new_output)

@@ -17,10 +17,10 @@ from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Placement, Replicate
 from lightning_spmd.parallel.pieces import local_spec
+from lightning_spmd.stages.expand.fakes import BY_PLACE
 from lightning_spmd.stages.expand.program import LocalProgram
 
 aten = torch.ops.aten
-_BY_PLACE = {aten.as_strided, aten.as_strided_, aten.as_strided_copy, aten.as_strided_scatter}
 
 
 class Storages:
@@ -94,11 +94,11 @@ class Storages:
         return path[::-1]
 
     def _has_strides(self, node: fx.Node, spec: TensorSpec) -> bool:
-        fake = self._program.fakes[node]
-        pairs = zip(fake.shape, fake.stride(), spec.stride, strict=True)
+        found = self._program.spec(node)
+        pairs = zip(found.shape, found.stride, spec.stride, strict=True)
         return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
 
 
 def reads_by_place(op: Any) -> bool:
     """Whether an operator's result depends on how its first operand lies in its storage."""
-    return getattr(op, "overloadpacket", None) in _BY_PLACE
+    return getattr(op, "overloadpacket", None) in BY_PLACE
