@@ -234,8 +234,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a collective reads memory in the wrong order",
         EXPAND,
         "stages/expand/program.py",
-        "if lazy or not source.is_contiguous() or not self._lies_alike(operand):",
-        "if lazy or not self._lies_alike(operand):",
+        "if self._fakes.is_lazy(operand) or not is_plain(source) or not self._lies_alike(operand):",
+        "if self._fakes.is_lazy(operand) or not self._lies_alike(operand):",
         (f"{OPERATORS}", "tests/stages/expand/test_layouts.py", "tests/strategy/test_layouts.py"),
     ),
     Mutant(

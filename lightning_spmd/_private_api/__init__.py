@@ -25,6 +25,13 @@ from torch.utils import _pytree as pytree
 # Capture sees operators below autograd through a dispatch mode; without it there is no graph at all.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_spmd._private_api.fake_tensors import (
+    new_fake,
+    optimizers_accept_fake_tensors,
+    storage_elements,
+    tells_all,
+    zeros_like_fake,
+)
 from lightning_spmd._private_api.lightning_names import (
     SubprocessScriptLauncher,
     after_closure,
@@ -43,6 +50,7 @@ from lightning_spmd._private_api.lightning_names import (
 from lightning_spmd._private_api.operator_names import (
     decide_shapes,
     draws,
+    is_composite,
     is_mutating,
     is_random,
     mutated_arguments,
@@ -71,14 +79,11 @@ from lightning_spmd._private_api.torch_names import (
     mark_stepped,
     module_tensors_replaced,
     next_sequence_number,
-    optimizers_accept_fake_tensors,
     parameter_hooks,
     prepared_hooks,
     step_hooks,
-    storage_elements,
     storage_of,
     tensor_slots,
-    zeros_like_fake,
 )
 
 __all__ = [
@@ -111,6 +116,7 @@ __all__ = [
     "global_forward_hooks",
     "has_dtensor_strategy",
     "init_process_group",
+    "is_composite",
     "is_mutating",
     "is_random",
     "is_shard_order_check",
@@ -122,6 +128,7 @@ __all__ = [
     "mark_stepped",
     "module_tensors_replaced",
     "mutated_arguments",
+    "new_fake",
     "next_sequence_number",
     "optimizers_accept_fake_tensors",
     "optimizers_to_device",
@@ -138,6 +145,7 @@ __all__ = [
     "storage_elements",
     "storage_of",
     "suggested_memory_format",
+    "tells_all",
     "tensor_slots",
     "zeros_like_fake",
 ]

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 import torch.nn.modules.module as _torch_module
 import torch.optim.optimizer as _torch_optimizer
-import torch.utils._foreach_utils as _torch_foreach
 from torch import Tensor, fx, nn
 from torch._C import _DisableAutocast
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
@@ -133,23 +131,6 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 @contextlib.contextmanager
-def optimizers_accept_fake_tensors() -> Iterator[None]:
-    """Let torch's optimizers and its gradient clipping choose foreach for fake tensors as they do for real ones.
-
-    They decide by exact type, each by a list of its own; without this, capture would record one small kernel a
-    parameter, and on CUDA sums in another order than eager's.
-    """
-    lists = (_torch_optimizer._foreach_supported_types, _torch_foreach._foreach_supported_types)
-    for supported in lists:
-        supported.append(FakeTensor)
-    try:
-        yield
-    finally:
-        for supported in lists:
-            supported.remove(FakeTensor)
-
-
-@contextlib.contextmanager
 def module_tensors_replaced(module: nn.Module, twin: Any) -> Iterator[list[tuple[dict[str, Any], str, str, Any]]]:
     """Replace every parameter and buffer by ``twin(kind, fqn, tensor)`` and put the live ones back at the end.
 
@@ -253,17 +234,6 @@ def mark_stepped(optimizer: Any) -> None:
 def storage_of(tensor: Tensor) -> int:
     """Identity of the tensor's storage; fake tensors have no data pointer to compare."""
     return tensor.untyped_storage()._cdata
-
-
-def storage_elements(tensor: Tensor) -> int:
-    """Number of elements of the storage behind a (fake) tensor."""
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
-
-
-def zeros_like_fake(fake: Tensor) -> Tensor:
-    """A real tensor of zeros laid out as a fake one; only outside dispatch modes."""
-    base = torch.zeros(storage_elements(fake), dtype=fake.dtype, device=fake.device)
-    return base.as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
 
 # DTensor keeps the strategies that it and users register per operator in its dispatcher's propagator; there is no

@@ -76,6 +76,15 @@ def _declared_aliases(target: Any) -> tuple[_Argument, ...]:
     return tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None)
 
 
+@functools.cache
+def gives_fresh_tensors(target: Any) -> bool:
+    """Whether an operator writes into nothing, and nothing that it gives shares storage with what it takes."""
+    schema = target._schema  # noqa: SLF001 - how operators are described everywhere in torch
+    if target in _UNDECLARED_VIEWS or target in _UNDECLARED_WRITES or schema.is_mutable:
+        return False
+    return all(r.alias_info is None for r in schema.returns)
+
+
 def _argument(node: fx.Node, argument: _Argument) -> Any:
     index, name = argument
     return node.args[index] if index < len(node.args) else node.kwargs.get(name)

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -50,7 +50,7 @@ _CLOCKS = {
 _FROM_OUTSIDE = {io.open, os.open, os.urandom, os.listdir, os.scandir, os.stat, os.times, os.getloadavg}
 _TELLING = {os.getcwd, os.getpid}
 _CLOCK_METHODS = frozenset({"now", "utcnow", "today"})
-_ASKED = frozenset(f.__name__ for f in _CLOCKS | _FROM_OUTSIDE) | _CLOCK_METHODS
+_ASKED = frozenset(f.__name__ for f in _CLOCKS | _FROM_OUTSIDE | _TELLING) | _CLOCK_METHODS
 # Files that Python reads for itself: source lines of a warning, modules at their first import.
 _OF_PYTHON = ("linecache.py", "tokenize.py", "warnings.py", "traceback.py", "inspect.py", "logging/__init__.py")
 # Of the standard library, what keeps caches and books of its own that decide nothing, or is followed in another way.
@@ -82,9 +82,13 @@ class FrameWatch:
         self.getters: dict[int, Any] = {}
         self._facts: dict[int, CodeFacts | None] = {}
         self._guests: dict[int, CodeFacts | None] = {}
+        self._users: set[int] = set()
+        self._strangers: set[int] = set()
+        self._followed: set[int] = set()
         self._alive: list[CodeType] = []
         self._problem: BaseException | None = None
         self._on = False
+        self._hook = self._sieve()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -95,7 +99,7 @@ class FrameWatch:
         """
         before = sys.getprofile()
         self._on = True
-        sys.setprofile(self._seen)
+        sys.setprofile(self._hook)
         try:
             yield
         finally:
@@ -108,19 +112,43 @@ class FrameWatch:
             if self._problem is not None:
                 raise self._problem
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing of interest happens inside."""
-        if not self._on:
-            yield
-            return
-        sys.setprofile(None)
-        try:
-            yield
-        finally:
-            sys.setprofile(self._seen)
+    def pause(self) -> bool:
+        """Nothing of interest happens until :meth:`go_on`; whether it watched."""
+        if self._on:
+            sys.setprofile(None)
+        return self._on
+
+    def go_on(self) -> None:
+        """After a :meth:`pause` that gave true."""
+        sys.setprofile(self._hook)
 
     # ------------------------------------------------------------------ events
+    def _sieve(self) -> Callable[[FrameType, str, Any], None]:
+        """The hook: drops what cannot be of interest, which is nearly all, at the least cost.
+
+        Codes are known by their ids: hashing one takes its whole text.
+        """
+        users, strangers, followed, seen, asked = self._users, self._strangers, self._followed, self._seen, _ASKED
+
+        def hook(frame: FrameType, event: str, arg: Any) -> None:
+            if event == "c_call":
+                if id(frame.f_code) not in users and arg.__name__ not in asked:
+                    return
+            elif event == "call":
+                if id(frame.f_code) in strangers:
+                    back = frame.f_back
+                    if back is None or id(back.f_code) not in followed:
+                        return
+            elif event == "return":
+                back = frame.f_back
+                if back is None or id(back.f_code) not in users:
+                    return
+            else:
+                return
+            seen(frame, event, arg)
+
+        return hook
+
     def _seen(self, frame: FrameType, event: str, arg: Any) -> None:
         try:
             if event == "call":
@@ -136,11 +164,12 @@ class FrameWatch:
                         self._gives_back(frame, arg, facts)
                 elif type(arg) in SIMPLE and frame.f_code.co_argcount == 0 and frame.f_back is not None:
                     self._tells(frame.f_back, frame.f_globals.get(frame.f_code.co_name))
-            elif event == "c_call":
-                if arg.__name__ in _ASKED:
-                    self._asks(frame, arg)
-                elif _GETTER.fullmatch(arg.__name__):
-                    self._tells(frame, arg)
+            elif arg in _TELLING:
+                self._tells(frame, arg)
+            elif arg.__name__ in _ASKED:
+                self._asks(frame, arg)
+            elif _GETTER.fullmatch(arg.__name__):
+                self._tells(frame, arg)
         except Exception as problem:
             self._problem = self._problem or problem  # raised again at the end: code on the way might swallow it
             raise
@@ -155,11 +184,15 @@ class FrameWatch:
         if is_user_code(code, frame.f_globals):
             facts = self._facts[key] = facts_of(code)
             self.codes.append(code)
+            self._users.add(key)
+            self._followed.add(key)
             self.walk.look_at_globals(frame.f_globals, facts)
             for name in facts.imports:
                 self._imported(name, frame.f_globals, facts)
             if facts.environment:
                 self.walk.look_at_environment(facts)
+        else:
+            self._strangers.add(key)
         return facts
 
     def _guest_facts(self, frame: FrameType, caller: FrameType) -> CodeFacts | None:
@@ -172,6 +205,8 @@ class FrameWatch:
         if key not in self._guests:
             follow = is_standard(code.co_filename) and not code.co_filename.endswith(_NO_GUESTS)
             self._guests[key] = facts_of(code) if follow else None
+            if follow:
+                self._followed.add(key)
         return self._guests[key]
 
     def _guest_begins(self, frame: FrameType) -> None:

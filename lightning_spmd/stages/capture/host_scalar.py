@@ -251,14 +251,19 @@ class HostScalar(_Answers):
         return str(self.recorder.decide(self))
 
 
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def scalar_of(value: Any) -> HostScalar | None:
     """The HostScalar inside a SymInt/SymFloat/SymBool, or None for anything else."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and isinstance(value.node, HostScalar):
-        return value.node
-    return None
+    if not isinstance(value, _SYMBOLS):
+        return None
+    node = value.node
+    return node if isinstance(node, HostScalar) else None
 
 
-_AS_PYTHON = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__)
+_AS_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__}
+_MAKES_TENSORS = {torch.tensor, torch.as_tensor}
 
 
 class TensorsFollowScalars(TorchFunctionMode):
@@ -274,7 +279,7 @@ class TensorsFollowScalars(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and args and (scalar := scalar_of(args[0])) is not None:
+        if func in _MAKES_TENSORS and args and (scalar := scalar_of(args[0])) is not None:
             default = {float: torch.get_default_dtype(), int: torch.int64, bool: torch.bool}[type(scalar.value)]
             dtype = kwargs.get("dtype") or default
             return torch.scalar_tensor(args[0], dtype=dtype, device=kwargs.get("device"))

@@ -25,7 +25,7 @@ class NumbersByName(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        numbers = any(scalar_of(value) for value in (*args, *kwargs.values()))
+        numbers = any(map(scalar_of, args)) or any(map(scalar_of, kwargs.values()))
         self._function, self._args, self._kwargs = (
             (getattr(func, "__name__", ""), args, kwargs) if numbers else ("", (), {})
         )

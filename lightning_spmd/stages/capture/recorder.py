@@ -20,8 +20,8 @@ from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
-from lightning_spmd.ir.shape_functions import empty_result
 from lightning_spmd.messages import batch_hook, the_step
+from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
 from lightning_spmd.stages.capture.named_numbers import NumbersByName
 from lightning_spmd.stages.capture.user_code import user_location
@@ -48,7 +48,7 @@ class Recorder(private.TorchDispatchMode):
 
     def __init__(self, fake_mode: Any) -> None:
         super().__init__()
-        self.fake_mode = fake_mode
+        self.calls = FakeCalls(fake_mode)
         self.graph = fx.Graph()
         self.section = Section.FORWARD
         self.module_path: list[str] = [""]
@@ -58,7 +58,6 @@ class Recorder(private.TorchDispatchMode):
         self.watch: FrameWatch | None = None
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self._shadows: dict[int, Tensor] = {}
-        self._stand_ins: dict[int, Tensor] = {}
         self._exposed: list[HostScalar] = []
         self._names = NumbersByName()
         self._forward_info: dict[int, NodeInfo] = {}
@@ -90,7 +89,7 @@ class Recorder(private.TorchDispatchMode):
         self.constants.append(tensor)
         self.bind(tensor, node)
         with private.disable_dispatch_modes():
-            self._stand_ins[id(tensor)] = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+            self.calls.stand_in(tensor)
         if tensor.numel() == 1 and tensor.device.type == "cpu":
             with private.disable_dispatch_modes():
                 self.shadow(tensor, tensor.detach().clone())
@@ -184,8 +183,12 @@ class Recorder(private.TorchDispatchMode):
         return self.info().source or user_location()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with contextlib.nullcontext() if self.watch is None else self.watch.paused():
+        watched = self.watch is not None and self.watch.pause()
+        try:
             return self._dispatch(func, args, kwargs or {})
+        finally:
+            if watched and self.watch is not None:
+                self.watch.go_on()
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace in (
@@ -218,29 +221,29 @@ class Recorder(private.TorchDispatchMode):
         return self._record(func, args, kwargs)
 
     def _alias(self, func: Any, source: Tensor, node: fx.Node) -> Tensor:
-        out = func(source)
+        out = self.calls.make(func, (source,), {})
         self.bind(out, node)
         if id(source) in self._shadows:
             self._shadows[id(out)] = self._shadows[id(source)]
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        flat, tree = pytree.tree_flatten((args, kwargs))
-        if any(isinstance(a, torch.Generator) for a in flat):
+        entries = flat(args, kwargs)
+        if any(isinstance(a, torch.Generator) for a in entries):
             raise CaptureError(
                 f"{func} draws from a torch.Generator of its own, whose state is no part of the graph; leave the "
                 "generator out (the graph then draws from the run's own random numbers, the same on every device), or "
                 "draw in the data set",
                 user_location(),
             )
-        if any(scalar_of(a) is not None for a in flat):
+        plain_args, plain_kwargs = args, kwargs
+        if any(scalar_of(a) is not None for a in entries):
             for number in _numbers_of_shapes(func, args, kwargs):
                 self.decide(number)
-        recorded = [self.argument(a) for a in flat]
-        concrete = [a if (s := scalar_of(a)) is None else s.value for a in flat]
-        plain_args, plain_kwargs = pytree.tree_unflatten(concrete, tree)
+            plain_args, plain_kwargs = mapped(_plain_number, args), mapped(_plain_number, kwargs)
+        node_args, node_kwargs = mapped(self.argument, args), mapped(self.argument, kwargs)
         try:
-            out = self._compute(func, plain_args, plain_kwargs)
+            out = self.calls.make(func, plain_args, plain_kwargs)
         except private.DataDependentOutputException as error:
             raise CaptureError(
                 f"{func}{self._place()} reads the values of a tensor, which one graph cannot express",
@@ -255,7 +258,7 @@ class Recorder(private.TorchDispatchMode):
         except Exception:
             self.failing = f"{func}{self._place()}: "
             raise
-        for made in pytree.tree_leaves(out):
+        for made in flat(out):
             if isinstance(made, Tensor) and made.layout is not torch.strided:
                 raise CaptureError(
                     f"{func}{self._place()} makes a sparse tensor ({made.layout}), which graphs do not know; use a "
@@ -265,23 +268,13 @@ class Recorder(private.TorchDispatchMode):
         key = _draw_key(func, plain_args, plain_kwargs)
         if key is not None and key in self._draws:
             return self._repeat_draw(func, self._draws[key], args, out)
-        node_args, node_kwargs = pytree.tree_unflatten(recorded, tree)
         node = self.graph.call_function(func, node_args, node_kwargs)
         node.meta["info"] = self.info()
         self._bind_outputs(node, out)
         if key is not None:
             self._draws[key] = node
-        self._run_shadow(func, plain_args, plain_kwargs, flat, out)
+        self._run_shadow(func, plain_args, plain_kwargs, entries, out)
         return out
-
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Shapes of the outputs.
-
-        A real tensor is handed over as a fake one: torch would compute on one of a single element itself, and an
-        in-place operator would change it, at capture.
-        """
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._stand_ins.get(id(t), t), (args, kwargs))
-        return empty_result(func, args, kwargs)
 
     def _bind_outputs(self, node: fx.Node, out: Any) -> None:
         if isinstance(out, Tensor):
@@ -346,6 +339,11 @@ class Recorder(private.TorchDispatchMode):
         node.meta["info"] = self.info()
         self._bind_outputs(node, out)
         return out
+
+
+def _plain_number(value: Any) -> Any:
+    scalar = scalar_of(value)
+    return value if scalar is None else scalar.value
 
 
 def _numbers_of_shapes(func: Any, args: Any, kwargs: Any) -> list[HostScalar]:

@@ -5,6 +5,7 @@ What is installed beside them (transformers, timm) counts as the user's: nobody 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -101,15 +102,18 @@ def user_location() -> str | None:
     code of the user's, as in an optimizer or a layer of torch's own, its line there is taken.
     """
     frame: FrameType | None = inspect.currentframe()
-    else_taken = None
-    while frame is not None and frame.f_code.co_filename != _CAPTURE:
-        here = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if is_user_code(frame.f_code, frame.f_globals):
-            return here
-        if else_taken is None and _is_stated_in_torch(frame.f_code.co_filename):
-            else_taken = here
+    else_taken: FrameType | None = None
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if file == _CAPTURE:
+            break
+        if is_user_file(file) if file[:1] != "<" else is_user_code(code, frame.f_globals):
+            return f"{file}:{frame.f_lineno}"
+        if else_taken is None and _is_stated_in_torch(file):
+            else_taken = frame
         frame = frame.f_back
-    return else_taken
+    return None if else_taken is None else f"{else_taken.f_code.co_filename}:{else_taken.f_lineno}"
 
 
 def location_of(error: BaseException) -> str | None:
@@ -126,6 +130,7 @@ def location_of(error: BaseException) -> str | None:
     return found or else_taken
 
 
+@functools.cache
 def _is_stated_in_torch(file: str) -> bool:
     """Whether a file of torch holds code that a user chose by name; not what every optimizer or layer has in common."""
     chosen = "/torch/optim/" in file or "/torch/nn/modules/" in file

@@ -106,9 +106,7 @@ class Kernel:
             raise TypeError(f"{call.op} gave no output")
         if len(self.program.shape(logarithms)) == 3:
             logarithms = call.call(aten.unsqueeze.default, logarithms, -1)
-        if (
-            self.program.spec(output).dtype == torch.float64
-        ):  # torch 2.11's shape function says float32, its kernel not
+        if self.program.spec(output).dtype == torch.float64:  # torch 2.11's shape function says float32, its kernel not
             logarithms = cast(self.program, logarithms, torch.float64)
         return Rows(output, logarithms, outputs)
 

@@ -1,12 +1,7 @@
-"""What calls produce, found by making them once on fake tensors.
+"""What calls of a program produce: remembered (``ir/known_results``), or found by making them on fake tensors.
 
-A program is written once for every size that a rank's piece has, again where the ranks found a difference, and the
-layers of a model repeat the same calls. What a call of torch's own operators produces depends on what its operands look
-like and on nothing else, so it is remembered for the process, and fake tensors are made where a call is new.
-
-Not remembered: operators of others (their shape functions may look at anything), results that depend on data or on the
-place in a storage, complex numbers (a conjugate view looks like any other tensor), and what changes the shape of its
-operand in place.
+A program is written once for every size that a rank's piece has, and again where the ranks found a difference: nearly
+all of its calls are known by then. Fake tensors are made where a call is new.
 """
 
 from __future__ import annotations
@@ -20,20 +15,14 @@ from torch import fx
 
 from lightning_spmd._private_api import FakeTensorMode, disable_dispatch_modes, is_random, pytree, zeros_like_fake
 from lightning_spmd.ir.aliasing import aliased_argument, written_arguments
+from lightning_spmd.ir.known_results import Unlike, is_known, key_of, known, remember
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.shape_functions import empty_result
 
 aten = torch.ops.aten
 
-_MOST = 1 << 15
-"""Calls that are remembered; then it begins anew. A model of 12 layers has some hundreds."""
-_results: dict[Any, Any] = {}
 _taken: set[Any] = set()
 """calls that kernels take on ranks without rows"""
-
-BY_PLACE = {aten.as_strided, aten.as_strided_, aten.as_strided_copy, aten.as_strided_scatter}
-"""Operators whose result depends on how their first operand lies in its storage."""
-_UNLIKE = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _ENDS_WITHOUT_ROWS = {aten.native_batch_norm, aten._native_batch_norm_legit}
 """Kernels that end the process where a tensor is empty."""
 
@@ -64,18 +53,14 @@ class Fakes:
         """What a call produces: its specs and, where it was made, its fake tensors."""
         if op is operator.getitem and args[0] not in self._made:
             return args[0].meta["val"][args[1]], None
-        key = self._key(op, args, kwargs)
-        if key is not None and key in _results and (self._has_rows or key in _taken):
-            return _results[key], None
+        key = key_of(op, args, kwargs, self._look)
+        if is_known(key) and (self._has_rows or key in _taken):
+            return known(key), None
         fake = self._compute(op, args, kwargs)
         value = pytree.tree_map_only(torch.Tensor, TensorSpec.of, fake)
-        if key is not None and not _has_complex(value):
-            if len(_results) >= _MOST:
-                _results.clear()
-                _taken.clear()
-            _results[key] = value
-            if not self._has_rows:
-                _taken.add(key)
+        remember(key, value)
+        if not self._has_rows:
+            _taken.add(key)
         return value, fake
 
     def keep(self, node: fx.Node, fake: Any) -> None:
@@ -106,7 +91,8 @@ class Fakes:
             made = self._fake(source)
         elif source is not None:
             with self._mode:
-                made = node.target(*fx.map_arg(node.args, self._fake), **fx.map_arg(node.kwargs, self._fake))
+                operation: Any = node.target
+                made = operation(*fx.map_arg(node.args, self._fake), **fx.map_arg(node.kwargs, self._fake))
         else:
             with self._mode:
                 made = pytree.tree_map_only(TensorSpec, _empty, value)
@@ -114,36 +100,14 @@ class Fakes:
             self._made[node] = made
         return made
 
-    def _key(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """What a call's result depends on; None where nobody can tell."""
-        if getattr(op, "namespace", None) != "aten" or op.overloadpacket in BY_PLACE or op is aten.view.dtype:
-            return None
-        if any(tag in op.tags for tag in _UNLIKE):
-            return None
-        try:
-            key = (op, torch.get_default_dtype(), self._look(args), self._look(kwargs))
-            hash(key)
-        except TypeError:
-            return None
-        return key
-
     def _look(self, value: Any) -> Any:
-        """An argument as part of a key."""
-        if isinstance(value, fx.Node):
-            value = self.spec(value)
-        if isinstance(value, TensorSpec):
-            if value.dtype.is_complex:
-                raise TypeError("a conjugate looks like any other tensor")
+        """An argument as part of a call's key."""
+        if not isinstance(value, fx.Node):
             return value
-        if isinstance(value, dict):
-            return tuple((name, self._look(entry)) for name, entry in value.items())
-        if isinstance(value, (list, tuple)):
-            return tuple(map(self._look, value))
-        return type(value), value
-
-
-def _has_complex(value: Any) -> bool:
-    return any(isinstance(v, TensorSpec) and v.dtype.is_complex for v in pytree.tree_leaves(value))
+        seen = self.spec(value)
+        if isinstance(seen, TensorSpec) and seen.dtype.is_complex:
+            raise Unlike
+        return seen
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
+from lightning_spmd.ir.known_results import BY_PLACE
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Placement, Replicate
 from lightning_spmd.parallel.pieces import local_spec
-from lightning_spmd.stages.expand.fakes import BY_PLACE
 from lightning_spmd.stages.expand.program import LocalProgram
 
 aten = torch.ops.aten

@@ -129,7 +129,7 @@ def test_what_is_no_recorded_number() -> None:
 def test_a_tensor_of_a_number_follows_it() -> None:
     numbers = Numbers()
     rate = numbers.number(0.5)
-    with torch.no_grad(), numbers.recorder.fake_mode, numbers.recorder, TensorsFollowScalars():
+    with torch.no_grad(), numbers.recorder.calls.mode, numbers.recorder, TensorsFollowScalars():
         made = [torch.tensor(rate), torch.as_tensor(rate, dtype=torch.float64)]
     assert [t.dtype for t in made] == [torch.float32, torch.float64]
     users = next(iter(numbers.recorder.graph.nodes)).users
