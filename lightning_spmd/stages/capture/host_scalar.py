@@ -23,9 +23,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
-
-from lightning_spmd import _private_api as private
 
 Number = bool | int | float
 
@@ -260,34 +257,6 @@ def scalar_of(value: Any) -> HostScalar | None:
         return None
     node = value.node
     return node if isinstance(node, HostScalar) else None
-
-
-_AS_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__}
-_MAKES_TENSORS = {torch.tensor, torch.as_tensor}
-
-
-class TensorsFollowScalars(TorchFunctionMode):
-    """``torch.tensor(x)`` and ``torch.as_tensor(x)`` of a recorded number stay connected to it.
-
-    Args:
-        on_values: told each tensor from outside the graph whose values become Python's at once (``tolist``).
-    """
-
-    def __init__(self, on_values: Callable[[torch.Tensor], None] = lambda _: None) -> None:
-        super().__init__()
-        self._on_values = on_values
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _MAKES_TENSORS and args and (scalar := scalar_of(args[0])) is not None:
-            default = {float: torch.get_default_dtype(), int: torch.int64, bool: torch.bool}[type(scalar.value)]
-            dtype = kwargs.get("dtype") or default
-            return torch.scalar_tensor(args[0], dtype=dtype, device=kwargs.get("device"))
-        if func in _AS_PYTHON and not isinstance(args[0], private.FakeTensor):
-            self._on_values(args[0])
-            with private.disable_dispatch_modes():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

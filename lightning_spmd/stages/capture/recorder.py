@@ -22,8 +22,8 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
+from lightning_spmd.stages.capture.function_calls import FunctionCalls
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
-from lightning_spmd.stages.capture.named_numbers import NumbersByName
 from lightning_spmd.stages.capture.user_code import user_location
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Recorder(private.TorchDispatchMode):
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self._shadows: dict[int, Tensor] = {}
         self._exposed: list[HostScalar] = []
-        self._names = NumbersByName()
+        self.functions = FunctionCalls()
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
         self.failing = ""
@@ -133,7 +133,7 @@ class Recorder(private.TorchDispatchMode):
         the number (a guard on it) instead.
         """
         exposed, self._exposed = self._exposed, []
-        args, kwargs, named = self._names.put_back(func, args, kwargs)
+        args, kwargs, named = self.functions.put_back(func, args, kwargs)
         return self._reclaim_by_value([s for s in exposed if s not in named], args, kwargs)
 
     def _reclaim_by_value(self, exposed: list[HostScalar], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -151,12 +151,12 @@ class Recorder(private.TorchDispatchMode):
         return pytree.tree_unflatten(flat, tree)
 
     def __enter__(self) -> Any:
-        self._names.__enter__()
+        self.functions.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._names.__exit__(*error)
+        self.functions.__exit__(*error)
 
     # ------------------------------------------------------------------ recording
     def info(self) -> NodeInfo:

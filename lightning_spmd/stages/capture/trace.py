@@ -33,7 +33,7 @@ from lightning_spmd.stages.capture.batch import Looks
 from lightning_spmd.stages.capture.counted_rows import refuse_counts
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.holders import Attributes
-from lightning_spmd.stages.capture.host_scalar import TensorsFollowScalars, math_follows_scalars, scalar_of
+from lightning_spmd.stages.capture.host_scalar import math_follows_scalars, scalar_of
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
@@ -117,6 +117,7 @@ class _Capture:
             lambda: bool(self.logs.calls),
         )
         self.recorder.watch = self.python.watch
+        self.recorder.functions.on_values = self.python.content_of
         self.returned: Any = None
 
     def _host_value(self, name: str, value: Any) -> Any:
@@ -139,7 +140,6 @@ class _Capture:
             stack.enter_context(self.logs.active(request.module))
             stack.enter_context(modules_followed(request.module, self.recorder))
             stack.enter_context(math_follows_scalars(self.recorder))
-            stack.enter_context(TensorsFollowScalars(self.python.content_of))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.tracing_context())
             batch = self._fake_batch()

@@ -14,7 +14,6 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.host_scalar import (
     HostScalar,
-    TensorsFollowScalars,
     math_follows_scalars,
     scalar_of,
     sym_max,
@@ -129,7 +128,7 @@ def test_what_is_no_recorded_number() -> None:
 def test_a_tensor_of_a_number_follows_it() -> None:
     numbers = Numbers()
     rate = numbers.number(0.5)
-    with torch.no_grad(), numbers.recorder.calls.mode, numbers.recorder, TensorsFollowScalars():
+    with torch.no_grad(), numbers.recorder.calls.mode, numbers.recorder:
         made = [torch.tensor(rate), torch.as_tensor(rate, dtype=torch.float64)]
     assert [t.dtype for t in made] == [torch.float32, torch.float64]
     users = next(iter(numbers.recorder.graph.nodes)).users

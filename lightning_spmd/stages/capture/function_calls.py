@@ -1,0 +1,79 @@
+"""Calls of torch's functions, seen before torch's parser makes something else of their arguments.
+
+*Which recorded number stands at which argument.* ``torch._fused_adam_(..., lr=lr, weight_decay=wd)`` reaches the
+recorder with plain floats. Where both are 0, as at the start of a warm-up, values do not tell which is which; C++
+evaluates arguments in an order of its own (the last one first, with GCC), so neither does the order in which they were
+asked for. Names do.
+
+*Numbers that become tensors, tensors that become Python's.* ``torch.tensor(x)`` and ``torch.as_tensor(x)`` of a
+recorded number stay connected to it; ``tolist()`` of a tensor from outside the graph is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.host_scalar import HostScalar, scalar_of
+
+_AS_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__}
+_MAKES_TENSORS = {torch.tensor, torch.as_tensor}
+_DTYPES = {int: torch.int64, bool: torch.bool}
+
+
+class FunctionCalls(TorchFunctionMode):
+    """Sees torch's functions as they are called.
+
+    Attributes:
+        on_values: told each tensor from outside the graph whose values become Python's at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_values: Callable[[torch.Tensor], None] = lambda _: None
+        self._function = ""
+        self._args: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(scalar_of, args)) or any(map(scalar_of, kwargs.values())):
+            self._function, self._args, self._kwargs = getattr(func, "__name__", ""), args, kwargs
+            if func in _MAKES_TENSORS and (scalar := scalar_of(args[0])) is not None:
+                dtype = kwargs.get("dtype") or _DTYPES.get(type(scalar.value), torch.get_default_dtype())
+                return torch.scalar_tensor(args[0], dtype=dtype, device=kwargs.get("device"))
+        else:
+            self._function, self._args, self._kwargs = "", (), {}
+            if func in _AS_PYTHON and not isinstance(args[0], private.FakeTensor):
+                self.on_values(args[0])
+                with private.disable_dispatch_modes():
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def put_back(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[HostScalar]]:
+        """Arguments with the recorded numbers in their places again, and which ones these are."""
+        schema = operator._schema  # noqa: SLF001 - how operators are described everywhere in torch
+        if schema.name.rpartition("::")[2] != self._function:
+            return args, kwargs, []
+        names = [argument.name for argument in schema.arguments]
+        given = {**dict(zip(names, self._args, strict=False)), **self._kwargs}
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        found: list[HostScalar] = []
+        for name, value in given.items():
+            scalar = scalar_of(value)
+            # torch leaves out what has the default's value
+            if scalar is not None and name in names and _is_plain(values.get(name, scalar.value), scalar):
+                values[name] = scalar.as_symbol()
+                found.append(scalar)
+        positional = [values.pop(name) for name in names[: len(args)]]
+        return tuple(positional), values, found
+
+
+def _is_plain(value: Any, scalar: HostScalar) -> bool:
+    return type(value) in (int, float) and value == scalar.value
