@@ -166,6 +166,7 @@ class ProcessStrategy(ParallelStrategy):
         """Reduce over the ranks; inside training_step values are global already and come back as they are."""
         if not isinstance(tensor, Tensor) or self._ranks.traced_split is not None:
             return tensor
+        self._ranks.meet("a reduction over all ranks", group)
         return private.reduce_over_ranks(tensor, self._ranks.of_all_batches(group), reduce_op)
 
     @override
@@ -187,6 +188,7 @@ class ProcessStrategy(ParallelStrategy):
         """
         split = self._ranks.traced_split
         if split is None:
+            self._ranks.meet("all_gather", group)
             return super().all_gather(tensor, self._ranks.of_all_batches(group), sync_grads)
         if not self.is_distributed:
             return tensor

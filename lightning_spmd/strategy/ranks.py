@@ -21,7 +21,7 @@ from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mes
 from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan
 from lightning_spmd.parallel.shared_groups import Lease, lease_groups, make_host_group
 from lightning_spmd.stages.capture.user_code import user_location
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.stages.runtime.peers import is_communication_failure
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
@@ -151,6 +151,16 @@ class Ranks:
         if mesh is None or not mesh.shares_batches or group not in (None, dist.group.WORLD):
             return group
         return mesh.batch_group()
+
+    def meet(self, what: str, group: Any | None) -> None:
+        """Make sure that all ranks take part, for a rank that raised and lives on breaks no connection.
+
+        Args:
+            what: they are about to do.
+            group: those that do it; nothing is known of a user's own.
+        """
+        if self.control is not None and group in (None, dist.group.WORLD):
+            self.control.meet(Place(what))
 
     def sync_metrics(self, module: nn.Module) -> None:
         """Until :meth:`end` metrics add up what data-parallel ranks saw: ranks that share layers saw the same."""
