@@ -128,7 +128,8 @@ def _remark(trainer: Any) -> str:
 
 
 class Borders(Callback):
-    """The first callback of a run on several ranks: they meet where an epoch ends, and where validation begins.
+    """The first callback of a run on several ranks: they meet where an epoch or training ends, and where
+    validation begins.
 
     Args:
         meet: waits for all ranks at a place.
@@ -148,6 +149,10 @@ class Borders(Callback):
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         remark = "; ".join(filter(None, [f"after {batches} batches", _remark(trainer)]))
         self._meet(Place(THE_END, trainer.current_epoch, remark=remark))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Likewise: a rank that was told to stop between two epochs goes away, and the others would wait for it."""
+        self._meet(Place(f"{THE_END} of training", remark=_remark(trainer)))
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Likewise."""
