@@ -128,7 +128,7 @@ def _remark(trainer: Any) -> str:
 
 
 class Borders(Callback):
-    """The first callback of a run on several ranks: they meet at the ends of epochs and of training, and before validation.
+    """The first callback of a run on several ranks: they meet at ends of epochs and of training, before validation.
 
     Args:
         meet: waits for all ranks at a place.
