@@ -66,7 +66,7 @@ def make_phases(
     notes = str(decision) if overlap else ""
     if decision.deferred and times:
         plain = schedule(dependences, found, (), touches, times)
-        before, after = (1e3 * predicted_seconds(p, dependences, times) for p in (plain, chosen))
+        before, after = (1e3 * predicted_seconds(p, times) for p in (plain, chosen))
         notes += f" (a step of {after:.1f} ms instead of {before:.1f} by the measured times)"
         if overlap == "auto" and after > (1 - WORTH_MOVING) * before:
             decision, chosen = Deferral(), plain
@@ -78,5 +78,5 @@ def make_phases(
     step.graph_module.recompile()
     if not decision.deferred:
         return IterationGraphs(main=step, notes=notes)
-    setup, cleanup = split(step, decision.deferred)
+    setup, cleanup = split(step, chosen.deferred)
     return IterationGraphs(main=follow(cleanup, setup), setup=setup, cleanup=cleanup, notes=notes)

@@ -5,16 +5,22 @@ order: the first layer's gradient is ready last and needed first. So the iterati
 whenever the network falls idle, the ready collective with the earliest deadline is next (earliest deadline first,
 Jackson 1955; for gradients see ByteScheduler, SOSP 2019). The graph then starts collectives in that order, each as
 early as its operand and its predecessors allow; whatever the times turn out to be, only speed depends on them.
+
+A reduce-scatter holds its operand, whole gradients, until it is waited, and gives a rank's share of it. Waited at the
+end of the backward pass all of them would be in memory at once, which is what sharding is there to avoid. So each is
+waited before the second one after it starts: two are under way, a third is being filled. An all-reduce works in place
+and holds nothing that must not be kept anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from lightning_spmd.ir.dependence import Dependences, Tail, reorder
+from lightning_spmd.ir.verify import is_wait, starts_collective
 from lightning_spmd.stages.phases.touch import Touches, first_conflict
 
 Seconds = Mapping[str, float]
@@ -36,14 +42,21 @@ class Schedule:
     Args:
         body: computation, in order; without tails and their collectives.
         queue: the collectives that start tails, in the order in which they start.
-        kept: tails that run at the end of the iteration, in order of arrival.
-        readers: for each deferred tail the node of ``body`` that it must come before, or None.
+        program: the body with these in it, each as early as its operand and its predecessors allow, and early waits.
+        kept: tails that run at the end of the iteration, in order of arrival, without the early waits.
+        readers: for each deferred tail, without them, the node of ``body`` that it must come before, or None.
     """
 
     body: list[fx.Node]
     queue: list[fx.Node]
+    program: list[fx.Node]
     kept: list[Tail]
     readers: list[tuple[Tail, fx.Node | None]]
+
+    @property
+    def deferred(self) -> list[Tail]:
+        """The tails that run in the next iteration."""
+        return [tail for tail, _ in self.readers]
 
 
 def schedule(
@@ -69,18 +82,25 @@ def schedule(
     queue = _issue_order(body, dependences, all_tails, readers, seconds)
     arrival = {start: index for index, start in enumerate(queue)}
     by_arrival = sorted(all_tails, key=lambda t: max(arrival[s] for s in t.starts))
-    return Schedule(body, queue, [t for t in by_arrival if t not in deferred], readers)
+    program = _with_early_waits(_with_starts(body, queue, dependences))
+    done = set(program)
+    kept = [_without(t, done) for t in by_arrival if t not in deferred]
+    return Schedule(body, queue, program, kept, [(_without(t, done), reader) for t, reader in readers])
+
+
+def _without(tail: Tail, done: Collection[fx.Node]) -> Tail:
+    return replace(tail, nodes=tuple(n for n in tail.nodes if n not in done))
 
 
 def arrange(graph: fx.Graph, dependences: Dependences, chosen: Schedule) -> None:
     """Put the graph into its order of execution: computation with collectives in it, then the tails as they arrive."""
     rest = [n for tail in chosen.kept for n in tail.nodes] + [n for tail, _ in chosen.readers for n in tail.nodes]
-    reorder(graph, [*with_starts(chosen, dependences), *rest, dependences.order[-1]])
+    reorder(graph, [*chosen.program, *rest, dependences.order[-1]])
 
 
-def with_starts(chosen: Schedule, dependences: Dependences) -> list[fx.Node]:
+def _with_starts(body: Sequence[fx.Node], collectives: Sequence[fx.Node], dependences: Dependences) -> list[fx.Node]:
     """The body with every collective as early as its operand and its predecessors in the queue allow."""
-    queue = list(chosen.queue)
+    queue = list(collectives)
     order: list[fx.Node] = []
     emitted: set[fx.Node] = set()
 
@@ -90,14 +110,29 @@ def with_starts(chosen: Schedule, dependences: Dependences) -> list[fx.Node]:
         while queue and dependences.before[queue[0]] <= emitted:
             emit(queue.pop(0))
 
-    for node in chosen.body:
+    for node in body:
         emit(node)
     return order
 
 
-def predicted_seconds(chosen: Schedule, dependences: Dependences, seconds: Seconds, iterations: int = 4) -> float:
+def _with_early_waits(order: Sequence[fx.Node]) -> list[fx.Node]:
+    """Every reduce-scatter is waited before the second one after it starts, wherever it was waited before."""
+    scatters = [node for node in order if _scatters(node)]
+    early = {later: wait for start, later in zip(scatters, scatters[2:], strict=False) for wait in start.users}
+    result: dict[fx.Node, None] = {}
+    for node in order:
+        if node in early:
+            result.setdefault(early[node])
+        result.setdefault(node)
+    return list(result)
+
+
+def _scatters(node: fx.Node) -> bool:
+    return starts_collective(node) and "reduce_scatter" in str(node.target)
+
+
+def predicted_seconds(chosen: Schedule, seconds: Seconds, iterations: int = 4) -> float:
     """Time of an iteration in the steady state: one thread computes, the network serves one collective at a time."""
-    program = with_starts(chosen, dependences)
     late: dict[fx.Node | None, list[Tail]] = {}
     for tail, reader in chosen.readers:
         late.setdefault(reader, []).append(tail)
@@ -112,14 +147,16 @@ def predicted_seconds(chosen: Schedule, dependences: Dependences, seconds: Secon
     queued = set(chosen.queue)
     for _ in range(iterations):
         begin = now
-        for node in program:
+        for node in chosen.program:
             for tail in late.get(node, ()):
                 finish(tail)
             if node in queued:
                 network = max(network, now) + seconds.get(node.name, 0.0)
                 arrives[node] = network
-            else:
-                now += seconds.get(node.name, 0.0)
+                continue
+            if is_wait(node):
+                now = max(now, arrives.get(node.all_input_nodes[0], 0.0))
+            now += seconds.get(node.name, 0.0)
         for tail in (*chosen.kept, *late.get(None, ())):
             finish(tail)
     return now - begin
