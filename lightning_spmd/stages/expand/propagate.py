@@ -244,7 +244,13 @@ class Propagation(Placing):
         options = [c for c in layouts_of(call) or [] if c.outputs == (placement,) and (c.emit is None or c.local)]
         options = [c for c in options if self._fits(call, c)]
         best = min(options, key=lambda c: self._cost(call, c), default=None)
-        return best if best is not None and self._cost(call, best) < LATENCY else None
+        return best if best is not None and self._takes_pieces_alone(call, best) else None
+
+    def _takes_pieces_alone(self, call: OpCall, layout: Layout) -> bool:
+        """Whether a layout asks for nothing but what is there and pieces of it, however large: nothing moves."""
+        pairs = zip(call.operands, layout.inputs, strict=True)
+        versions = [(self.versions[operand], want) for operand, want in pairs]
+        return all(want in there or (REPLICATE in there and isinstance(want, Shard)) for there, want in versions)
 
     # ------------------------------------------------------------------ writes
     def _choose_writing(self, call: OpCall, options: list[Layout], written: list[fx.Node]) -> None:

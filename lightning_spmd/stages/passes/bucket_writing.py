@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of, spec_of
+from lightning_spmd.ir.verify import starts_collective
 from lightning_spmd.stages.passes.bucket_operands import after_getitems, move_behind, shaping
 from lightning_spmd.stages.passes.flat_buffers import (
     Memory,
@@ -131,7 +133,7 @@ def write(graph: fx.Graph, memory: Memory, buckets: Sequence[Bucket]) -> None:
     for index, node in enumerate(memory.order):
         for bucket in waits.get(index, ()):
             with graph.inserting_before(node):
-                _finish(graph, bucket)
+                _finish(graph, memory, bucket)
         if index in starts:
             following = _with_padding(after_getitems(node), starts[index]).next
             for bucket in starts[index]:
@@ -224,7 +226,7 @@ def _cast(graph: fx.Graph, info: NodeInfo, value: fx.Node, dtype: torch.dtype) -
     return call(graph, info, new, getattr(aten, "_to_copy").default, value, dtype=dtype)  # noqa: B009
 
 
-def _finish(graph: fx.Graph, bucket: Bucket) -> None:
+def _finish(graph: fx.Graph, memory: Memory, bucket: Bucket) -> None:
     if bucket.started is None:
         raise RuntimeError("a bucket is waited before it starts")  # _fits and _place exclude it
     info, members = bucket.info, bucket.layout
@@ -233,24 +235,36 @@ def _finish(graph: fx.Graph, bucket: Bucket) -> None:
     if len(members) == 1:
         parts = [whole]
     elif members[0].start.target is ALL_GATHER:
-        parts = _gathered(graph, bucket, whole)
+        parts = _gathered(graph, memory, bucket, whole)
     else:
         parts = split(graph, info, whole, [m.result().numel for m in members])
     for member, part in zip(members, parts, strict=True):
-        result = part if spec_of(part) == member.result() else shaped(graph, info, part, member.result())
+        result = _as_result(graph, info, part, member)
         result.meta["placements"] = member.wait.meta.get("placements", ())
         member.wait.replace_all_uses_with(result)
 
 
-def _gathered(graph: fx.Graph, bucket: Bucket, whole: fx.Node) -> list[fx.Node]:
-    """Each member's rows of all ranks, which lie apart in the buffer: a copy each."""
+def _as_result(graph: fx.Graph, info: NodeInfo, part: fx.Node, member: Member) -> fx.Node:
+    return part if spec_of(part) == member.result() else shaped(graph, info, part, member.result())
+
+
+def _gathered(graph: fx.Graph, memory: Memory, bucket: Bucket, whole: fx.Node) -> list[fx.Node]:
+    """Each member's rows of all ranks, which lie apart in the buffer: a copy each, made where it is read first.
+
+    All copies at once would take as much memory as the buffer does.
+    """
     ranks: Any = bucket.members[0].start.args[-2]
     info, spec = bucket.info, spec_of(whole)
     shape = [ranks, spec.numel // ranks]
     rows = call(graph, info, contiguous(shape, spec), aten.view.default, whole, shape)
-    found = []
-    for piece in split(graph, info, rows, [m.spec.numel for m in bucket.members]):
+    found = list[fx.Node]()
+    for member, piece in zip(
+        bucket.members, split(graph, info, rows, [m.spec.numel for m in bucket.members]), strict=True
+    ):
+        reader = memory.order[member.needed]
+        moves = starts_collective(reader) or reader.op == "output"  # these go elsewhere, or stand for no reader
         copied = contiguous(spec_of(piece).shape, spec)
-        copy = call(graph, info, copied, aten.clone.default, piece, memory_format=torch.contiguous_format)
-        found.append(copy)
+        with contextlib.nullcontext() if moves else graph.inserting_before(reader):
+            copy = call(graph, info, copied, aten.clone.default, piece, memory_format=torch.contiguous_format)
+            found.append(_as_result(graph, info, copy, member))
     return found

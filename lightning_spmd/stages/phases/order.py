@@ -6,10 +6,7 @@ whenever the network falls idle, the ready collective with the earliest deadline
 Jackson 1955; for gradients see ByteScheduler, SOSP 2019). The graph then starts collectives in that order, each as
 early as its operand and its predecessors allow; whatever the times turn out to be, only speed depends on them.
 
-A reduce-scatter holds its operand, whole gradients, until it is waited, and gives a rank's share of it. Waited at the
-end of the backward pass all of them would be in memory at once, which is what sharding is there to avoid. So each is
-waited before the second one after it starts: two are under way, a third is being filled. An all-reduce works in place
-and holds nothing that must not be kept anyway.
+What is under way takes memory (``bounds.py``), so some of the waits come early.
 """
 
 from __future__ import annotations
@@ -20,7 +17,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from lightning_spmd.ir.dependence import Dependences, Tail, reorder
-from lightning_spmd.ir.verify import is_wait, starts_collective
+from lightning_spmd.ir.verify import is_wait
+from lightning_spmd.stages.phases.bounds import bounded
 from lightning_spmd.stages.phases.touch import Touches, first_conflict
 
 Seconds = Mapping[str, float]
@@ -82,9 +80,10 @@ def schedule(
     queue = _issue_order(body, dependences, all_tails, readers, seconds)
     arrival = {start: index for index, start in enumerate(queue)}
     by_arrival = sorted(all_tails, key=lambda t: max(arrival[s] for s in t.starts))
-    program = _with_early_waits(_with_starts(body, queue, dependences))
+    kept = [t for t in by_arrival if t not in deferred]
+    program = bounded(_with_starts(body, queue, dependences), kept, dependences)
     done = set(program)
-    kept = [_without(t, done) for t in by_arrival if t not in deferred]
+    kept = [_without(t, done) for t in kept]
     return Schedule(body, queue, program, kept, [(_without(t, done), reader) for t, reader in readers])
 
 
@@ -113,22 +112,6 @@ def _with_starts(body: Sequence[fx.Node], collectives: Sequence[fx.Node], depend
     for node in body:
         emit(node)
     return order
-
-
-def _with_early_waits(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Every reduce-scatter is waited before the second one after it starts, wherever it was waited before."""
-    scatters = [node for node in order if _scatters(node)]
-    early = {later: wait for start, later in zip(scatters, scatters[2:], strict=False) for wait in start.users}
-    result: dict[fx.Node, None] = {}
-    for node in order:
-        if node in early:
-            result.setdefault(early[node])
-        result.setdefault(node)
-    return list(result)
-
-
-def _scatters(node: fx.Node) -> bool:
-    return starts_collective(node) and "reduce_scatter" in str(node.target)
 
 
 def predicted_seconds(chosen: Schedule, seconds: Seconds, iterations: int = 4) -> float:
