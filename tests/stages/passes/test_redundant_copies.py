@@ -196,7 +196,7 @@ def test_a_model_loses_copies_and_keeps_its_bits(update: Any) -> None:
     captured, live = captured_model("convnet", update)
     steps = expand_all(captured, (3, 3))
     state = apply(redundant_copies.PASS, steps)
-    assert state.notes == {"redundant_copies": "copies removed: 6"}
+    assert state.notes == {"redundant_copies": "copies removed: 3"}
     assert_same_bits(expand_all(captured, (3, 3)), steps, live)
 
 
