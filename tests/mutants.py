@@ -356,11 +356,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "gathered pieces of several parameters are not taken apart by rank",
         PASSES,
         "stages/passes/bucket_writing.py",
-        "        parts = _gathered(graph, bucket, whole)\n",
+        "        parts = _gathered(graph, memory, bucket, whole)\n",
         "        parts = split(graph, info, whole, [m.result().numel for m in members])\n",
         ("tests/stages/passes",),
     ),
     # ------------------------------------------------------------------ phases
+    Mutant(
+        "reduce-scatters are waited where their results are needed, at the end",
+        PHASES,
+        "stages/phases/bounds.py",
+        "        for early in due.get(node, ()):\n",
+        "        for early in ():\n",
+        ("tests/cost",),
+    ),
     Mutant(
         "an input that the next iteration may change is handed on without a copy",
         PHASES,
