@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,10 @@ SHORT = ("--steps", "4", "--warmup", "3", "--rounds", "2")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def collections_are_short() -> Iterator[None]:
+def collections_are_short() -> None:
     """Every turn collects garbage twice: what other tests hold need not be looked at each time."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Line(L.LightningModule):

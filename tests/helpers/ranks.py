@@ -12,6 +12,7 @@ warning.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -214,6 +215,7 @@ def _serve(settings: dict[str, str], pipe: Any, bell: Any, stack_file: str) -> N
         import torch  # not above: the parent needs none
 
         torch.set_num_threads(1)
+        gc.freeze()  # what was imported stays
         while True:
             try:
                 job = pipe.recv_bytes()
