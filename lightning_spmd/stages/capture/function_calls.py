@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.stages.capture.host_scalar import HostScalar, scalar_of
+from lightning_spmd.stages.capture.host_scalar import SYMBOLS, HostScalar, scalar_of
 
 _AS_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__}
 _MAKES_TENSORS = {torch.tensor, torch.as_tensor}
@@ -41,7 +41,8 @@ class FunctionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(scalar_of, args)) or any(map(scalar_of, kwargs.values())):
+        # not by `any`: every call of a function would go through the profile hook (`frames`)
+        if not (SYMBOLS.isdisjoint(map(type, args)) and SYMBOLS.isdisjoint(map(type, kwargs.values()))):
             self._function, self._args, self._kwargs = getattr(func, "__name__", ""), args, kwargs
             if func in _MAKES_TENSORS and (scalar := scalar_of(args[0])) is not None:
                 dtype = kwargs.get("dtype") or _DTYPES.get(type(scalar.value), torch.get_default_dtype())

@@ -248,12 +248,12 @@ class HostScalar(_Answers):
         return str(self.recorder.decide(self))
 
 
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLS = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
 
 
 def scalar_of(value: Any) -> HostScalar | None:
     """The HostScalar inside a SymInt/SymFloat/SymBool, or None for anything else."""
-    if not isinstance(value, _SYMBOLS):
+    if type(value) not in SYMBOLS:
         return None
     node = value.node
     return node if isinstance(node, HostScalar) else None

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_spmd.stages.capture.frames import FrameWatch
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
 
 # Aliases without effect below autograd: recording them would only cost a call a step.
@@ -106,12 +107,17 @@ class Recorder(private.TorchDispatchMode):
     # ------------------------------------------------------------------ numbers
     def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
         """Record arithmetic on host numbers and return its result."""
-        result = function(*[o.value for o in operands])
-        if all(o.node is None for o in operands):
-            return HostScalar(result, None, self)
-        node = self.graph.call_function(function, tuple(o.argument() for o in operands))
-        node.meta.update(val=result, info=self.info())
-        return HostScalar(result, node, self)
+        watched = self.watch is not None and self.watch.pause()
+        try:
+            result = function(*[o.value for o in operands])
+            if all(o.node is None for o in operands):
+                return HostScalar(result, None, self)
+            node = self.graph.call_function(function, tuple(o.argument() for o in operands))
+            node.meta.update(val=result, info=self.info())
+            return HostScalar(result, node, self)
+        finally:
+            if watched and self.watch is not None:
+                self.watch.go_on()
 
     def decide(self, scalar: HostScalar) -> Number:
         """Python code branches on a recorded number: remember the outcome as a guard."""
@@ -183,6 +189,8 @@ class Recorder(private.TorchDispatchMode):
         return self.info().source or user_location()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is private.FakeTensor:  # autograd asks twice a call
+            return args[0].fake_device
         watched = self.watch is not None and self.watch.pause()
         try:
             return self._dispatch(func, args, kwargs or {})
@@ -349,7 +357,7 @@ def _plain_number(value: Any) -> Any:
 def _numbers_of_shapes(func: Any, args: Any, kwargs: Any) -> list[HostScalar]:
     """Numbers that decide shapes, guarded by value: all that follows has these shapes."""
     values = private.decide_shapes(func, args, kwargs)
-    return [n for value in values for n in map(scalar_of, pytree.tree_leaves(value)) if n is not None]
+    return [n for value in values for n in map(scalar_of, flat(value)) if n is not None]
 
 
 def _draw_key(func: Any, args: Any, kwargs: Any) -> bytes | None:
