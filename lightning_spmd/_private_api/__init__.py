@@ -46,6 +46,7 @@ from lightning_spmd._private_api.lightning_names import (
     shard_over,
     skips_backward,
     stop_signal_sent_by_lightning,
+    told_to_stop,
 )
 from lightning_spmd._private_api.operator_names import (
     decide_shapes,
@@ -142,6 +143,7 @@ __all__ = [
     "skips_backward",
     "step_hooks",
     "stop_signal_sent_by_lightning",
+    "told_to_stop",
     "storage_elements",
     "storage_of",
     "suggested_memory_format",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,16 +33,41 @@ def detects_anomaly(trainer: Any) -> bool:
 
 
 def stop_signal_sent_by_lightning(trainer: Any, sent: bool) -> None:
-    """Whether Lightning broadcasts before each batch whether rank 0 received SIGTERM.
+    """Whether Lightning tells the other ranks of SIGTERM: before each batch and in the handler of the signal.
 
-    It does so on the default process group, swallows every exception, and knows rank 0 alone; a rank whose data ended
-    earlier does not take part, so that the others wait there.
+    Before each batch it broadcasts on the default process group whether rank 0 received it, swallows every exception,
+    and knows rank 0 alone; a rank whose data ended earlier does not take part, so that the others wait there. In the
+    handler it broadcasts from rank 0 again, wherever the signal came: another rank waits there for ever.
     """
-    loop = trainer.fit_loop.epoch_loop
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     if sent:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
-    elif hasattr(loop, "_broadcast_sigterm_tensor"):
+        vars(connector).pop("_sigterm_notifier_fn", None)
+        vars(connector).pop(_TOLD, None)
+        return
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
         loop._broadcast_sigterm_tensor = lambda: None
+    connector._sigterm_notifier_fn = functools.partial(_note_sigterm, trainer)
+
+
+_TOLD = "_told_to_stop_by_sigterm"
+
+
+def _note_sigterm(trainer: Any, number: int, _: Any) -> None:
+    """As Lightning's handler, without its broadcast: processes that this one started are told too."""
+    connector, launcher = trainer._signal_connector, trainer.strategy.launcher
+    if launcher is not None and not told_to_stop(trainer):
+        launcher.kill(number)
+    setattr(connector, _TOLD, True)
+    if not trainer.training:  # there ranks end one by one; in training all end at one batch, by their next exchange
+        not trainer.training
+    ):  # there ranks end one by one; in training all end at the same batch, by their next exchange
+        connector.received_sigterm = True
+
+
+def told_to_stop(trainer: Any) -> bool:
+    """Whether this process received SIGTERM."""
+    return bool(trainer.received_sigterm) or hasattr(trainer._signal_connector, _TOLD)
 
 
 def set_rank_zero_only(rank: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +93,7 @@ def training_moment(trainer: Any, *, applies: bool, knows_the_end: bool = True) 
         Place("training", trainer.current_epoch, loop.batch_idx, remark=_remark(trainer)),
         ends=knows_the_end and bool(loop.batch_progress.is_last_batch),
         stops=0 <= trainer.max_steps <= steps and not trainer.enable_validation,
-        told_to_stop=bool(trainer.received_sigterm),
+        told_to_stop=private.told_to_stop(trainer),
     )
 
 
@@ -112,7 +111,7 @@ def evaluation_moment(trainer: Any, method: str, arguments: dict[str, Any], *, t
         return Moment(Place(what))
     loop = _loop(trainer, method)
     place = Place(what, None, arguments.get("batch_idx"), arguments.get("dataloader_idx", 0), remark=_remark(trainer))
-    return Moment(place, ends=bool(loop.batch_progress.is_last_batch), told_to_stop=bool(trainer.received_sigterm))
+    return Moment(place, ends=bool(loop.batch_progress.is_last_batch), told_to_stop=private.told_to_stop(trainer))
 
 
 def _loop(trainer: Any, method: str) -> Any:
@@ -131,17 +130,17 @@ class Borders(Callback):
     """The first callback of a run on several ranks: they meet at ends of epochs and of training, before validation.
 
     Args:
-        meet: waits for all ranks at a place.
-        note: told of the exception that ends this rank.
+        control: reaches the other ranks.
     """
 
-    def __init__(self, meet: Callable[[Place], None], note: Callable[[BaseException], None]) -> None:
-        self._meet = meet
-        self._note = note
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self._meet = control.meet
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Before anybody's hook."""
-        self._meet(Place("the start of the validation", trainer.current_epoch, remark=_remark(trainer)))
+        place = Place("the start of the validation", trainer.current_epoch, remark=_remark(trainer))
+        Moment(place, told_to_stop=private.told_to_stop(trainer)).meet(self._control)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Likewise."""
@@ -167,13 +166,13 @@ class Borders(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Before what takes time, such as saving: the others wait."""
-        self._note(exception)
+        self._control.peers.note(exception)
 
 
 def meet_at_borders(trainer: Any, control: ControlPlane | None) -> None:
     """Begin a run: ranks whose epochs end at different batches learn it; what SIGTERM tells one of them all will do."""
     if control is not None:
-        trainer.callbacks.insert(0, Borders(control.meet, control.peers.note))
+        trainer.callbacks.insert(0, Borders(control))
         private.stop_signal_sent_by_lightning(trainer, False)  # each batch's exchange carries it
 
 
