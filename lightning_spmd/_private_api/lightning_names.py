@@ -60,8 +60,6 @@ def _note_sigterm(trainer: Any, number: int, _: Any) -> None:
         launcher.kill(number)
     setattr(connector, _TOLD, True)
     if not trainer.training:  # there ranks end one by one; in training all end at one batch, by their next exchange
-        not trainer.training
-    ):  # there ranks end one by one; in training all end at the same batch, by their next exchange
         connector.received_sigterm = True
 
 
