@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError
+from lightning_spmd.ir.node_info import info_of, named, spec_of
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
@@ -203,7 +204,14 @@ class GraphBuilder:
         if not graphs.deferrable:
             self._tell_about_overlap(captured, graphs)
         finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
-        executable = Executable(captured, graphs, state, finish_graphs, functools.partial(self._follow, captured))
+        executable = Executable(
+            captured,
+            graphs,
+            state,
+            finish_graphs,
+            functools.partial(self._follow, captured),
+            on_repairs=self._tell_about_repairs,
+        )
         if context.mesh is not None:
             tensors = () if request.batch is None else request.batch.tensor_values
             values = executable.inputs(tensors)
@@ -297,6 +305,17 @@ class GraphBuilder:
             return
         self._told.add(gist)
         tell(f"strategy='spmd' overlaps iterations: {graphs.notes}")
+
+    def _tell_about_repairs(self, nodes: Sequence[fx.Node]) -> None:
+        """Copies that come in because a shape function of torch's is wrong, once an operator and place."""
+        for node in nodes:
+            gist = f"{node.target} {info_of(node).module}"
+            if gist not in self._told:
+                self._told.add(gist)
+                tell(
+                    f"strategy='spmd' copies {spec_of(node).bytes} bytes a step: {named(node)} lays its result out in "
+                    "memory otherwise than torch's shape function says"
+                )
 
     def _tell_about_fallback(self, line: str) -> None:
         """Once an operator and place, not for each shape again."""

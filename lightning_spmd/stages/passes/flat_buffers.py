@@ -13,8 +13,9 @@ A gradient is made in place if nobody reads it but the collective, it is as dens
 makes it has a kernel that writes into memory it is given; generated ``out=`` variants that compute and copy do not
 count. Casts and clones become a copy into the buffer. Small gradients are copied: a view of the buffer costs as much.
 
-The gradients made in place come first and are multiples of 64 bytes, so each of them is aligned as a tensor of its own
-is: kernels choose instructions by alignment, and the sums would depend on it.
+The gradients made in place come first and are multiples of what torch aligns tensors to (64 bytes on the host, 512 on a
+GPU), so each of them is aligned as a tensor of its own is: kernels choose instructions, and matrix products algorithms,
+by alignment, and the sums would depend on it.
 
 DDP's ``gradient_as_bucket_view`` has the same aim for gradients that autograd accumulates.
 """
@@ -36,8 +37,8 @@ from lightning_spmd.ir.verify import starts_collective
 aten = torch.ops.aten
 SMALLEST_IN_PLACE = 16 * 1024
 """Bytes; below, a copy within the one ``cat`` of a bucket is cheaper than two more operators."""
-ALIGNMENT = 64
-"""Bytes to which torch aligns tensors on the host (more on CUDA devices, where kernels need 16)."""
+ALIGNMENT = {"cpu": 64, "cuda": 512}
+"""Bytes to which torch aligns tensors, by kind of device; unknown ones count as CUDA devices."""
 
 _OUT: dict[Any, Any] = {
     aten.mm.default: aten.mm.out,
@@ -49,6 +50,11 @@ _OUT: dict[Any, Any] = {
     aten.mul.Tensor: aten.mul.out,
 }
 _COPIES = (aten.clone.default, getattr(aten, "_to_copy").default)  # noqa: B009 - an operator's public name
+
+
+def alignment(device: torch.device) -> int:
+    """Bytes to which torch aligns tensors on a device."""
+    return ALIGNMENT.get(device.type, ALIGNMENT["cuda"])
 
 
 class Memory:
@@ -96,7 +102,7 @@ class Memory:
             and (origin.target in _OUT or origin.target in _COPIES)
             and (spec.dtype, spec.numel) == (dtype, spec_of(value).numel)
             and spec.bytes >= SMALLEST_IN_PLACE
-            and spec.bytes % ALIGNMENT == 0
+            and spec.bytes % alignment(spec.device) == 0
             and is_dense(spec)
             and is_dense(spec_of(value))
             and self.is_private(value, start, until)

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.profile import RUNS, Profile
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
+from lightning_spmd.stages.runtime.undo import Before, can_be_undone
 
 Finish = Callable[[ShardedStep, Mapping[str, float]], IterationGraphs]
 """Makes the final graphs of a step that has been measured."""
@@ -72,6 +72,7 @@ class Executable:
         finish: makes the final graphs once the first have been measured; None keeps the first.
         follow: joins a cleanup and a setup to the iteration that does both.
         lower: makes callables of the final graphs.
+        on_repairs: told of the nodes whose results are copied into another layout from now on.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Executable:
         finish: Finish | None = None,
         follow: Callable[[ShardedStep, ShardedStep], ShardedStep] | None = None,
         lower: Lowering = as_python,
+        on_repairs: Callable[[Sequence[fx.Node]], None] = lambda _nodes: None,
     ) -> None:
         self.captured = captured
         self.graphs = graphs
@@ -89,6 +91,7 @@ class Executable:
         self._finish = finish
         self._follow = follow
         self._lower = lower
+        self._on_repairs = on_repairs
         self._writers = state.writers(captured, graphs.main)
         self._draws = draws_numbers(captured.graph_module.graph)
         self._main = self._program(graphs.main)
@@ -140,26 +143,27 @@ class Executable:
         return Program(step, self.state.readers(step.signature.inputs, self.captured.constants), self._lower)
 
     def _first_run(self, batch: Sequence[Tensor]) -> Sequence[Any]:
-        """Run node by node, checking layouts; what fails leaves buffers and random state as they were.
+        """Run node by node, checking layouts; what fails leaves buffers, counters and random state as they were.
 
-        Parameters and optimizer state change at the very end, so nothing is lost.
+        Parameters and the rest of the optimizer's state change at the very end; once they have begun to, nothing can be
+        undone, and the error is everybody's.
         """
-        entries = zip(self.graphs.main.signature.inputs, self._main.inputs(batch), strict=True)
-        written = [value for entry, value in entries if entry.role is InputRole.BUFFER and entry.mutated]
-        saved, random_state = [value.clone() for value in written], torch.get_rng_state()
-        graph_module = self.graphs.main.graph_module
-        check = LayoutCheck(graph_module)
+        step = self.graphs.main
+        before = Before(step.signature.inputs, self._main.inputs(batch))
+        check = LayoutCheck(step.graph_module)
         try:
             outputs = self._execute(self._main, batch, (), check.run)
         except RuntimeError as error:
-            if self.graphs.main.axes or isinstance(error, torch.OutOfMemoryError):
-                raise  # with several ranks it may be another rank's end, which no fallback survives
-            for value, before in zip(written, saved, strict=True):
-                value.copy_(before)
-            torch.set_rng_state(random_state)
+            # with several ranks it may be another rank's end, which no fallback survives; nor does a GPU its own errors
+            if step.axes or isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+                raise
+            if any(not can_be_undone(entry) for entry in check.written_inputs(step.signature)):
+                raise
+            before.restore()
             raise FirstRunError(f"the graph could not be run: {str(error).splitlines()[0]}") from error
         if check.repairs:
-            insert_repairs(graph_module, check.repairs)
+            self._on_repairs(check.repairs)
+            insert_repairs(step.graph_module, check.repairs)
         self._checked = True
         return outputs
 

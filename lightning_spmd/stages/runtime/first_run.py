@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_spmd.ir.aliasing import storage_roots
+from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.layout import has_layout, in_layout
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.same_step import REPAIR
+from lightning_spmd.ir.signature import GraphInput, Signature
 
 _aten = torch.ops.aten
 
@@ -28,9 +29,11 @@ class LayoutCheck(fx.Interpreter):
         super().__init__(graph_module)
         self.repairs: list[fx.Node] = []
         self._roots = storage_roots(graph_module.graph)
+        self._written: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         """One node, repaired where needed."""
+        self._written.update(self._roots[o] for o in written_arguments(n))  # also by a kernel that then fails
         value = super().run_node(n)
         spec = n.meta.get("val")
         if n.op != "call_function" or not isinstance(value, Tensor) or not isinstance(spec, TensorSpec):
@@ -39,6 +42,12 @@ class LayoutCheck(fx.Interpreter):
             return value  # of another shape is what a kernel keeps for its backward (cuDNN's reserve): nobody else's
         self.repairs.append(n)
         return in_layout(value, spec)
+
+    def written_inputs(self, signature: Signature) -> list[GraphInput]:
+        """The inputs that operators wrote into so far."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
+        pairs = zip(placeholders, signature.inputs, strict=True)
+        return [entry for node, entry in pairs if node in self._written]
 
 
 def insert_repairs(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:

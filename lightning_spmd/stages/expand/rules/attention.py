@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lightning_spmd.cost.attention import AttentionShape, machine_of, ring_is_better
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard
 from lightning_spmd.stages.expand.attention_kernels import KERNELS, can_be_parted, mask_of
@@ -16,6 +18,7 @@ from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along
 from lightning_spmd.stages.expand.gathered_attention import SEQUENCE, emit_gathered, emit_gathered_backward
 from lightning_spmd.stages.expand.ring_attention import emit_ring, emit_ring_backward
 
+aten = torch.ops.aten
 _ROWS = Shard(SEQUENCE)
 _KEYS = ("key", "value")
 
@@ -115,4 +118,31 @@ def attention(call: OpCall) -> list[Layout]:
     return heads_and_batch(call) + rows_of_queries(call)
 
 
-RULES: dict[Any, Rule] = dict.fromkeys(KERNELS, attention)
+_PACKED = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k", "bias", "alibi_slopes", "block_table", "seqlen_k")
+"""With these, rows of the batch are not a dimension, or lie otherwise than the queries do."""
+_LOGARITHMS = ("logsumexp", "softmax_logsumexp")
+
+
+def heads_last(call: OpCall) -> list[Layout]:
+    """The kernels below ``scaled_dot_product_attention``, for tensors of (batch, sequence, heads, size).
+
+    Their logarithms are (batch, heads, sequence). Sequences packed one behind the other have no rows and no rule.
+    """
+    if any(call.get(name) is not None for name in _PACKED):
+        return []
+    found: list[Layout] = []
+    for dim, of_logarithms in ((0, 0), (2, 1)):
+        names = ("query", "key", "value", "out", "grad_out", "grad_out_")
+        dims: dict[str, int | None] = {**dict.fromkeys(names, dim), **dict.fromkeys(_LOGARITHMS, of_logarithms)}
+        ranks: dict[int, Where] = {4: dim, 3: of_logarithms}
+        outputs = [ranks.get(len(s.shape)) if hasattr(s, "shape") else None for s in call.outputs]
+        found += along(call, call.named(dims), outputs)
+    return found
+
+
+_HEADS_LAST = ("_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
+               "_efficient_attention_backward")  # fmt: skip
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(KERNELS, attention),
+    **{getattr(aten, name): heads_last for name in _HEADS_LAST},
+}

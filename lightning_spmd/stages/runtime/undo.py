@@ -1,0 +1,42 @@
+"""What a run of a graph changes beside parameters, kept until the run has ended well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.signature import GraphInput, InputRole
+
+
+def can_be_undone(entry: GraphInput) -> bool:
+    """Whether an input that a graph writes is kept: buffers and the optimizer's counters; parameters are too large."""
+    value = entry.value
+    counter = entry.role is InputRole.OPTIMIZER_STATE and isinstance(value, TensorSpec) and value.numel == 1
+    return entry.role is InputRole.BUFFER or counter
+
+
+class Before:
+    """How things are before a run.
+
+    Args:
+        inputs: of the graph.
+        values: of these inputs.
+    """
+
+    def __init__(self, inputs: Sequence[GraphInput], values: Sequence[Any]) -> None:
+        pairs = [(e, v) for e, v in zip(inputs, values, strict=True) if e.mutated and isinstance(v, Tensor)]
+        self._kept = [(value, value.clone()) for entry, value in pairs if can_be_undone(entry)]
+        self._host = torch.get_rng_state()
+        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore(self) -> None:
+        """Put them back."""
+        for value, before in self._kept:
+            value.copy_(before)
+        torch.set_rng_state(self._host)
+        if self._devices:
+            torch.cuda.set_rng_state_all(self._devices)
