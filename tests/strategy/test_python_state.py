@@ -10,13 +10,34 @@ import pytest
 from lightning_spmd.strategy import building
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, deviation
-from tests.strategy import python_kinds, torch_kinds
-from tests.strategy.python_kinds import Kind
+from tests.strategy.kinds import (
+    containers_kinds,
+    functions_kinds,
+    lightning_kinds,
+    modules_kinds,
+    objects_kinds,
+    optimizers_kinds,
+    outside_kinds,
+    switches_kinds,
+    tensors_kinds,
+)
+from tests.strategy.kinds.base_kinds import Kind
 from tests.strategy.small import ROWS, rows, run
 
+SOURCES = (
+    objects_kinds,
+    containers_kinds,
+    functions_kinds,
+    outside_kinds,
+    tensors_kinds,
+    modules_kinds,
+    switches_kinds,
+    optimizers_kinds,
+    lightning_kinds,
+)
 KINDS: dict[str, type[Kind]] = {
     name: kind
-    for source in (python_kinds, torch_kinds)
+    for source in SOURCES
     for name, kind in vars(source).items()
     if isinstance(kind, type) and issubclass(kind, Kind) and kind.__module__ == source.__name__
     if kind.read is not Kind.read and kind.write is not Kind.write
@@ -78,7 +99,7 @@ def test_what_cannot_be_compared_cheaply_is_named_once(monkeypatch: pytest.Monke
     told: list[str] = []
     monkeypatch.setattr(building, "tell", told.append)
 
-    class Large(python_kinds.LargeArray):
+    class Large(outside_kinds.LargeArray):
         def read(self) -> float:
             return float(self.array[0])
 

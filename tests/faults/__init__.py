@@ -1,0 +1,1 @@
+"""The faults that ``tests/mutants.py`` plants."""
