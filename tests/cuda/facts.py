@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from lightning_spmd._private_api import pytree
+from lightning_spmd.cost.memory import liveness
 from lightning_spmd.ir.layout import lies_as, walked
 from lightning_spmd.ir.node_info import TensorSpec, spec_of
-from lightning_spmd.ir.steps import IterationGraphs
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages import finish
 from lightning_spmd.stages.runtime.agreement import describe, describe_capture
@@ -37,6 +39,7 @@ class Facts:
         gathers: dtypes of the collectives that gather.
         gathered: number of elements that they make, by dtype.
         deferred: whether work moves into the next iteration.
+        memory: by phase, the most bytes alive beside the inputs, and those that are left for the next iteration.
     """
 
     vote: str
@@ -50,6 +53,7 @@ class Facts:
     gathers: list[str]
     gathered: Counter[str]
     deferred: bool
+    memory: dict[str, tuple[int, int]]
 
     @property
     def nodes(self) -> int:
@@ -88,12 +92,22 @@ def _facts(built: Built) -> Facts:
         if "all_gather" in _name(node):
             found["gathered"][str(spec_of(node).dtype)] += spec_of(node).numel
     graphs = IterationGraphs(main=step)
+    memory = {"arranged": _memory(step)}
     digests = {"captured": stable_hash(describe_capture(captured)), "arranged": stable_hash(describe(step))}
     if built.ranks.mesh is not None:
         graphs = finish(captured, step, {n.name: 1e-4 for n in nodes})
         phases = {"setup": graphs.setup, "main": graphs.main, "cleanup": graphs.cleanup}
         digests |= {name: stable_hash(describe(phase)) for name, phase in phases.items() if phase is not None}
-    return Facts(**found, digests=digests, deferred=graphs.cleanup is not None)
+        memory |= {name: _memory(phase) for name, phase in phases.items() if phase is not None}
+    return Facts(**found, digests=digests, deferred=graphs.cleanup is not None, memory=memory)
+
+
+def _memory(step: ShardedStep) -> tuple[int, int]:
+    found = liveness(step.graph_module.graph, step.signature)
+    pending = [
+        e.value.bytes for _, e in step.signature.outputs_of(OutputRole.PENDING) if isinstance(e.value, TensorSpec)
+    ]
+    return found.peak, sum(pending)
 
 
 def _name(node: fx.Node) -> str:

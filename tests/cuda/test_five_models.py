@@ -39,3 +39,13 @@ def test_fused_updates_walk_lists_that_lie_alike(lane: Lane, model: str) -> None
         lists, crossed = rank.walked
         assert lists > 0
         assert crossed == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_phase_holds_more_than_the_iteration_and_what_the_last_one_left(lane: Lane, model: str) -> None:
+    first, second = _ranks(lane, model)
+    assert first.memory == second.memory
+    whole, _ = first.memory["arranged"]
+    left = first.memory.get("setup", (0, 0))[1]
+    for phase, (peak, _) in first.memory.items():
+        assert peak <= 1.1 * whole + left, f"{phase} holds {peak} bytes, the iteration {whole}, {left} are left over"
