@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import inspect
 import itertools
 import os
 import time
@@ -17,30 +15,11 @@ from torch import Tensor, nn
 
 from lightning_spmd.errors import ConfigurationError, StaleGraphError
 from lightning_spmd.strategy import recheck
-from lightning_spmd.strategy.recheck import Schedule, Watch
+from lightning_spmd.strategy.recheck import Schedule
 from tests.helpers.ranks import RankError, RankPool
-from tests.helpers.training import InOrder, Result, assert_bitwise, assert_compiled, assert_equals_one_device
+from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
+from tests.strategy.hidden_values import HIDDEN, line_of, look_at_every_use
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, loader_of, rows, run
-
-_MEMORY = ctypes.c_double(1.0)
-
-
-class InMemory:
-    """A number at an address: nothing in Python tells that it changed."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    @property
-    def value(self) -> float:
-        return ctypes.c_double.from_address(self.address).value
-
-    @value.setter
-    def value(self, number: float) -> None:
-        ctypes.c_double.from_address(self.address).value = number
-
-
-HIDDEN = InMemory(ctypes.addressof(_MEMORY))
 
 
 @pytest.fixture(autouse=True)
@@ -55,25 +34,9 @@ def at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
     look_at_every_use(monkeypatch.setattr)
 
 
-def look_at_every_use(replace: Callable[..., None] = setattr) -> None:
-    count = Schedule.is_due
-
-    def is_due(self: Schedule, watch: Watch, epoch: int) -> bool:
-        count(self, watch, epoch)
-        return True
-
-    replace(Schedule, "is_due", is_due)
-
-
 @pytest.fixture
 def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recheck, "ALLOWANCE_SECONDS", 1e9)
-
-
-def line_of(kind: Any) -> str:
-    """The line of a class' or function's source that is marked HERE."""
-    source, first = inspect.getsourcelines(kind)
-    return f"test_recheck.py:{first + next((i for i, text in enumerate(source) if '# HERE' in text), 0)}"
 
 
 # ---------------------------------------------------------------------- values that change from step to step
@@ -511,59 +474,3 @@ def test_graphs_of_validation_are_looked_at(two_ranks: RankPool) -> None:
 
 def evaluated() -> InOrder:
     return InOrder(rows(), ROWS, evaluation=rows(4 * ROWS))
-
-
-# ---------------------------------------------------------------------- when
-def look(schedule: Schedule, uses: int, cost: float, step: float, epoch_length: int = 10**9) -> list[int]:
-    """The uses of one graph at which it was looked at, if each look and each step take so many seconds."""
-    watch, found, seconds = Watch(0, 0), [], 0.0
-    for use in range(2, uses + 1):
-        seconds += step
-        epoch = (use - 1) // epoch_length
-        if schedule.is_due(watch, epoch):
-            seconds += cost
-            schedule.looked(watch, use, epoch, cost, seconds)
-            found.append(use)
-    return found
-
-
-def test_looks_double_their_distance() -> None:
-    assert look(Schedule(), 5000, cost=1e-6, step=0.1) == [2**i for i in range(1, 13)]
-
-
-def test_every_epoch_begins_with_a_look() -> None:
-    found = look(Schedule(), 300, cost=1e-6, step=0.1, epoch_length=100)
-    assert {101, 201} <= set(found)
-
-
-@pytest.mark.parametrize(("cost", "step"), [(0.165, 0.128), (1.0, 1.5), (0.02, 0.003), (5.0, 0.5)])
-def test_looking_costs_less_than_its_share(cost: float, step: float) -> None:
-    """With epochs of 20 steps and a run of an hour, far below one percent."""
-    schedule, uses = Schedule(), int(3600 / step)
-    found = look(schedule, uses, cost, step, epoch_length=20)
-    assert schedule.spent == pytest.approx(cost * len(found))
-    assert schedule.spent <= recheck.ALLOWANCE_SECONDS + recheck.SHARE * 3700 + cost
-    assert found[0] == 2
-    assert len(found) >= 2
-
-
-def test_a_look_that_could_not_be_afforded_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recheck, "ALLOWANCE_SECONDS", 0.0)
-    monkeypatch.setattr(recheck, "SHARE", 0.004)
-    found = look(Schedule(), 1000, cost=1.0, step=1.0)
-    assert found[:2] == [2, 500]  # two seconds are the share of 500
-
-
-def test_no_epoch_is_so_long_that_nobody_looks() -> None:
-    found = look(Schedule(), 20000, cost=0.5, step=2.0)
-    gaps = [b - a for a, b in itertools.pairwise(found)]
-    assert max(gaps) == pytest.approx(recheck.LONGEST_GAP_SECONDS / 2.0, rel=0.01)
-
-
-def test_the_end_of_a_run_tells_what_looking_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(recheck, "tell", told.append)
-    assert_bitwise(run(Net), run(Net, "auto"))
-    assert len(told) == 1
-    assert told[0].startswith("strategy='spmd' traced the step again ")
-    assert "of the run)" in told[0]
