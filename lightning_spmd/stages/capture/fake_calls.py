@@ -46,6 +46,7 @@ class FakeCalls:
 
     def __init__(self, mode: private.FakeTensorMode) -> None:
         self.mode = mode
+        mode.cache_enabled = False  # `known_results` is in front of it
         self._stand_ins: dict[int, Tensor] = {}
 
     def stand_in(self, tensor: Tensor) -> None:

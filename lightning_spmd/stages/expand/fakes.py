@@ -6,6 +6,7 @@ all of its calls are known by then. Fake tensors are made where a call is new.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_spmd._private_api import FakeTensorMode, disable_dispatch_modes, is_random, pytree, zeros_like_fake
+from lightning_spmd._private_api import (
+    FakeTensorMode,
+    disable_dispatch_modes,
+    is_random,
+    new_fake,
+    pytree,
+    zeros_like_fake,
+)
 from lightning_spmd.ir.aliasing import aliased_argument, written_arguments
 from lightning_spmd.ir.known_results import Unlike, is_known, key_of, known, remember
 from lightning_spmd.ir.node_info import TensorSpec
@@ -25,6 +33,8 @@ _taken: set[Any] = set()
 """calls that kernels take on ranks without rows"""
 _ENDS_WITHOUT_ROWS = {aten.native_batch_norm, aten._native_batch_norm_legit}
 """Kernels that end the process where a tensor is empty."""
+_LAZY = {aten._conj, aten._neg_view}
+"""Where conjugates and negatives come from that are not computed before somebody reads them."""
 
 
 class Fakes:
@@ -36,9 +46,11 @@ class Fakes:
 
     def __init__(self, has_rows: bool) -> None:
         self._mode = FakeTensorMode()
+        self._mode.cache_enabled = False  # `known_results` is in front of it
         self._has_rows = has_rows
         self._made: dict[fx.Node, Any] = {}
         self._reshaped: set[fx.Node] = set()
+        self._makes_lazy = False
 
     def spec(self, node: fx.Node) -> TensorSpec:
         """What the tensor of a node looks like by now: ``transpose_`` and the like change it."""
@@ -46,11 +58,14 @@ class Fakes:
 
     def is_lazy(self, node: fx.Node) -> bool:
         """Whether a tensor's memory holds the conjugates or the negatives of its elements."""
+        if not self._makes_lazy:
+            return False
         tensor = self._fake(node)
         return tensor.is_conj() or tensor.is_neg()
 
     def result(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What a call produces: its specs and, where it was made, its fake tensors."""
+        self._makes_lazy |= getattr(op, "overloadpacket", None) in _LAZY
         if op is operator.getitem and args[0] not in self._made:
             return args[0].meta["val"][args[1]], None
         key = key_of(op, args, kwargs, self._look)
@@ -94,8 +109,7 @@ class Fakes:
                 operation: Any = node.target
                 made = operation(*fx.map_arg(node.args, self._fake), **fx.map_arg(node.kwargs, self._fake))
         else:
-            with self._mode:
-                made = pytree.tree_map_only(TensorSpec, _empty, value)
+            made = pytree.tree_map_only(TensorSpec, functools.partial(new_fake, self._mode), value)
         if isinstance(made, (torch.Tensor, tuple, list)):
             self._made[node] = made
         return made
@@ -108,10 +122,6 @@ class Fakes:
         if isinstance(seen, TensorSpec) and seen.dtype.is_complex:
             raise Unlike
         return seen
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
 
 def _try_kernel(op: Any, args: Any, kwargs: Any) -> None:
