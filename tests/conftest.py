@@ -13,11 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import matrices
 from tests.helpers.ranks import RankPool
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.keyword and not any("::" in argument for argument in config.args):
+        matrices.check(item.nodeid for item in items)
     for item in items:
+        if matrices.is_row(item.nodeid) and item.get_closest_marker("long") is None:
+            item.add_marker("matrix")
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         four = "four_ranks" in getattr(item, "fixturenames", ()) or parameters.get("ranks") == 4
         item.add_marker(pytest.mark.xdist_group("four ranks" if four else item.path.stem))

@@ -1,0 +1,107 @@
+"""Rows of matrices that ``.ci/run`` runs in a second part: ``pytest -m matrix``.
+
+The README's command takes five minutes on two cores, and of each matrix the rows that differ most. What is left out
+here is run before a change goes in all the same; ``long`` is what takes longer still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+ROWS: dict[str, tuple[str, ...]] = {
+    "tests/cli/test_compare.py": ("test_two_processes_train_under_each_strategy_in_turn",),
+    "tests/cost/test_sharded_memory.py": ("test_measured_memory_is_what_was_counted",),
+    "tests/cuda/test_five_models.py": ("[llama]",),
+    "tests/equality/test_context_parallel.py": ("[cp2 zero3-", "test_a_checkpoint_goes_on_beside_other_plans"),
+    "tests/equality/test_one_device.py": (
+        "test_several_ranks_equal_one_device[4-",
+        "test_several_ranks_equal_one_device[2-gpt-plain-",
+        "test_several_ranks_equal_one_device[2-gpt-accumulate-adamw_fused",
+        "test_several_ranks_equal_one_device[2-gpt-clip_value-",
+        "test_several_ranks_equal_one_device[2-conv-accumulate-sgd",
+        "test_several_ranks_equal_one_device[2-mlp-",
+        "test_what_ddp_gives_in_the_same_place",
+        "test_world_size_one_is_bitwise_the_eager_trainer[gpt-clip_value-",
+        "test_world_size_one_is_bitwise_the_eager_trainer[gpt-plain-",
+        "test_world_size_one_is_bitwise_the_eager_trainer[mlp-",
+    ),
+    "tests/equality/test_plans.py": (
+        "[zero3-4-conv-accumulate_clip]",
+        "[zero3 tp2-mlp-accumulate_clip]",
+        "[dp2 tp2 sequence-gpt_tied-plain]",
+        "[tp2-conv-accumulate_clip]",
+        "[zero2-2-gpt_tied-plain]",
+        "[zero3-2-gpt_tied-plain]",
+        "test_dropout_is_reproducible[zero3]",
+        "test_every_optimizer_works_on_chunks[zero3-adagrad]",
+    ),
+    "tests/operators/test_sweep.py": ("[1]", "[2]"),
+    "tests/scale/test_two_hosts.py": ("test_two_hosts_measure_the_simulated_accelerator",),
+    "tests/stages/expand/test_context_parallel.py": (
+        "[llama-cp4-True]",
+        "[encoder-cp2 dp2-False]",
+        "test_beside_sharded_state[3]",
+    ),
+    "tests/stages/expand/test_layouts.py": (
+        "[sgd_fused-zero2]",
+        "[sgd_fused-replicate]",
+        "[adamw_fused-zero2]",
+        "[norm-adamw_fused-zero2]",
+        "[dp2 tp2]",
+        "[zero2 tp2]",
+    ),
+    "tests/stages/expand/test_models.py": ("[sequence_first-",),
+    "tests/stages/expand/test_tensor_parallel.py": ("-zero2-",),
+    "tests/stages/expand/test_tensor_parallel_zoo.py": ("[t5-",),
+    "tests/stages/passes/test_fuse_optimizer_training.py": ("[clip_value]", "[nadam]"),
+    "tests/stages/passes/test_sharded_collectives.py": ("[8-60",),
+    "tests/strategy/test_checkpoint_matrix.py": (
+        "test_another_models_checkpoint_is_refused_by_name[zero3 folder]",
+        "test_a_plain_trainer_resumes[zero2]",
+        "test_a_plain_trainer_resumes[replicate]",
+    ),
+    "tests/strategy/test_evaluation.py": ("test_two_ranks_equal_one_device[24]",),
+    "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer",),
+    "tests/strategy/test_memory_layouts.py": (
+        "test_gradients_that_a_hook_replaces_may_lie_as_they_like[replicate]",
+        "test_gradients_that_a_hook_sees_lie_as_their_parameters[replicate]",
+        "test_what_nobody_updates_may_overlap[replicate]",
+        "[zero2-adam_foreach-flags1]",
+    ),
+    "tests/strategy/test_overlap.py": (
+        "[conv-sgd-accumulate]",
+        "[mlp-adamw_amsgrad_foreach-plain]",
+        "'val_check_interval': 3",
+    ),
+    "tests/strategy/test_python_state.py": ("test_some_kinds_on_two_ranks_equal_one_device",),
+    "tests/strategy/test_recheck.py": ("test_two_ranks_look_together[replicate]",),
+    "tests/strategy/test_sharded_modules.py": (
+        "test_configure_model_gives_the_values_of_one_device[zero2]",
+        "test_recurrent_layers[zero2]",
+        "test_evaluation_under_every_plan[zero2]",
+        "test_hooks_see_gradients[zero2-conv]",
+    ),
+}
+"""By file, what the ids of such rows contain."""
+
+
+def is_row(test: str) -> bool:
+    """Whether a test, by its id, is one of them."""
+    file, _, name = test.partition("::")
+    return any(part in f"::{name}" for part in ROWS.get(file, ()))
+
+
+def check(tests: Iterable[str]) -> None:
+    """Every part must occur in a test of its file, where that file is among ``tests``.
+
+    Raises:
+        ValueError: naming the part.
+    """
+    names: dict[str, list[str]] = {}
+    for test in tests:
+        file, _, name = test.partition("::")
+        names.setdefault(file, []).append(f"::{name}")
+    for file in ROWS.keys() & names.keys():
+        for part in ROWS[file]:
+            if not any(part in name for name in names[file]):
+                raise ValueError(f"tests/matrices.py: no test of {file} contains {part!r}")
