@@ -72,7 +72,20 @@ def plant(mutant: Mutant, folder: Path) -> None:
 def first_failure(folder: Path, selection: Sequence[str], *options: str) -> str | None:
     """Run tests until one fails; gives its id."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "not long",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:warnings",
+        *options,
+    ]
     done = subprocess.run(
         [*command, *selection], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
