@@ -83,6 +83,11 @@ def remember(key: Any, value: Any) -> None:
     _results[key] = value
 
 
+def forget() -> None:
+    """Begin anew, as a process does."""
+    _results.clear()
+
+
 @functools.cache
 def _is_known(op: Any) -> bool:
     if getattr(op, "namespace", None) != "aten" or op is aten.view.dtype or op.overloadpacket in BY_PLACE:

@@ -1,6 +1,6 @@
 """Seconds to capture, expand and verify a 12-layer GPT at 8 and at 1024 fake ranks, on one core.
 
-Run ``python -m tests.scale.bench_expand``. Nothing is asserted: a timed test fails on a busy machine.
+Once without and once with sequences that four ranks share. Run ``python -m tests.scale.bench_expand``. Nothing is asserted: a timed test fails on a busy machine.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_spmd.ir import known_results
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
+from lightning_spmd.parallel.context_parallel import CONTEXT_PARALLEL
 from lightning_spmd.stages.expand import expand
+from tests.helpers.long_sequences import DATA, context_plan
 from tests.helpers.models import GPT
 from tests.helpers.tiny_capture import capture_module
 
@@ -31,15 +34,26 @@ def _adamw(parameters: list[Tensor], gradients: list[Tensor]) -> None:
     )  # fmt: skip
 
 
-def measure(ranks: int) -> float:
-    """Print and return the total seconds."""
+def measure(ranks: int, context: int = 1) -> float:
+    """Print and return the total seconds; nothing is remembered of calls before.
+
+    Args:
+        ranks: of the mesh.
+        context: of these, ranks that share each sequence.
+    """
     torch.manual_seed(0)
+    known_results.forget()
     model = GPT(layers=12)
-    x = torch.randint(0, 256, (2 * ranks, 32))
+    data = ranks // context
+    x = torch.randint(0, 256, (2 * data, 32 * context))
+    axes = [ShardAxis(DATA, data, 0, "sim", (2,) * data)]
+    if context > 1:
+        length = x.shape[1] // context
+        axes.insert(0, ShardAxis(CONTEXT_PARALLEL, context, 0, "sim", (length,) * context))
     marks = [time.perf_counter()]
     captured, _ = capture_module(model, _loss, (x, x), update=_adamw)
     marks.append(time.perf_counter())
-    step = expand(captured, (ShardAxis("data_parallel", ranks, 0, "sim", (2,) * ranks),))
+    step = expand(captured, tuple(axes), context_plan() if context > 1 else None)
     marks.append(time.perf_counter())
     verify_captured(captured)
     verify_sharded(step)
@@ -47,8 +61,8 @@ def measure(ranks: int) -> float:
     capture, expansion, verification = (b - a for a, b in zip(marks, marks[1:], strict=False))
     nodes = len(captured.graph_module.graph.nodes), len(step.graph_module.graph.nodes)
     print(
-        f"{ranks:5} ranks: capture {capture:.2f} s, expand {expansion:.2f} s, verify {verification:.2f} s, "
-        f"total {marks[-1] - marks[0]:.2f} s; {nodes[0]} → {nodes[1]} nodes"
+        f"{ranks:5} ranks, {context} a sequence: capture {capture:.2f} s, expand {expansion:.2f} s, verify "
+        f"{verification:.2f} s, total {marks[-1] - marks[0]:.2f} s; {nodes[0]} → {nodes[1]} nodes"
     )
     return marks[-1] - marks[0]
 
@@ -57,4 +71,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     measure(2)  # imports and operator caches
     small, large = measure(8), measure(1024)
+    print(f"ratio {large / small:.3f}")
+    measure(4, context=4)
+    small, large = measure(8, context=4), measure(1024, context=4)
     print(f"ratio {large / small:.3f}")
