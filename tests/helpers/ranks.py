@@ -30,6 +30,7 @@ from unittest import mock
 
 # Once a rank failed, the others are given this long to fail or finish too.
 GRACE_SECONDS = 20.0
+_END = "end of stacks\n"
 FEW_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Set before torch is imported, which takes the number of its threads from there."""
 
@@ -131,9 +132,9 @@ class RankPool:
         for rank in ranks:
             self._bells[rank].send_bytes(b"stacks")
         deadline = time.monotonic() + 5.0
-        while not all(self._stack_file(rank).read_text() for rank in ranks) and time.monotonic() < deadline:
+        while not all(_END in self._stack_file(rank).read_text() for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return {rank: self._stack_file(rank).read_text() for rank in ranks}
+        return {rank: self._stack_file(rank).read_text().replace(_END, "") for rank in ranks}
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stacks_{rank}"
@@ -204,6 +205,7 @@ def _tell_stacks(bell: Any, stacks: Any) -> None:
         except EOFError:
             return
         faulthandler.dump_traceback(file=stacks, all_threads=True)
+        print(_END, end="", file=stacks, flush=True)
 
 
 def _serve(settings: dict[str, str], pipe: Any, bell: Any, stack_file: str) -> None:

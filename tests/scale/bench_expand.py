@@ -1,6 +1,7 @@
 """Seconds to capture, expand and verify a 12-layer GPT at 8 and at 1024 fake ranks, on one core.
 
-Once without and once with sequences that four ranks share. Run ``python -m tests.scale.bench_expand``. Nothing is asserted: a timed test fails on a busy machine.
+Once without and once with sequences that four ranks share. Run ``python -m tests.scale.bench_expand``. Nothing is
+asserted: a timed test fails on a busy machine.
 """
 
 from __future__ import annotations
