@@ -26,6 +26,8 @@ class Ends(L.Callback):
             os.kill(os.getpid(), 9)
         if self.how == "raises" and trainer.global_rank == 1:
             raise ValueError("a hook of rank 1 failed")
+        if self.how == "storage" and trainer.global_rank == 1:
+            raise RuntimeError("connection reset by the storage")
 
 
 class EndsInStep(Quiet):

@@ -51,23 +51,28 @@ def test_the_rank_that_is_gone_is_named(how: str, survivor: int, words: list[str
         assert word in output, output
 
 
-def _raising() -> tuple[str, str]:
+def _raising(how: str) -> tuple[str, str]:
     """Rank 1 raises and its process goes on, so that no connection breaks."""
     strategy = SPMDStrategy()
-    trainer = L.Trainer(
-        strategy=strategy, devices=2, max_epochs=1, limit_val_batches=0, callbacks=[Ends("raises")], **QUIET
-    )
+    trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, limit_val_batches=0, callbacks=[Ends(how)], **QUIET)
     with mock.patch.object(control, "LOOK_AROUND", timedelta(seconds=0.2)), mock.patch.object(peers, "PATIENCE", 0.3):
         try:
             trainer.fit(Quiet(), loader_of(rows(64), 4))
         except Exception as error:
-            return type(error).__name__, str(error)
+            return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
     return "", ""
 
 
-def test_a_rank_that_waits_learns_what_another_one_raised(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_raising)
-    assert second == ("ValueError", "a hook of rank 1 failed")
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("raises", "ValueError", "a hook of rank 1 failed"),
+        ("storage", "RuntimeError", "connection reset by the storage"),  # as torch says of a rank that is gone
+    ],
+)
+def test_a_rank_that_waits_learns_what_another_one_raised(two_ranks: RankPool, how: str, kind: str, words: str) -> None:
+    first, second = two_ranks.run(_raising, how)
+    assert second == (kind, words)
     assert first[0] == "RankLostError"
-    assert "rank 1 failed with ValueError: a hook of rank 1 failed (at " in first[1]
+    assert f"rank 1 failed with {kind}: {words} (at " in first[1]
     assert "training batch 2 of epoch 0" in first[1]

@@ -8,6 +8,7 @@ knows whether it runs.
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -103,8 +105,7 @@ class Peers:
         if not self._noted:
             self._noted = True
             lost = isinstance(error, RankLostError) or is_communication_failure(error)
-            text = "\n".join(f"{type(error).__name__}: {error}".splitlines()[:3])
-            self._set("lost" if lost else "failed", text + _raised_at(error))
+            self._set("lost" if lost else "failed", _summary(error) + _raised_at(error))
 
     def wait_at(self, place: str) -> None:
         """Tell the others where this rank has been waiting for a while."""
@@ -167,19 +168,39 @@ class Peers:
 
 
 def is_communication_failure(error: BaseException) -> bool:
-    """Whether a collective failed for the sake of another rank or of the network."""
+    """Whether a collective failed for the sake of another rank or of the network.
+
+    torch raises most of that as plain RuntimeErrors, from C++. What a ``raise`` in Python made is somebody's own
+    error, whatever it says: a data set whose storage closed a connection, a worker's traceback through ``socket.py``.
+    """
     if isinstance(error, SPMDError):
         return isinstance(error, RankLostError)
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
         return True
-    return isinstance(error, RuntimeError) and _SOCKETS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _SOCKETS.search(str(error)) is not None and not _raised_in_python(error)
+
+
+def _innermost(error: BaseException) -> TracebackType | None:
+    """Where it came up first."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _raised_in_python(error: BaseException) -> bool:
+    """Whether a ``raise`` statement made it; an error from C++ comes up at a call."""
+    trace = _innermost(error)
+    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _summary(error: BaseException) -> str:
+    """Its first lines; of one with a DataLoader worker's traceback the first and what it ends with."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    return "\n".join([lines[0], lines[-1].strip()] if "Original Traceback" in str(error) else lines[:3])
 
 
 def _raised_at(error: BaseException) -> str:
     """The line that raised it."""
-    trace = error.__traceback__
-    if trace is None:
-        return ""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return f" (at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+    trace = _innermost(error)
+    return "" if trace is None else f" (at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"

@@ -9,7 +9,9 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_spmd.errors import BatchError, RankDisagreementError, RankLostError
 from lightning_spmd.stages.runtime import peers
@@ -144,3 +146,51 @@ def test_a_store_that_is_gone_hides_nothing() -> None:
 )
 def test_failures_of_communication_are_told_from_others(error: BaseException, is_one: bool) -> None:
     assert is_communication_failure(error) is is_one
+
+
+def _raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_what_python_raised_is_the_users_own_whatever_it_says() -> None:
+    """A storage that closed its connection is no lost rank: the others are told of it."""
+    first, second = _three(ELSEWHERE)
+    error = _raised(RuntimeError("the storage closed its socket: connection reset by peer"))
+    assert not is_communication_failure(error)
+    second.note(error)
+    assert str(first.news()).startswith("rank 1 failed with RuntimeError: the storage closed its socket")
+
+
+def test_what_torch_raises_is_told_by_its_words() -> None:
+    """It comes up at a call into C++, in anybody's frame, and is raised again on its way."""
+
+    def reraising() -> None:
+        try:
+            torch.device("gloo: Connection closed by peer")
+        except RuntimeError as error:
+            raise error
+
+    with pytest.raises(RuntimeError) as caught:
+        reraising()
+    assert is_communication_failure(caught.value)
+
+
+class _Broken(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        raise RuntimeError("no connection closed so badly")
+
+
+def test_a_workers_error_is_told_with_what_it_said() -> None:
+    first, second = _three(ELSEWHERE)
+    with pytest.raises(RuntimeError, match="Caught RuntimeError") as caught:
+        list(DataLoader(_Broken(), num_workers=1))
+    second.note(caught.value)
+    lines = str(first.news()).splitlines()
+    assert lines[0] == "rank 1 failed with RuntimeError: Caught RuntimeError in DataLoader worker process 0."
+    assert lines[1].startswith("RuntimeError: no connection closed so badly (at ")
