@@ -115,3 +115,13 @@ def shard_over(strategy: Any, ranks: int) -> None:
     """Make all ranks Lightning's data-parallel axis; its ``"auto"`` is one rank a node; the number is known late."""
     strategy._data_parallel_size = ranks
     strategy._tensor_parallel_size = 1
+
+
+def keep_states_apart(collection: Any) -> None:
+    """Let no metrics of a collection of torchmetrics share a state, unless its user said which, or they do already.
+
+    ``compute_groups`` is an argument of its constructor alone. Without it metrics that are alike on one rank's first
+    rows are counted as one.
+    """
+    if collection._enable_compute_groups is True and not collection._groups_checked:
+        collection._groups_checked = True  # each is a group of its own until somebody looks

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError, RankLostError
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.messages import batch_hook, the_step
@@ -178,11 +179,17 @@ class Ranks:
             self.control.meet(Place(what))
 
     def sync_metrics(self, module: nn.Module) -> None:
-        """Until :meth:`end` metrics add up what data-parallel ranks saw: ranks that share layers saw the same."""
-        if self.mesh is None or not self.mesh.shares_batches:
+        """Until :meth:`end` metrics add up what data-parallel ranks saw: ranks that share layers saw the same.
+
+        Those of a collection keep states of their own. torchmetrics lets two share one if they are equal after the
+        first batch, which on a rank's few rows they may be by chance: they would be counted as one from then on.
+        """
+        if self.mesh is None:
             return
         for part in module.modules():
-            if isinstance(part, Metric) and part.process_group is None:
+            if isinstance(part, MetricCollection):
+                private.keep_states_apart(part)
+            elif isinstance(part, Metric) and part.process_group is None and self.mesh.shares_batches:
                 part.process_group = self.mesh.batch_group()
                 self._metrics.append(part)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
-from tests.strategy.small import Net, Quiet, assert_as_eager, rows, run
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
 
 Accuracy = torchmetrics.classification.MulticlassAccuracy
 
@@ -110,6 +110,35 @@ def test_several_ranks_log_the_collections_of_the_global_batch(two_ranks: RankPo
     results = two_ranks.run(_run, 2)
     assert_compiled(*results)
     assert_equals_one_device(results, _run(1))
+
+
+class AlikeByChance(Quiet):
+    """In the first batch the best and the two best are right for all rows of rank 0, and not for those of rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        metrics = {"best": Accuracy(3), "two best": Accuracy(3, top_k=2)}
+        self.collection = torchmetrics.MetricCollection(metrics)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        second = torch.nn.functional.one_hot((y + 1) % 3, 3) * (x[:, :1] < 0)
+        self.collection.update(torch.nn.functional.one_hot(y, 3) + 2.0 * second, y)
+        self.log_dict(self.collection, on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+
+def _alike_by_chance(devices: int) -> Any:
+    samples = rows()
+    for i, (x, _) in enumerate(samples[:ROWS]):
+        x[0] = 1.0 if i % 2 == 0 else -1.0  # ranks take every other row
+    return run(AlikeByChance, "spmd", devices, data=lambda: InOrder(samples, ROWS))
+
+
+def test_metrics_that_are_alike_on_a_rank_by_chance_are_not_counted_as_one(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_alike_by_chance, 2)
+    assert_compiled(*results)
+    assert_equals_one_device(results, _alike_by_chance(1))
 
 
 class Returns(Collected):
