@@ -31,6 +31,7 @@ from torch import fx
 
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.first import first
+from lightning_spmd.ir.layout import row_major
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec, spec_of
 from lightning_spmd.ir.verify import starts_collective
 
@@ -133,11 +134,7 @@ def is_contiguous(spec: TensorSpec) -> bool:
 
 def contiguous(shape: Sequence[int], like: TensorSpec, dtype: torch.dtype | None = None) -> TensorSpec:
     """The spec of a contiguous tensor."""
-    stride, step = [0] * len(shape), 1
-    for dim in reversed(range(len(shape))):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return TensorSpec(tuple(shape), tuple(stride), like.dtype if dtype is None else dtype, like.device)
+    return TensorSpec(tuple(shape), row_major(shape), like.dtype if dtype is None else dtype, like.device)
 
 
 def call(graph: fx.Graph, info: NodeInfo, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
