@@ -22,6 +22,7 @@ LAYERS = {
     "_private_api": 0,
     "ir": 1,
     "parallel": 2,
+    "cache": 1,
     "cost": 2,
     "stages": 3,
     "strategy": 4,
