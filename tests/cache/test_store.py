@@ -57,7 +57,8 @@ def test_a_damaged_entry_is_said_and_made_anew(folder: Path, told: list[str], da
     again = Store(folder)
     assert again.get("region", KEY) is None
     assert again.of("region").broken == 1
-    assert len(told) == 1 and str(path) in told[0]
+    assert len(told) == 1
+    assert str(path) in told[0]
     again.put("region", KEY, CONTENT)
     assert Store(folder).get("region", KEY) == CONTENT
 
@@ -65,7 +66,8 @@ def test_a_damaged_entry_is_said_and_made_anew(folder: Path, told: list[str], da
 def test_an_entry_of_another_version_is_said_and_made_anew(folder: Path, told: list[str]) -> None:
     Store(folder, "torch 1.0").put("region", KEY, CONTENT)
     assert Store(folder, "torch 2.0").get("region", KEY) is None
-    assert len(told) == 1 and "is of torch 1.0, not torch 2.0" in told[0]
+    assert len(told) == 1
+    assert "is of torch 1.0, not torch 2.0" in told[0]
 
 
 def test_an_entry_under_another_name_is_not_read(folder: Path, told: list[str]) -> None:
@@ -91,9 +93,12 @@ def test_a_folder_that_others_may_enter_is_not_used(folder: Path, told: list[str
     folder.chmod(mode)
     refused = Store(folder)
     refused.put("region", KEY, CONTENT)
-    assert refused.get("region", KEY) is None and refused.subfolder("inductor") is None
+    assert refused.get("region", KEY) is None
+    assert refused.subfolder("inductor") is None
     assert not list(folder.iterdir())
-    assert len(told) == 1 and "not this user's alone" in told[0] and store.VARIABLE in told[0]
+    assert len(told) == 1
+    assert "not this user's alone" in told[0]
+    assert store.VARIABLE in told[0]
 
 
 def test_a_folder_of_somebody_else_is_not_used(folder: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
