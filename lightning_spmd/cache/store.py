@@ -2,7 +2,7 @@
 
 An entry is a file: a line of format, a line of versions, a seal, the content. The seal is the HMAC-SHA256 of everything
 else, of kind and key too, with a secret that lies beside the entries. So an entry that was cut, changed, renamed or
-brought in from elsewhere is not read, and what is read may be code: it was written by a process of the same user. Folder
+brought in from elsewhere is not read, and what is read may be code: a process of the same user wrote it. Folder
 and secret are for the user alone (0700 and 0600); a folder that belongs to somebody else, or that others may enter, is
 not used. Files appear under their name when they are complete.
 
