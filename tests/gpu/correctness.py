@@ -1,0 +1,148 @@
+"""Losses and weights of this strategy against Lightning's own single-device training, in one process.
+
+float32 within 1e-4 of eager; bfloat16 within eager's own band from run to run, which is measured: kernels that add in
+no fixed order make two eager runs differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_spmd  # noqa: F401 - registers "spmd"
+from tests.gpu.child import Setting, exact
+from tests.gpu.models import Trained, main_job, network, samples
+
+TOLERANCE = 1e-4
+ROWS, STEPS, FEW_STEPS = 16, 20, 8
+
+
+@dataclass
+class Run:
+    """What a training did."""
+
+    losses: list[float] = field(default_factory=list)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    mode: str = ""
+    captures: int = 0
+    complaints: list[str] = field(default_factory=list)
+
+
+class Losses(L.Callback):
+    """Keeps the loss of every batch."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.values.append(outputs["loss"].detach().clone())
+
+
+def state_of(module: L.LightningModule) -> dict[str, Tensor]:
+    """Floating-point state, on the host."""
+    return {k: v.detach().cpu().double() for k, v in module.state_dict().items() if v.is_floating_point()}
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW as most would write it for a GPU. With this eps an update does not blow up rounding in tiny gradients."""
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True)
+
+
+def made(name: str, *, toy: bool) -> tuple[L.LightningModule, list[Any]]:
+    """The module of that name, always with the same weights, and its data."""
+    L.seed_everything(3, verbose=False)
+    if name == "main_job":
+        return main_job(toy=toy)
+    return Trained(network(name, toy=toy), optimizer_of), samples(name, 8 * ROWS, toy=toy)
+
+
+def train(setting: Setting, name: str, strategy: Any, precision: str, steps: int) -> Run:
+    """Train for some steps."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    module, data = made(name, toy=setting.toy)
+    run, losses = Run(before=state_of(module)), Losses()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        flags = {**setting.trainer_flags, "max_steps": steps, "precision": precision, "callbacks": [losses]}
+        trainer = L.Trainer(strategy=strategy, **flags)
+        L.seed_everything(4, verbose=False)  # of dropout
+        trainer.fit(module, DataLoader(data, batch_size=ROWS))
+    run.after = state_of(module)
+    run.losses = [float(value) for value in losses.values]
+    run.mode, run.captures = str(getattr(trainer.strategy, "mode", "")), getattr(trainer.strategy, "captures", 0)
+    run.complaints = [str(w.message) for w in caught if str(w.message).startswith("strategy='spmd'")]
+    return run
+
+
+def distance(run: Run, reference: Run) -> tuple[float, float]:
+    """Largest relative difference of a loss, and that of the weights in shares of the way they went."""
+    if len(run.losses) != len(reference.losses) or not all(map(math.isfinite, run.losses)):
+        return math.inf, math.inf
+    pairs = zip(run.losses, reference.losses, strict=True)
+    losses = max(abs(a - b) / max(abs(b), 1e-6) for a, b in pairs)
+    apart = _norm(run.after, reference.after)
+    return losses, apart / max(_norm(reference.after, reference.before), 1e-12)
+
+
+def _norm(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float((left[name] - right[name]).square().sum()) for name in right))
+
+
+def judged(run: Run, eager: list[Run], tolerance: float) -> dict[str, Any]:
+    """A row of the report.
+
+    Args:
+        run: of this strategy.
+        eager: two runs.
+        tolerance: what is allowed if eager's runs are the same; else twice what lies between them.
+    """
+    band = distance(eager[1], eager[0])
+    found = min((distance(run, one) for one in eager), key=lambda pair: pair[0])
+    allowed = [max(tolerance, 2 * one) for one in band]
+    in_graphs = "compiled" in run.mode.lower() and run.captures > 0 and not run.complaints
+    return {
+        "difference": found[0],
+        "band": band[0],
+        "weights_difference": found[1],
+        "weights_band": band[1],
+        "allowed": allowed,
+        "mode": run.mode,
+        "captures": run.captures,
+        "complaints": run.complaints,
+        "last_loss": run.losses[-1],
+        "passed": in_graphs and found[0] <= allowed[0] and found[1] <= max(allowed[1], 10 * tolerance),
+    }
+
+
+def equals_eager(setting: Setting, name: str) -> dict[str, Any]:
+    """One model in both precisions; eager twice, for the band."""
+    exact()
+    rows: list[dict[str, Any]] = []
+    data: dict[str, Any] = {"kind": "equality", "rows": rows}
+    steps = FEW_STEPS if setting.toy else STEPS
+    for precision in ("32-true", "bf16-mixed"):
+        eager = [train(setting, name, "auto", precision, steps) for _ in range(2)]
+        row = judged(train(setting, name, "spmd", precision, steps), eager, TOLERANCE)
+        rows.append({"model": name, "precision": precision, "ranks": 1, **row})
+        setting.write(data)
+    wrong = [f"{row['precision']}: {row_reason(row)}" for row in rows if not row["passed"]]
+    return {**data, "passed": not wrong, "reason": "; ".join(wrong)}
+
+
+def row_reason(row: dict[str, Any]) -> str:
+    """Why a row did not pass."""
+    if row["complaints"] or not row["captures"]:
+        return f"mode {row['mode']!r}, {row['captures']} graphs: {' '.join(row['complaints'])[:300]}"
+    return (
+        f"losses differ by {row['difference']:.1e} (two eager runs by {row['band']:.1e}), weights by "
+        f"{row['weights_difference']:.1e} ({row['weights_band']:.1e})"
+    )
