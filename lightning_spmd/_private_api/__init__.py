@@ -32,6 +32,18 @@ from lightning_spmd._private_api.fake_tensors import (
     tells_all,
     zeros_like_fake,
 )
+from lightning_spmd._private_api.grad_scaler import (
+    SCALERS,
+    check_gradients,
+    found_inf,
+    is_unscaled,
+    scaler_factors,
+    scaler_tensors,
+    scaler_works_on,
+    steps_with,
+    takes_found_inf,
+    unscale_parts,
+)
 from lightning_spmd._private_api.lightning_names import (
     SubprocessScriptLauncher,
     after_closure,
@@ -89,6 +101,16 @@ from lightning_spmd._private_api.torch_names import (
 )
 
 __all__ = [
+    "SCALERS",
+    "check_gradients",
+    "found_inf",
+    "is_unscaled",
+    "scaler_factors",
+    "scaler_tensors",
+    "scaler_works_on",
+    "steps_with",
+    "takes_found_inf",
+    "unscale_parts",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",

@@ -39,6 +39,7 @@ class InputRole(enum.StrEnum):
     SHARED_BATCH = "shared_batch"  # a leaf of the batch that is the same for every sample
     HOST_VALUE = "host_value"
     GRADIENT = "gradient"
+    LOSS_SCALE = "loss_scale"  # a tensor of the GradScaler, or what it found in gradients
     RNG = "rng"
     PENDING = "pending"
 
@@ -54,6 +55,7 @@ class OutputRole(enum.StrEnum):
     OPTIMIZER_STATE = "optimizer_state"
     HYPER_PARAMETER = "hyper_parameter"
     GRADIENT = "gradient"
+    FOUND_INF = "found_inf"  # other than 0: the step was skipped
     PENDING = "pending"
 
 
@@ -65,7 +67,8 @@ class GraphInput:
         role: what it is.
         key: how the runtime finds the live value, by role: parameter, buffer, gradient ``(fqn,)``; constant
             ``(index into CapturedStep.constants,)``; optimizer state ``(fqn, name)``; hyper-parameter
-            ``(group, name)`` or ``(group, name, index)``; batch ``(leaf index,)``; host value ``(name,)``.
+            ``(group, name)`` or ``(group, name, index)``; batch ``(leaf index,)``; host value ``(name,)``; loss scale
+            ``(name,)``.
         name: readable fully qualified name.
         value: TensorSpec or Python number (the value seen at capture).
         mutated: whether the graph writes into it.

@@ -150,6 +150,8 @@ class GraphBuilder:
             step_context=lambda: context.step_context(request.variant.method),
             tracing_context=lambda: context.tracing_context(split),
             moving=moving,
+            scaler=context.scaler,
+            device=context.scaler.device,
             came_late=context.came_late,
         )
 
@@ -193,6 +195,7 @@ class GraphBuilder:
             self._gradients,
             context.streams,
             None if self._state_mesh is None else self._state_mesh.wrap,
+            context.scaler.tensor,
         )
         if whole := state.whole_ones(graphs.main):
             raise ConfigurationError(

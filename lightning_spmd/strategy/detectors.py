@@ -118,11 +118,11 @@ def detect_anomaly(context: Context) -> str | None:
     return "Trainer(detect_anomaly=True)" if private.detects_anomaly(context.trainer) else None
 
 
-def scaled_precision(context: Context) -> str | None:
-    """Mixed precision with a scaler."""
-    plugin = context.trainer.precision_plugin
-    scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
-    return "precision='16-mixed' scales the loss" if scaled else None
+def foreign_scaler(context: Context) -> str | None:
+    """Mixed precision with a scaler of a class that this package does not know."""
+    scaler = getattr(context.trainer.precision_plugin, "scaler", None)
+    known = scaler is None or type(scaler) in private.SCALERS
+    return None if known else f"loss scaling by {type(scaler).__module__}.{type(scaler).__name__}"
 
 
 def foreign_precision(context: Context) -> str | None:

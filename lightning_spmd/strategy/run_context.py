@@ -18,6 +18,7 @@ from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.strategy.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.newcomers import Newcomers
 from lightning_spmd.strategy.ranks import Ranks
 
@@ -76,6 +77,11 @@ class RunContext:
     plan: Callable[[Variant], ParallelPlan]
     newcomers: Newcomers | None = None
     came_late: Callable[[], str | None] = lambda: None
+
+    @property
+    def scaler(self) -> TrainersScaler:
+        """The GradScaler, if the precision has one."""
+        return TrainersScaler(self.trainer)
 
     def step_context(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """What the precision plugin puts around a step method, and so around the calls that it makes."""

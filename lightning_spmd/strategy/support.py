@@ -19,6 +19,7 @@ from lightning_spmd.strategy.detectors import (
     foreign_accelerator,
     foreign_layer_sync,
     foreign_precision,
+    foreign_scaler,
     gradient_hooks,
     late_gradient_readers,
     manual_optimization,
@@ -26,7 +27,6 @@ from lightning_spmd.strategy.detectors import (
     no_optimizer,
     optimizer_hooks,
     pruning,
-    scaled_precision,
     scripted,
     zero_grad_override,
 )
@@ -49,6 +49,7 @@ def classify(context: Context) -> tuple[Mode, list[Finding]]:
 _FIT = "tests/strategy/test_features.py"
 _HOOKS = "tests/strategy/test_gradient_hooks.py"
 _MORE = "tests/strategy/test_more_features.py"
+_SCALING = "tests/strategy/test_loss_scaling.py"
 _EQUAL = "tests/equality/test_one_device.py"
 _SPLIT_NOTE = "p.grad is real and reduced when the hook runs; the update is a graph of its own"
 FEATURES: tuple[Feature, ...] = (
@@ -90,15 +91,21 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "precision 16-mixed",
+        Mode.COMPILED,
+        "loss scaling and skipped steps are in the graph; the scaler's state is in checkpoints as Lightning's",
+        f"{_SCALING}::test_losses_scale_and_weights_are_those_of_one_device",
+    ),
+    Feature(
+        "precision 16-mixed with a GradScaler of another class than torch's",
         Mode.EAGER,
-        "loss scaling skips steps on overflow, a decision on data",
-        f"{_FIT}::test_loss_scaling_runs_eagerly",
-        scaled_precision,
+        "its decisions are its own",
+        f"{_SCALING}::test_a_scaler_of_the_users_own_runs_eagerly",
+        foreign_scaler,
     ),
     Feature(
         "precision transformer-engine, bitsandbytes and others",
         Mode.REJECTED,
-        "use 32-true, bf16-true, bf16-mixed or 64-true",
+        "use 32-true, bf16-true, bf16-mixed, 16-mixed or 64-true",
         f"{_FIT}::test_foreign_precision_is_rejected",
         foreign_precision,
     ),

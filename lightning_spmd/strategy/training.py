@@ -24,6 +24,7 @@ from lightning_spmd.strategy.eager_path import add_gradients, average_gradients,
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
+from lightning_spmd.strategy.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.memory import gradients_of
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.newcomers import Newcomers
@@ -135,6 +136,10 @@ class Training:
         """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
         wanted, control = self._settings.options.overlap_iterations, self._ranks.control
         if control is None or wanted is False:
+            return False
+        if TrainersScaler(trainer)() is not None:  # every update waits for a look at the last gradient
+            if wanted is True:
+                tell("strategy='spmd' does not overlap iterations: loss scaling looks at all gradients before a step")
             return False
         place = Place("the choice whether iterations overlap")
         readers = sum(control.gather(readers_between_batches(module, trainer.callbacks), place), [])
@@ -279,13 +284,15 @@ class Training:
         if self.iteration is None:  # the closure fell back: its gradients are in p.grad, its step is still to come
             return eager(optimizer, lambda: result, model, **kwargs)
         if self.mode is Mode.SPLIT:
-            private.after_closure(self._module.trainer.precision_plugin, self._module, optimizer)
             self._apply(self.iteration, optimizer)
         elif not self._ran_forward:
             self.iteration.apply(dict(self.iteration.gradients), self._clip, reduced=False)
         return result
 
     def _apply(self, iteration: TrainingIteration, optimizer: Optimizer) -> None:
+        scaler = iteration.context.scaler
+        scaler.unscale(optimizer, on_ranks=self._ranks.mesh is not None)
+        private.after_closure(self._module.trainer.precision_plugin, self._module, optimizer)
         gradients = gradients_of(self._module, self._layout.state)
         if not self._steps_eagerly:
             try:
@@ -293,4 +300,5 @@ class Training:
             except FellBack:
                 self._steps_eagerly = True
         if self._steps_eagerly:
-            optimizer.step()
+            scaler.step(optimizer)
+        scaler.update()

@@ -46,6 +46,7 @@ class Wanted:
         plan: of the data axis.
         optimizer: name in ``modules.OPTIMIZERS``.
         bf16: whether under autocast.
+        half: whether under autocast to float16, with loss scaling.
         clip: gradient clipping by norm.
         rows: of each rank.
         kernel: which attention kernel PyTorch would choose.
@@ -58,6 +59,7 @@ class Wanted:
     plan: str = "replicate"
     optimizer: str = "adamw_fused"
     bf16: bool = False
+    half: bool = False
     clip: float | None = None
     rows: int = 4
     kernel: str = "flash"
@@ -102,9 +104,10 @@ class _MadeOnDevice(private.TorchDispatchMode):
             return func(*args, **kwargs)
 
 
-def stand_in(precision: Precision) -> Any:
+def stand_in(precision: Precision, device: torch.device) -> Any:
     """What capture and building ask of a Trainer."""
     return SimpleNamespace(
+        strategy=SimpleNamespace(root_device=device),
         callbacks=[],
         lr_scheduler_configs=[],
         accumulate_grad_batches=1,
@@ -151,8 +154,9 @@ def build(wanted: Wanted) -> Built:
         layout.shard(module)
     optimizer = module.configure_optimizers()
     layout.shard_optimizers(module, [optimizer])
-    precision = MixedPrecision("bf16-mixed", "cuda") if wanted.bf16 else Precision()
-    module._trainer = stand_in(precision)
+    mixed = "bf16-mixed" if wanted.bf16 else "16-mixed"
+    precision = MixedPrecision(mixed, "cuda") if wanted.bf16 or wanted.half else Precision()  # type: ignore[arg-type]
+    module._trainer = stand_in(precision, device)
     settings = GraphSettings(ranks, BuildOptions(), None)
     context = settings.of_training(module, optimizer, ranks.streams(0), None, False)
     real = default_collate(samples("conv" if wanted.model == "conv" else "gpt", wanted.rows))

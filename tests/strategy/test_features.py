@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -207,17 +207,6 @@ def test_lbfgs_on_two_ranks_keeps_the_ranks_together(two_ranks: RankPool) -> Non
     """DDP cannot: each rank's line search sees its own loss."""
     first, second = two_ranks.run(_eager_run, "LBFGS", "spmd")
     assert all(torch.equal(second.weights[k], v) for k, v in first.weights.items())
-
-
-def test_loss_scaling_runs_eagerly() -> None:
-    """float16 with loss scaling on the CPU; given ``precision="16-mixed"`` Lightning would take bfloat16 there."""
-
-    def scaled(strategy: str) -> Result:
-        return run(Quiet, strategy, plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))])
-
-    ours = scaled("spmd")
-    assert ours.mode == "eager"
-    assert ours.losses == scaled("auto").losses
 
 
 # ---------------------------------------------------------------------- rejected

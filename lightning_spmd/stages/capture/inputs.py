@@ -94,9 +94,13 @@ class InputTable:
 
     def fresh_tensor(self, spec: TensorSpec, role: InputRole, key: tuple[Any, ...], name: str) -> Tensor:
         """A fake tensor of the given spec that stands for a live one of another (this rank's) shape."""
+        return self.stand_in(spec, self._placeholder(role, key, name, spec))
+
+    def stand_in(self, spec: TensorSpec, node: fx.Node) -> Tensor:
+        """A new fake tensor for what a node produces."""
         with private.disable_dispatch_modes(), self.fake_mode:
             fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-        self.recorder.bind(fake, self._placeholder(role, key, name, spec))
+        self.recorder.bind(fake, node)
         return fake
 
     def scalar(self, value: Number, role: InputRole, key: tuple[Any, ...], name: str) -> Any:

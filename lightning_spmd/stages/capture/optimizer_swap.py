@@ -39,6 +39,7 @@ class OptimizerSwap:
         self._live_groups = optimizer.param_groups
         self._live_state = optimizer.state
         self.groups: list[dict[str, Any]] = []
+        self._handed: list[dict[str, Any]] = []  # the groups as the optimizer got them
         self.state: Any = defaultdict(dict)
         self._before: dict[tuple[str, str], Any] = {}
 
@@ -46,6 +47,7 @@ class OptimizerSwap:
     def active(self) -> Iterator[None]:
         """The optimizer works on fakes inside; the live groups and state come back whatever happens."""
         self.groups = [self._group(i, g) for i, g in enumerate(self._live_groups)]
+        self._handed = [dict(group) for group in self.groups]
         for group in self._live_groups:
             for parameter in group["params"]:
                 if parameter in self._live_state:
@@ -109,7 +111,8 @@ class OptimizerSwap:
                         yield OutputRole.OPTIMIZER_STATE, (owner, key), f"{owner}/{key}", value
             for key, value in swapped.items():
                 scalar = scalar_of(value)
-                if key != "params" and scalar is not None and not _is_input(scalar, self.inputs):
+                changed = value is not self._handed[group_index].get(key, _ABSENT)
+                if key != "params" and changed and (scalar is None or not _is_input(scalar, self.inputs)):
                     yield OutputRole.HYPER_PARAMETER, (group_index, key), f"group {group_index}/{key}", value
 
     def _same(self, value: Any, owner: str, key: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_spmd.errors import CaptureError
@@ -34,6 +35,8 @@ class CaptureRequest:
         step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
         tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
         moving: places of Python numbers that are to be inputs, by path.
+        scaler: gives the GradScaler, enabled, that loss and gradients go through, or None.
+        device: where training is.
         came_late: says what came since the run began and keeps the step from being this graph, or None.
     """
 
@@ -50,6 +53,8 @@ class CaptureRequest:
     step_context: Callable[[], contextlib.AbstractContextManager[Any]]
     tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     moving: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
+    scaler: Callable[[], Any] = lambda: None
+    device: torch.device = torch.device("cpu")
     came_late: Callable[[], str | None] = lambda: None
 
 

@@ -36,6 +36,7 @@ from lightning_spmd.stages.capture.holders import Attributes
 from lightning_spmd.stages.capture.host_scalar import math_follows_scalars, scalar_of
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
+from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, has_step_of_its_own
 from lightning_spmd.stages.capture.own_backward import check_backward
@@ -108,6 +109,7 @@ class _Capture:
         self.names = parameter_names(request.module, request.optimizer)
         optimizer = request.optimizer
         self.swap = None if optimizer is None else OptimizerSwap(optimizer, self.names, self.inputs)
+        self.scaling = LossScaling(request.scaler, request.device, self.inputs)
         self.python = PythonState(
             request.module,
             optimizer,
@@ -135,6 +137,7 @@ class _Capture:
             slots = stack.enter_context(private.module_tensors_replaced(request.module, self._twin))
             if self.swap is not None:
                 stack.enter_context(self.swap.active())
+                stack.enter_context(self.scaling.active())
             stack.enter_context(trainer_seen_as(request.module, self.python.view))
             stack.enter_context(learning_rates_followed(request.trainer, self._host_value))
             stack.enter_context(self.logs.active(request.module))
@@ -220,7 +223,7 @@ class _Capture:
         gradients: dict[str, Tensor] = {}
         if variant.forward:
             with torch.enable_grad():
-                loss = self._forward(batch)
+                loss = self.scaling.scaled(self._forward(batch))
                 with in_section(self.recorder, Section.BACKWARD):
                     gradients = self._backward(loss, trained)
         with torch.no_grad(), in_section(self.recorder, Section.BACKWARD):
@@ -232,12 +235,20 @@ class _Capture:
             return
         for name, parameter in trained:
             parameter.grad = gradients.get(name)
-        if request.clip is not None:
-            with in_section(self.recorder, Section.CLIP):
+        with in_section(self.recorder, Section.CLIP):
+            self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
+            if request.clip is not None:
                 request.clip(optimizer)
         self._check_step(optimizer)
         with in_section(self.recorder, Section.OPTIMIZER):
-            type(optimizer).step(optimizer)
+            self.scaling.step(optimizer, self._new_state)
+        if self.scaling.found is not None:
+            self.outputs.add(self.scaling.found, OutputRole.FOUND_INF, (), "found_inf")
+
+    def _new_state(self) -> list[Tensor]:
+        """Tensors of the optimizer's state that the step made."""
+        changes = () if self.swap is None else self.swap.changes()
+        return [v for role, _, _, v in changes if role is OutputRole.OPTIMIZER_STATE and isinstance(v, Tensor)]
 
     def _check_step(self, optimizer: Optimizer) -> None:
         """``step`` may be a function of the instance: a scheduler's counter is left out, the user's cannot be."""
@@ -326,6 +337,7 @@ class _Capture:
             *([] if request.optimizer is None else [trained_guard(request.module, request.optimizer)]),
             *([hooks_guard(request.module, request.optimizer, request.trainer)] if request.variant.backward else []),
             *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
+            *([] if self.swap is None else self.scaling.guards()),
         ]
         read = [] if request.batch is None else request.batch.guarded_values(self.looks)
         leaves = [BatchGuard(path, value) for path, value in read]

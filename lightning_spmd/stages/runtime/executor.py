@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
@@ -18,6 +19,7 @@ from lightning_spmd.stages.runtime.profile import RUNS, Profile
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
 from lightning_spmd.stages.runtime.undo import Before, can_be_undone
 
+OF_THE_OPTIMIZER = (OutputRole.OPTIMIZER_STATE, OutputRole.HYPER_PARAMETER)
 Finish = Callable[[ShardedStep, Mapping[str, float]], IterationGraphs]
 """Makes the final graphs of a step that has been measured."""
 
@@ -93,6 +95,7 @@ class Executable:
         self._lower = lower
         self._on_repairs = on_repairs
         self._writers = state.writers(captured, graphs.main)
+        self._found_inf = skips_state(captured)
         self._draws = draws_numbers(captured.graph_module.graph)
         self._main = self._program(graphs.main)
         self._cleanup: Program | None = None
@@ -200,6 +203,19 @@ class Executable:
             else:
                 with self.state.streams.active(draws=self._draws):
                     outputs = run(*inputs)
+        skipped = self._found_inf is not None and bool(outputs[self._found_inf])
         for position, write in self._writers:
-            write(outputs[position])
+            if not (skipped and self.captured.signature.outputs[position].role in OF_THE_OPTIMIZER):
+                write(outputs[position])
         return outputs
+
+
+def skips_state(captured: CapturedStep) -> int | None:
+    """Where a step says that it was skipped, if state that it would store depends on that.
+
+    That is the one value that the host reads for loss scaling: in a first step whose state begins as a gradient, and
+    of optimizers that put new tensors or numbers in place of others. Those of torch do not, after their first step.
+    """
+    signature = captured.signature
+    stored = any(True for _ in signature.outputs_of(*OF_THE_OPTIMIZER))
+    return next((i for i, _ in signature.outputs_of(OutputRole.FOUND_INF)), None) if stored else None

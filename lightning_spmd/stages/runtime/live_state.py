@@ -7,6 +7,7 @@ checkpoints in the middle of a run. The look-ups are prepared once a graph. Of a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class LiveState:
         gradients: where gradients are held between micro-batches, by parameter name.
         streams: random numbers of several ranks, or None.
         wrap: makes the tensor of this rank's part: ``(part, spec of the whole, placements)``.
+        loss_scale: reads a tensor of loss scaling by its name.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class LiveState:
         gradients: dict[str, Tensor],
         streams: RandomStreams | None,
         wrap: Wrap | None = None,
+        loss_scale: Callable[[str], Tensor] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self.host_values = host_values
         self.gradients = gradients
         self.streams = streams
         self._wrap = wrap
+        self._loss_scale = loss_scale
         self._slots = private.tensor_slots(module)
         groups = [] if optimizer is None else optimizer.param_groups
         self._parameters = {names[id(p)]: p for g in groups for p in g["params"] if id(p) in names}
@@ -108,6 +112,8 @@ class LiveState:
             case InputRole.GRADIENT:
                 gradients, name = self.gradients, key[0]
                 return lambda: gradients[name]
+            case InputRole.LOSS_SCALE if self._loss_scale is not None:
+                return functools.partial(self._loss_scale, key[0])
             case InputRole.RNG:
                 return lambda: self.streams
         raise ValueError(f"graph input {entry.name!r} of role {entry.role} has no live value")

@@ -13,10 +13,10 @@ from lightning_spmd.ir.signature import GraphInput, InputRole
 
 
 def can_be_undone(entry: GraphInput) -> bool:
-    """Whether an input that a graph writes is kept: buffers and the optimizer's counters; parameters are too large."""
+    """Whether an input that a graph writes is kept: buffers, the loss scale and counters; parameters are too large."""
     value = entry.value
     counter = entry.role is InputRole.OPTIMIZER_STATE and isinstance(value, TensorSpec) and value.numel == 1
-    return entry.role is InputRole.BUFFER or counter
+    return entry.role in (InputRole.BUFFER, InputRole.LOSS_SCALE) or counter
 
 
 class Before:

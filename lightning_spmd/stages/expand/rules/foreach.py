@@ -61,6 +61,12 @@ def foreach(call: OpCall) -> list[Layout]:
             inputs[c] = placement
         outputs[i] = chosen
     outputs = outputs[: max(len(call.outputs), 1)]
+    if (
+        call.index("found_inf") is not None
+        and name.startswith("_amp")
+        and any(isinstance(p, (Shard, Chunk)) for p in inputs)
+    ):
+        return [Layout(tuple(inputs), tuple(outputs), _emit_found_inf)]
     if name == "norm" and any(isinstance(p, (Shard, Chunk)) for p in outputs):
         return [Layout(tuple(inputs), (REPLICATE,) * len(outputs), _emit_norms)]
     return [Layout(tuple(inputs), tuple(outputs))]
@@ -96,6 +102,14 @@ def _emit_norms(call: LocalCall) -> list[fx.Node | None]:
         for position, i in enumerate(split):
             items[i] = call.call(aten.select.int, norms, 0, position)
     return list(items)
+
+
+def _emit_found_inf(call: LocalCall) -> list[fx.Node | None]:
+    """Each rank looks at its parts; what one of them finds holds for all."""
+    call.default()
+    found = call["found_inf"]
+    call.call(aten.copy_.default, found, call.all_reduce(found, call.emitting_axes(_emit_found_inf), "max"))
+    return []
 
 
 def _operators() -> list[Any]:
