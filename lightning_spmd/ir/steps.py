@@ -153,6 +153,7 @@ class IterationGraphs:
         cleanup: the deferred work alone; None if nothing is deferred.
         notes: what is deferred and why not more, for the user.
         deferrable: whether there is something to defer once the graph has been measured.
+        remarks: what else users are told of the graph, a line each.
     """
 
     main: ShardedStep
@@ -160,3 +161,4 @@ class IterationGraphs:
     cleanup: ShardedStep | None = None
     notes: str = ""
     deferrable: bool = False
+    remarks: tuple[str, ...] = ()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
@@ -13,7 +17,7 @@ from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages.expand import announce, expand
 from lightning_spmd.stages.expand.auto_plan import find_plan
-from lightning_spmd.stages.passes import PASSES, GraphPass, PassState, run_passes
+from lightning_spmd.stages.passes import PASSES, REMATERIALIZE, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
 from lightning_spmd.stages.runtime.random_streams import switch_streams
 
@@ -29,12 +33,18 @@ class BuildOptions:
         bucket_size_mb: cap of a communication bucket in MiB, or ``"auto"``.
         reduce_dtype: in which gradients travel, a name in ``passes.REDUCE_DTYPES``; None: as they are.
         overlap_iterations: whether the end of an iteration may run inside the next one; ``"auto"``: where it is faster.
+        rematerialize: the share of the activations' bytes to give back, or as an integer the bytes to leave; None: all.
     """
 
     passes: Sequence[GraphPass] = PASSES
     bucket_size_mb: float | str = "auto"
     reduce_dtype: str | None = None
     overlap_iterations: bool | str = False
+    rematerialize: float | int | None = None
+
+    def pass_state(self) -> PassState:
+        """What one run of the passes starts with."""
+        return PassState(self.bucket_size_mb, self.reduce_dtype, self.rematerialize)
 
 
 def build(
@@ -62,18 +72,43 @@ def build(
         VerificationError: a graph broke an invariant.
     """
     verify_captured(captured)
+    state = options.pass_state()
     if not axes:
-        return IterationGraphs(main=ShardedStep(captured.graph_module, captured.signature, ()))
+        return IterationGraphs(main=_on_one_device(captured, options, state, on_result), remarks=_remarks(state))
     on_stage("expand")
     sharded = switch_streams(expand(captured, axes, plan, on_fallback))
     verify_sharded(sharded)
     on_result("expanded", sharded)
     on_stage("passes")
-    state = PassState(bucket_size_mb=options.bucket_size_mb, reduce_dtype=options.reduce_dtype)
     arranged = arrange_undeferred(run_passes(sharded, options.passes, state, on_result))
     on_result("arranged", arranged)
     decision = deferrable(arranged, _guarded(captured)) if options.overlap_iterations else None
-    return IterationGraphs(main=arranged, notes=str(decision or ""), deferrable=bool(decision and decision.deferred))
+    return IterationGraphs(
+        main=arranged,
+        notes=str(decision or ""),
+        deferrable=bool(decision and decision.deferred),
+        remarks=_remarks(state),
+    )
+
+
+def _on_one_device(
+    captured: CapturedStep, options: BuildOptions, state: PassState, on_result: Callable[[str, ShardedStep], None]
+) -> ShardedStep:
+    """The captured graph itself, or a copy of it in which activations are made again."""
+    step = ShardedStep(captured.graph_module, captured.signature, ())
+    chosen = [p for p in options.passes if p.name == REMATERIALIZE.name]
+    if options.rematerialize is None or not chosen:
+        return step
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(captured.graph_module.graph, made))
+    module = private.GraphModule(captured.graph_module, graph)
+    return run_passes(dataclasses.replace(step, graph_module=module), chosen, state, on_result)
+
+
+def _remarks(state: PassState) -> tuple[str, ...]:
+    """What users are told of the passes' work."""
+    return tuple(f"{name}: {state.notes[name]}" for name in (REMATERIALIZE.name,) if name in state.notes)
 
 
 def finish(

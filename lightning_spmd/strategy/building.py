@@ -204,6 +204,7 @@ class GraphBuilder:
                 "data_parallel='replicate' or 'zero2'"
             )
         captured.guards.values.append(state.layout_guard(graphs.main))
+        self._tell_about_passes(captured, graphs)
         if not graphs.deferrable:
             self._tell_about_overlap(captured, graphs)
         finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
@@ -308,6 +309,14 @@ class GraphBuilder:
             return
         self._told.add(gist)
         tell(f"strategy='spmd' overlaps iterations: {graphs.notes}")
+
+    def _tell_about_passes(self, captured: CapturedStep, graphs: IterationGraphs) -> None:
+        """Once, and not for the graph of the first step."""
+        for remark in graphs.remarks:
+            gist = remark.partition(":")[0]
+            if not creates_state(captured) and gist not in self._told:
+                self._told.add(gist)
+                tell(f"strategy='spmd', {remark}")
 
     def _tell_about_repairs(self, nodes: Sequence[fx.Node]) -> None:
         """Copies that come in because a shape function of torch's is wrong, once an operator and place."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages import BuildOptions
-from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, select
+from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, REMATERIALIZE, select
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")\s*")
 
 
-def checked_options(passes: list[Any] | None, bucket_size_mb: Any, reduce_dtype: Any, overlap: Any) -> BuildOptions:
+def checked_options(
+    passes: list[Any] | None, bucket_size_mb: Any, reduce_dtype: Any, overlap: Any, rematerialize: Any = None
+) -> BuildOptions:
     """What graphs are built with; ``SPMDStrategy`` says what each argument means.
 
     Raises:
@@ -22,4 +28,25 @@ def checked_options(passes: list[Any] | None, bucket_size_mb: Any, reduce_dtype:
     if overlap not in (True, False, "auto"):
         raise ConfigurationError(f"overlap_iterations={overlap!r}: give True, False or 'auto'")
     chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
-    return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap)
+    give_back = _share_or_bytes(rematerialize)
+    if give_back is not None and REMATERIALIZE.name not in [p.name for p in chosen]:
+        raise ConfigurationError(
+            f"rematerialize={rematerialize!r} needs the pass {REMATERIALIZE.name!r}, which passes=[...] leaves out"
+        )
+    return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap, give_back)
+
+
+def _share_or_bytes(value: Any) -> float | int | None:
+    """What ``rematerialize`` asks for: a share to give back as a float, bytes to leave as an integer."""
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
+    found = _BYTES.fullmatch(value) if isinstance(value, str) else None
+    size = 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+    if size <= 0:
+        raise ConfigurationError(
+            f"rematerialize={value!r}: give the share of the activations' bytes to give back, a number above 0 and at "
+            "most 1; or the bytes to leave on each device, a string such as '512MiB' (KiB, MiB or GiB); or None"
+        )
+    return size

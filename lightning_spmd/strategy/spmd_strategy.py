@@ -77,6 +77,10 @@ class SPMDStrategy(SavingStrategy):
             next one, before the first reader. ``"auto"``: where that is faster by measurement, unless hooks that run
             between batches may look at weights; an info message says which. True: always. Weights seen by validation,
             checkpoints and hooks of an epoch's end are up to date in any case.
+        rematerialize: activations that are made again in the backward pass instead of being kept since the forward
+            pass. A number above 0 and at most 1: the share of their bytes to give back; a string such as ``"512MiB"``
+            (KiB, MiB or GiB): the bytes that they may take on each device; None: all are kept. Losses keep their bits;
+            an info message says what is reached and how much of the forward pass is done twice.
         save_distributed_checkpoint: write a checkpoint as a folder into which every rank writes its part, instead of a
             single file that rank 0 assembles. Either is read by every plan and number of devices.
         passes: names of the graph passes to run, in order, and ``GraphPass`` objects of your own; None: the default.
@@ -110,6 +114,7 @@ class SPMDStrategy(SavingStrategy):
         bucket_size_mb: float | Literal["auto"] = "auto",
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         overlap_iterations: bool | Literal["auto"] = "auto",
+        rematerialize: float | str | None = None,
         save_distributed_checkpoint: bool = False,
         passes: list[Any] | None = None,
         dump_dir: str | Path | None = None,
@@ -135,7 +140,7 @@ class SPMDStrategy(SavingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.build_options = checked_options(passes, bucket_size_mb, reduce_dtype, overlap_iterations)
+        self.build_options = checked_options(passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize)
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self._settings = GraphSettings(ranks, self.build_options, self.dump_dir)
         steps = StepsInGraphs()

@@ -355,6 +355,12 @@ FEATURES: tuple[Feature, ...] = (
         f"{_MORE}::test_configure_model_equals_eager",
     ),
     Feature(
+        "rematerialize=, torch.utils.checkpoint in the module",
+        Mode.COMPILED,
+        "one or both; the strategy's option does nothing in the eager path",
+        "tests/strategy/test_rematerialize.py::test_training_on_one_device_keeps_its_bits",
+    ),
+    Feature(
         "notebooks",
         Mode.COMPILED,
         "one process; several devices need a script",

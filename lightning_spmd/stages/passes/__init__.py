@@ -13,6 +13,7 @@ from lightning_spmd.stages.passes import (
     identity_views,
     redundant_copies,
     regather_parameters,
+    rematerialize,
 )
 from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState, check_order, select
 from lightning_spmd.stages.passes.optimizer import fuse_optimizer, fused_kernels, split_optimizer
@@ -23,6 +24,7 @@ PASSES: tuple[GraphPass, ...] = (
     common_subexpressions.PASS,
     redundant_copies.PASS,
     dead_code.PASS,
+    rematerialize.PASS,
     regather_parameters.PASS,
     early_operands.PASS,
     gather_embedding_rows.PASS,
@@ -31,7 +33,19 @@ PASSES: tuple[GraphPass, ...] = (
     fuse_optimizer.PASS,
 )
 """The default passes, in order."""
+REMATERIALIZE = rematerialize.PASS
+"""The pass that ``SPMDStrategy(rematerialize=...)`` asks for; one device runs it too."""
 KNOWN_PASSES: tuple[GraphPass, ...] = (*PASSES, fused_kernels.PASS)
 """Those that ``SPMDStrategy(passes=[...])`` knows by name: also passes that change numerics."""
 
-__all__ = ["KNOWN_PASSES", "PASSES", "REDUCE_DTYPES", "GraphPass", "PassState", "check_order", "run_passes", "select"]
+__all__ = [
+    "KNOWN_PASSES",
+    "PASSES",
+    "REDUCE_DTYPES",
+    "REMATERIALIZE",
+    "GraphPass",
+    "PassState",
+    "check_order",
+    "run_passes",
+    "select",
+]

@@ -26,11 +26,13 @@ class PassState:
     Args:
         bucket_size_mb: cap of a communication bucket in MiB, or ``"auto"``.
         reduce_dtype: in which gradients travel, a name in REDUCE_DTYPES; None: as they are.
+        rematerialize: the share of the activations' bytes to give back, or as an integer the bytes to leave; None: all.
         notes: what each pass did, for dumps and messages.
     """
 
     bucket_size_mb: float | str = "auto"
     reduce_dtype: str | None = None
+    rematerialize: float | int | None = None
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
 

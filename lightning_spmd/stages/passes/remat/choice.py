@@ -1,0 +1,110 @@
+"""Which storages are given up: cheapest first, by the bytes that they free for what making them again costs.
+
+1. Every storage that the backward pass reads is a candidate with the chain of operators that makes it again from the
+   others. What chains share (one product whose result is split into queries, keys and values) costs each its part.
+2. They are given up in the order of bytes by cost, the earliest first among equals: it is idle for longest. The
+   shortest beginning of that list that is enough is taken; what is alive is counted node by node for each attempt.
+3. What is made again at the top of the remaining memory, right after the forward pass, frees nothing there, so the
+   storages with the shortest idle time are kept after all, as many as the limit allows.
+4. Where no beginning is enough the best one is taken, and one storage after the other is added that lowers the peak:
+   that way a deep network keeps a few values between its blocks, and makes longer chains where more room is.
+
+After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), and Checkmate (arXiv:1910.02653),
+which solves for the optimum; here a few dozen attempts have to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import fx
+
+from lightning_spmd.stages.passes.remat.plan import Plan, Planner, chain
+from lightning_spmd.stages.passes.remat.values import Values
+
+SMALLEST = 4096
+"""What is smaller than this part of the activations is left alone."""
+ATTEMPTS = 64
+"""Storages that are tried one by one where no beginning of the list is enough."""
+_LOOKS = 16
+
+
+def choose(values: Values, planner: Planner, limit: int) -> Plan:
+    """The plan for at most ``limit`` bytes of activations, or as few as can be."""
+    ranked = ranking(values, planner.plan(()).peak // SMALLEST)
+    plan = _shortest_enough(planner, ranked, limit)
+    if plan is None:
+        plan = _lowest(planner, ranked, limit)
+    return _keep_what_frees_nothing(values, planner, plan, max(limit, plan.peak))
+
+
+def ranking(values: Values, smallest: int) -> list[fx.Node]:
+    """What may be given up, cheapest first."""
+    candidates = [r for r in values.activations if _may_be_given_up(values, r) and values.size(r) > smallest]
+    chains = {root: chain(values, {root}) for root in candidates}
+    shared = Counter(node for again, _ in chains.values() for node in again)
+
+    def worth(root: fx.Node) -> float:
+        again, kept = chains[root]
+        freed = values.size(root) - sum(map(values.size, kept)) - sum(values.packed_size(n) for n in again)
+        # integers summed before one division: the same on every rank
+        cost = sum((values.costs[n] or 0) * 1024 // shared[n] for n in sorted(again, key=values.position.__getitem__))
+        return freed / max(cost, 1)
+
+    worths = {root: worth(root) for root in candidates}
+    ranked = sorted(candidates, key=lambda root: (-worths[root], values.position[root]))
+    return [root for root in ranked if worths[root] > 0]
+
+
+def _may_be_given_up(values: Values, root: fx.Node) -> bool:
+    readers = values.late_readers.get(root, ())
+    return root in values.repeatable and bool(readers) and values.position[readers[0][0]] <= values.end
+
+
+def _shortest_enough(planner: Planner, ranked: Sequence[fx.Node], limit: int) -> Plan | None:
+    """The shortest beginning of the list with which the peak is within the limit, found by halving."""
+    best = None
+    low, high = 0, len(ranked)
+    while low <= high:
+        middle = (low + high) // 2
+        plan = planner.plan(ranked[:middle])
+        if plan.peak <= limit:
+            best, high = plan, middle - 1
+        else:
+            low = middle + 1
+    return best
+
+
+def _lowest(planner: Planner, ranked: Sequence[fx.Node], limit: int) -> Plan:
+    """The beginning of the list with the lowest peak, and more that lowers it."""
+    count = len(ranked)
+    lengths = sorted({count * i // _LOOKS for i in range(_LOOKS + 1)})
+    best = min((planner.plan(ranked[:n]) for n in lengths), key=lambda plan: (plan.peak, len(plan.dropped)))
+    others = sorted((r for r in ranked if r not in best.dropped), key=planner.values.position.__getitem__)
+    for root in others[:ATTEMPTS]:
+        if best.peak <= limit:
+            break
+        plan = planner.plan((*best.dropped, root))
+        best = plan if plan.peak < best.peak else best
+    return best
+
+
+def _keep_what_frees_nothing(values: Values, planner: Planner, plan: Plan, limit: int) -> Plan:
+    """Keep as many of the storages with the shortest idle time as the limit allows, found by halving."""
+
+    def idle(root: fx.Node) -> tuple[int, int]:
+        return min(values.position[reader] for reader, _ in values.late_readers[root]) - values.position[root], (
+            values.position[root]
+        )
+
+    by_idle = sorted(plan.dropped, key=idle)
+    low, high = 1, len(by_idle)
+    while low <= high:
+        middle = (low + high) // 2
+        attempt = planner.plan(by_idle[middle:])
+        if attempt.peak <= limit:
+            plan, low = attempt, middle + 1
+        else:
+            high = middle - 1
+    return plan
