@@ -61,6 +61,14 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_a_plain_trainer_resumes[zero2]",
         "test_a_plain_trainer_resumes[replicate]",
     ),
+    "tests/strategy/test_loss_scaling_on_ranks.py": (
+        "[split-",
+        "[accumulated, fused-",
+        "fused-zero2]",
+        "fused-replicate]",
+        "test_parts_on_two_axes",
+        "test_the_scale_goes_through_checkpoints_of_parts",
+    ),
     "tests/strategy/test_evaluation.py": ("test_two_ranks_equal_one_device[24]",),
     "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer",),
     "tests/strategy/test_memory_layouts.py": (

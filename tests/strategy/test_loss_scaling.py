@@ -17,7 +17,6 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from tests.helpers.modules import build_optimizer
-from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, fit
 from tests.strategy.small import ROWS, Quiet, rows
 
@@ -250,26 +249,3 @@ def test_resume_is_exact_from_and_to_eager(tmp_path: Path, first: str, second: s
     assert before + after == scales
     assert repr(begun.losses + resumed.losses) == repr(whole.losses)
     assert all(torch.equal(resumed.weights[k], v) for k, v in whole.weights.items())
-
-
-# ---------------------------------------------------------------------- ranks
-def _assert_as_one_device(pool: RankPool, strategy: Any, **settings: Any) -> list[Result]:
-    theirs, scales = scaled("auto", **settings)
-    results = pool.run(scaled, strategy, pool.size, **settings)
-    assert all(seen == scales for _, seen in results)
-    found = [result for result, _ in results]
-    assert {result.mode for result in found} <= {"compiled", "split"}
-    for result in found:
-        assert [i for i, loss in enumerate(result.losses) if loss != loss] == [
-            i for i, loss in enumerate(theirs.losses) if loss != loss
-        ]
-        assert max(float((result.weights[k] - v).abs().max()) for k, v in theirs.weights.items()) < 2e-4
-    return found
-
-
-TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"first": "colwise", "last": "rowwise"}}
-
-
-@pytest.mark.parametrize("strategy", ["spmd", ZERO, {"data_parallel": "zero2"}, TENSOR], ids=str)
-def test_ranks_find_the_same_steps_to_skip(two_ranks: RankPool, strategy: Any) -> None:
-    _assert_as_one_device(two_ranks, strategy, optimizer="adamw", gradient_clip_val=1.0)
