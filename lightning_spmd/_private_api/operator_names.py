@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 
 def returns_alias(func: Any) -> bool:
@@ -68,3 +69,8 @@ def mutated_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
 def is_composite(func: Any) -> bool:
     """Whether an operator is made of others; inference mode does not take it apart. Its schema knows no aliases."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def entry_of(func: Any) -> Any:
+    """The C function behind an operator; anything else as it is. Without it each call goes through a Python frame."""
+    return func._op if type(func) is OpOverload else func

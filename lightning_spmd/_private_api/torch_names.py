@@ -211,6 +211,21 @@ def _step_hook_tables(optimizer: Any) -> list[dict[int, Any]]:
     return [table for table in tables if table is not None]
 
 
+def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Functions of C that read torch's switches, with their arguments; each step asks, and Python ones cost thrice."""
+    c: Any = torch._C
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    plain = (
+        torch.get_default_dtype,
+        c._get_deterministic_algorithms,
+        c._get_deterministic_algorithms_warn_only,
+        c._get_float32_matmul_precision,
+        torch.is_anomaly_enabled,
+    )
+    of_kinds = [(read, (kind,)) for kind in kinds for read in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
+    return [*[(read, ()) for read in plain], *of_kinds]
+
+
 def prepared_hooks(module: nn.Module, optimizer: Any) -> Callable[[], list[Any]]:
     """Reads, fast, every hook that autograd or ``step`` calls: one that comes in mid-run would be skipped."""
     slots = tensor_slots(module).values()

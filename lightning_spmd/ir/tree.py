@@ -13,6 +13,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+from torch import Tensor
+
+_LEAVES = frozenset((Tensor, int, float, bool, str, type(None)))
+"""Kinds that need no question what they contain: asked for each leaf in each step."""
+
 
 def map_leaves(
     function: Callable[[str, Any], Any],
@@ -29,6 +34,8 @@ def map_leaves(
         path: prefix of the paths.
         ends_at: whether a container is a leaf as a whole.
     """
+    if type(tree) in _LEAVES:
+        return function(path, tree)
 
     def inside(value: Any, path: str) -> Any:
         return map_leaves(function, value, path, ends_at)
@@ -68,6 +75,8 @@ def leaves(tree: Any) -> list[tuple[str, Any]]:
 
 def structure(tree: Any) -> Any:
     """A hashable description of the nesting, without leaves."""
+    if type(tree) in _LEAVES:
+        return None
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return (type(tree), tuple(structure(getattr(tree, f)) for f in tree._fields))
     if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):

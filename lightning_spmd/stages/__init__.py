@@ -60,7 +60,7 @@ def build(
 
     Args:
         captured: the global-view graph.
-        axes: the mesh as this rank sees it; empty for one device, whose graph is the captured one.
+        axes: the mesh as this rank sees it; empty for one device, whose graph is the captured one after the passes.
         options: pass list and bucket size.
         plan: placements of inputs and outputs; by default only the batch is split.
         on_stage: told the name of each stage as it begins.
@@ -74,7 +74,9 @@ def build(
     verify_captured(captured)
     state = options.pass_state()
     if not axes:
-        return IterationGraphs(main=_on_one_device(captured, options, state, on_result), remarks=_remarks(state))
+        on_stage("passes")
+        main = run_passes(_on_one_device(captured), options.passes, state, on_result)
+        return IterationGraphs(main=main, remarks=_remarks(state))
     on_stage("expand")
     sharded = switch_streams(expand(captured, axes, plan, on_fallback))
     verify_sharded(sharded)
@@ -91,24 +93,17 @@ def build(
     )
 
 
-def _on_one_device(
-    captured: CapturedStep, options: BuildOptions, state: PassState, on_result: Callable[[str, ShardedStep], None]
-) -> ShardedStep:
-    """The captured graph itself, or a copy of it in which activations are made again."""
-    step = ShardedStep(captured.graph_module, captured.signature, ())
-    chosen = [p for p in options.passes if p.name == REMATERIALIZE.name]
-    if options.rematerialize is None or not chosen:
-        return step
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(captured.graph_module.graph, made))
-    module = private.GraphModule(captured.graph_module, graph)
-    return run_passes(dataclasses.replace(step, graph_module=module), chosen, state, on_result)
-
-
 def _remarks(state: PassState) -> tuple[str, ...]:
     """What users are told of the passes' work."""
     return tuple(f"{name}: {state.notes[name]}" for name in (REMATERIALIZE.name,) if name in state.notes)
+
+
+def _on_one_device(captured: CapturedStep) -> ShardedStep:
+    """A copy of the captured graph; the original is what later traces are compared with."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(captured.graph_module.graph, {}))
+    module = private.GraphModule(captured.graph_module, graph)
+    return ShardedStep(module, captured.signature, ())
 
 
 def finish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.state import StateMesh
-from lightning_spmd.stages import announce, build, finish
+from lightning_spmd.stages import BuildOptions, announce, build, finish
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.holders import Entry
@@ -34,7 +35,7 @@ from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
 from lightning_spmd.strategy.graph_table import creates_state
-from lightning_spmd.strategy.memory import check_writes, lay_out_state
+from lightning_spmd.strategy.memory import check_writes, has_shared_writes, lay_out_state
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
 
@@ -178,15 +179,6 @@ class GraphBuilder:
             lay_out_state(context.optimizer, self._state_mesh)
         captured = self._without_first_step(lambda: self._capture_following(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
-        graphs = build(
-            captured,
-            () if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
-            context.options,
-            context.plan(captured.variant),
-            lambda stage: tell(stage, None),
-            lambda stage, step: self._dump(stage, step.graph_module, step.signature),
-            self._tell_about_fallback,
-        )
         state = LiveState(
             context.module,
             context.optimizer,
@@ -196,6 +188,15 @@ class GraphBuilder:
             context.streams,
             None if self._state_mesh is None else self._state_mesh.wrap,
             context.scaler.tensor,
+        )
+        graphs = build(
+            captured,
+            () if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
+            self._options(captured, state),
+            context.plan(captured.variant),
+            lambda stage: tell(stage, None),
+            lambda stage, step: self._dump(stage, step.graph_module, step.signature),
+            self._tell_about_fallback,
         )
         if whole := state.whole_ones(graphs.main):
             raise ConfigurationError(
@@ -217,13 +218,24 @@ class GraphBuilder:
             on_repairs=self._tell_about_repairs,
         )
         if context.mesh is not None:
-            tensors = () if request.batch is None else request.batch.tensor_values
-            values = executable.inputs(tensors)
+            values = executable.inputs(() if request.batch is None else request.batch.tensor_values)
             check_used(values)
             check_writes(graphs.main.signature.inputs, values, context.module)
             if request.batch is not None and len(split) > 1:
                 self._warn_of_lists(request.batch, captured)
         return executable
+
+    def _options(self, captured: CapturedStep, state: LiveState) -> BuildOptions:
+        """How this step is built. Passes take inputs to be apart; on one device they need not be."""
+        options = self._context.options
+        if self._context.mesh is not None:
+            return options
+        readers = zip(
+            captured.signature.inputs, state.readers(captured.signature.inputs, captured.constants), strict=True
+        )
+        live = [(entry, read()) for entry, read in readers if callable(read)]
+        apart = not has_shared_writes([entry for entry, _ in live], [value for _, value in live])
+        return options if apart else dataclasses.replace(options, passes=())
 
     def _warn_of_lists(self, batch: Batch, captured: CapturedStep) -> None:
         """Lists of tensors that may be one for each row, if the step looks at them."""

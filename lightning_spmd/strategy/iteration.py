@@ -72,7 +72,8 @@ class TrainingIteration:
             FellBack: the iteration must run eagerly; nothing has been changed.
         """
         batch = Batch(batch_tree, self._shared, part=self._has_part)
-        variant = dataclasses.replace(variant, accumulated=bool(self.gradients))
+        if self.gradients:
+            variant = dataclasses.replace(variant, accumulated=True)
         with speaking_of(variant.method):
             executable, rows = self._executable(self._request(batch, arguments, variant, clip))
             outputs = self._run(executable, batch.tensor_values)

@@ -112,17 +112,26 @@ def check_writes(entries: Sequence[GraphInput], values: Sequence[object], module
     Raises:
         ConfigurationError: naming both.
     """
+    for pair in _shared_and_written(entries, values):
+        both = (_attribute(module, t) or n for n, t in pair)
+        raise ConfigurationError(
+            f"{' and '.join(both)} share memory but are two tensors, and a training step writes into it: on "
+            "several devices that cannot be kept in order. Use one tensor object in both places, or .clone() one"
+        )
+
+
+def has_shared_writes(entries: Sequence[GraphInput], values: Sequence[object]) -> bool:
+    """Whether what a graph writes is another input of it too."""
+    return bool(_shared_and_written(entries, values))
+
+
+def _shared_and_written(entries: Sequence[GraphInput], values: Sequence[object]) -> list[tuple[Named, Named]]:
     pairs = zip(entries, values, strict=True)
     leaves = (InputRole.BATCH, InputRole.SHARED_BATCH)
     tensors = {id(v): (e, v) for e, v in pairs if isinstance(v, Tensor) and e.role not in leaves}
     written = {id(v) for e, v in tensors.values() if e.mutated}
-    for (name, one), (other_name, other) in shared((e.name, v) for e, v in tensors.values()):
-        if written & {id(one), id(other)}:
-            both = (_attribute(module, t) or n for n, t in ((name, one), (other_name, other)))
-            raise ConfigurationError(
-                f"{' and '.join(both)} share memory but are two tensors, and a training step writes into it: on "
-                "several devices that cannot be kept in order. Use one tensor object in both places, or .clone() one"
-            )
+    found = shared((e.name, v) for e, v in tensors.values())
+    return [(one, other) for one, other in found if written & {id(one[1]), id(other[1])}]
 
 
 def _attribute(module: nn.Module, tensor: Tensor) -> str | None:

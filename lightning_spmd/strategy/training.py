@@ -77,6 +77,7 @@ class Training:
         self._backward_passes = 0  # of the current batch, on the eager path
         self._steps_eagerly = False
         self._held: dict[str, Tensor] = {}
+        self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
 
     # ------------------------------------------------------------------ the beginning
     def forget(self) -> None:
@@ -172,7 +173,7 @@ class Training:
             return self._eagerly(eager, args, kwargs)
         variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
         self._drop_zeroed_gradients(iteration)
-        arguments = dict(inspect.signature(iteration.context.module.training_step).bind(*args, **kwargs).arguments)
+        arguments = self._arguments(iteration.context.module.training_step, args, kwargs)
         batch = arguments.pop(first(arguments, "argument of training_step"))
         if self._layers.is_sought and self._ranks.mesh is not None and self._layers.size > 1:
             iteration = self._share_layers(iteration, iteration.captured(batch, arguments, variant))
@@ -187,6 +188,13 @@ class Training:
             self._held = dict(iteration.gradients)
             iteration.gradients.clear()
         return output
+
+    def _arguments(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What ``training_step`` gets, by name; signatures cost more than a small step's matrix products."""
+        function = getattr(method, "__func__", method)
+        if self._signature is None or self._signature[0] is not function:
+            self._signature = function, inspect.signature(method)
+        return dict(self._signature[1].bind(*args, **kwargs).arguments)
 
     def _follow_optimizer(self) -> None:
         """Graphs are made for one optimizer; a hook may have given the Trainer another one."""

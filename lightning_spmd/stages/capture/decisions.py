@@ -10,7 +10,7 @@ the optimizer advances inside the graph are not advanced by asking.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.guards import PredicateGuard
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.source import function_of
 from lightning_spmd.stages.capture.host_scalar import Number
 
 Decision = tuple[fx.Node, Number, str]
@@ -39,7 +40,19 @@ class DecisionProgram:
     def guard(self, placeholders: Sequence[fx.Node]) -> PredicateGuard:
         """The guard, with inputs as positions among ``placeholders``."""
         positions = tuple(placeholders.index(n) for n in self.inputs)
-        return PredicateGuard(self.names, positions, self.module.forward, self.expected, self.exact)
+        return PredicateGuard(self.names, positions, _compiled_when_asked(self.module), self.expected, self.exact)
+
+
+def _compiled_when_asked(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+    """The program as a function; many a captured step is only looked at, and never asked."""
+    compiled: list[Callable[..., Sequence[Any]]] = []
+
+    def program(*values: Any) -> Sequence[Any]:
+        if not compiled:
+            compiled.append(function_of(module))
+        return compiled[0](*values)
+
+    return program
 
 
 def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> DecisionProgram | None:

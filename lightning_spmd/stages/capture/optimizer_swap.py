@@ -8,6 +8,7 @@ the optimizer itself inside the graph, exactly as eager's first step does, and b
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -123,21 +124,46 @@ class OptimizerSwap:
         """Guards on the groups: structure and all that is not an input; on the state's entries if ``stepped``."""
         optimizer = self.optimizer
 
-        def structure() -> Any:
-            return tuple(
-                (tuple(map(id, g["params"])), tuple((k, _kind(v)) for k, v in g.items() if k != "params"))
-                for g in optimizer.param_groups
-            )
-
         def states() -> tuple[int, ...]:
             state = optimizer.state
             return tuple([len(state[p]) if p in state else 0 for g in optimizer.param_groups for p in g["params"]])
 
+        structure = _Structure(optimizer)
         guards = [ValueGuard("the structure of optimizer.param_groups", structure, structure())]
         return [*guards, ValueGuard("the entries of optimizer.state", states, states())] if stepped else guards
 
 
 _ABSENT = object()
+
+
+class _Structure:
+    """What of the parameter groups is part of a graph; nearly always these are the very objects of the last step.
+
+    Args:
+        optimizer: whose groups.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._seen: list[Any] = []
+        self._found: Any = None
+
+    def __call__(self) -> Any:
+        """Parameters, keys, and the kinds of their values."""
+        groups = self._optimizer.param_groups
+        now = [x for g in groups for part in (g, g.values(), g["params"]) for x in part]
+        if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
+            self._found = tuple(
+                (tuple(map(id, g["params"])), tuple((k, _kind(v)) for k, v in g.items() if k != "params"))
+                for g in groups
+            )
+            # a list or tensor may change and stay the same object
+            fixed = all(isinstance(v, _FIXED) for g in groups for k, v in g.items() if k != "params")
+            self._seen = now if fixed else []
+        return self._found
+
+
+_FIXED = (int, float, str, bool, tuple, type(None))
 
 
 def _kind(value: Any) -> Any:

@@ -30,19 +30,12 @@ def submodules_guard(root: nn.Module) -> ValueGuard:
 
 def settings_guard() -> ValueGuard:
     """The switches of torch that decide which operators Python code becomes."""
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    readers = private.readers_of_settings()
 
-    def settings() -> tuple[Any, ...]:
-        return (
-            torch.get_default_dtype(),
-            torch.get_default_device(),
-            *[(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds],
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.get_float32_matmul_precision(),
-            torch.is_anomaly_enabled(),
-            len(private.function_modes()),
-        )
+    def settings() -> list[Any]:
+        # a default device is a mode of torch functions, so without one nobody has set it
+        modes = len(private.function_modes())
+        return [modes, torch.get_default_device() if modes else None, *[read(*of) for read, of in readers]]
 
     return ValueGuard("torch's settings (default dtype and device, autocast, determinism, ...)", settings, settings())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,13 @@ class Program:
 
     def __init__(self, step: ShardedStep, readers: Sequence[Reader | int | None], lower: Lowering) -> None:
         self.step = step
-        self.run = lower(step)
+        self._lower = lower
         self._readers = readers
+
+    @functools.cached_property
+    def run(self) -> Callable[..., Sequence[Any]]:
+        """The callable; made when it is first wanted, for the first runs, node by node, may still change the graph."""
+        return self._lower(self.step)
 
     def inputs(self, batch: Sequence[Tensor], pending: Sequence[Any] = ()) -> list[Any]:
         """The values of the graph's inputs now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from lightning_spmd.ir.source import function_of
 from lightning_spmd.ir.steps import ShardedStep
 
 Lowering: TypeAlias = Callable[[ShardedStep], Callable[..., Sequence[Any]]]
@@ -19,6 +20,5 @@ decision on every rank.
 
 
 def as_python(step: ShardedStep) -> Callable[..., Sequence[Any]]:
-    """The graph as the Python function that fx writes of it, one call an operator."""
-    module = step.graph_module
-    return lambda *inputs: module.forward(*inputs)
+    """The graph as one Python function, one call an operator."""
+    return function_of(step.graph_module)

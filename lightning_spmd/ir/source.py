@@ -1,0 +1,151 @@
+"""A graph as one Python function, a line an operator.
+
+Unlike the code that fx writes, a line calls the dispatcher's entry at once instead of looking for it under
+``torch.ops``: of the microseconds that an operator costs on the host that is one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import keyword
+import linecache
+import math
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import fx
+
+from lightning_spmd import _private_api as private
+
+_SIGNS = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "truediv": "{} / {}",
+    "pow": "{} ** {}",
+    "neg": "-{}",
+    "getitem": "{}[{}]",
+}
+"""How Python writes functions of the module ``operator``."""
+_programs = itertools.count()
+
+
+def function_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
+    """What takes the values of the graph's inputs in order, and gives its outputs.
+
+    Raises:
+        ValueError: the graph calls modules or methods.
+    """
+    return _Writer(graph_module).function()
+
+
+class _Writer:
+    """Writes the source of a graph and compiles it.
+
+    Args:
+        graph_module: the graph, and what its ``get_attr`` nodes name.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self._module = graph_module
+        self._graph = graph_module.graph
+        self._globals: dict[str, Any] = {}
+        self._known: dict[int, str] = {}
+        self._taken = {node.name for node in self._graph.nodes}
+
+    def function(self) -> Callable[..., Any]:
+        """The callable."""
+        source = self._source()
+        name = f"<graph {next(_programs, 0)} of strategy='spmd'>"
+        exec(compile(source, name, "exec"), self._globals)
+        function = self._globals.pop("step")
+        # so that a traceback out of an operator shows the line
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        weakref.finalize(function, linecache.cache.pop, name, None)
+        return function
+
+    def _source(self) -> str:
+        last = self._last_readers()
+        parameters: list[str] = []
+        lines: list[str] = []
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                parameters.append(node.name)
+                if not node.users:
+                    lines.append(f"    {node.name} = None")
+                continue
+            lines.append("    " + self._statement(node))
+            if node in last and node.op != "output":
+                lines[-1] += "; " + " = ".join(n.name for n in last[node]) + " = None"
+        return f"def step({', '.join(parameters)}):\n" + "\n".join(lines) + "\n"
+
+    def _last_readers(self) -> dict[fx.Node, list[fx.Node]]:
+        """The values that nobody needs any more after a node."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        seen: set[fx.Node] = set()
+        for node in reversed(self._graph.nodes):
+            for operand in node.all_input_nodes:
+                if operand not in seen:
+                    seen.add(operand)
+                    found.setdefault(node, []).append(operand)
+        return found
+
+    def _statement(self, node: fx.Node) -> str:
+        if node.op == "output":
+            return f"return {self._value(node.args[0])}"
+        if node.op == "get_attr":
+            value: Any = operator.attrgetter(str(node.target))(self._module)
+            return f"{node.name} = {self._constant(value, 'constant')}"
+        if node.op != "call_function":
+            raise ValueError(f"graphs of iterations have no {node.op} nodes: {node.format_node()}")
+        call = self._call(node)
+        return f"{node.name} = {call}" if node.users else call
+
+    def _call(self, node: fx.Node) -> str:
+        arguments = [self._value(a) for a in node.args]
+        target: Any = node.target
+        sign = _SIGNS.get(target.__name__) if getattr(target, "__module__", "") == "_operator" else None
+        if sign is not None:
+            return sign.format(*(f"({a})" if a.startswith("-") else a for a in arguments))
+        words = {k: self._value(v) for k, v in node.kwargs.items()}
+        arguments += [f"**{{{k!r}: {v}}}" if keyword.iskeyword(k) else f"{k}={v}" for k, v in words.items()]
+        return f"{self._constant(private.entry_of(target), _name_of(target))}({', '.join(arguments)})"
+
+    def _value(self, argument: object) -> str:
+        """The source of an argument."""
+        value: Any = argument
+        if isinstance(value, fx.Node):
+            return value.name
+        if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        if type(value) is slice:
+            return f"slice({self._value(value.start)}, {self._value(value.stop)}, {self._value(value.step)})"
+        if isinstance(value, tuple):
+            return "(" + "".join(f"{self._value(v)}, " for v in cast("tuple[Any, ...]", value)) + ")"
+        if isinstance(value, list):
+            return "[" + ", ".join(self._value(v) for v in cast("list[Any]", value)) + "]"
+        if isinstance(value, dict):
+            items = cast("dict[Any, Any]", value).items()
+            return "{" + ", ".join(f"{k!r}: {self._value(v)}" for k, v in items) + "}"
+        return self._constant(value, "constant")
+
+    def _constant(self, value: Any, kind: str) -> str:
+        """A global name for an object."""
+        if id(value) not in self._known:
+            base = "".join(c if c.isalnum() else "_" for c in kind)
+            name, number = base, 0
+            while name in self._taken:
+                number += 1
+                name = f"{base}_{number}"
+            self._taken.add(name)
+            self._known[id(value)] = name
+            self._globals[name] = value  # which keeps it alive, and so its id its own
+        return self._known[id(value)]
+
+
+def _name_of(target: Any) -> str:
+    """How the line of a call names what it calls."""
+    name: Any = getattr(target, "__name__", "call")
+    return str(target) if private.entry_of(target) is not target else str(name)
