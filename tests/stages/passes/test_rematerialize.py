@@ -134,7 +134,6 @@ def test_the_same_bits_with_fewer_bytes(name: str, share: float) -> None:
     captured, live = ONE_DEVICE[name]()
     text = str(captured.graph_module.graph)
     plain, ours = (on_one_device(captured, wanted) for wanted in (None, share))
-    assert plain.graph_module is captured.graph_module
     assert str(captured.graph_module.graph) == text, "the captured graph is looked at again later"
     assert activation_bytes(ours) < 0.95 * activation_bytes(plain)
     assert_equal(run(ours, live), run(plain, live))
@@ -320,7 +319,7 @@ def test_a_graph_without_backward_pass_stays_as_it_is() -> None:
     state = PassState(rematerialize=1.0)
     run_passes(step, [rematerialize.PASS], state)
     assert state.notes == {}
-    assert counts(step) == counts(on_one_device(captured, None))
+    assert counts(step) == counts(ShardedStep(captured.graph_module, captured.signature, ()))
 
 
 # ---------------------------------------------------------------- broken on purpose
