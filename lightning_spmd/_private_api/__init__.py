@@ -44,6 +44,12 @@ from lightning_spmd._private_api.grad_scaler import (
     takes_found_inf,
     unscale_parts,
 )
+from lightning_spmd._private_api.inductor_names import (
+    compile_with_inductor,
+    compiler_settings,
+    load_inductor_code,
+    profiler_is_on,
+)
 from lightning_spmd._private_api.lightning_names import (
     SubprocessScriptLauncher,
     after_closure,
@@ -125,6 +131,8 @@ __all__ = [
     "autograd_hooks",
     "child_tables",
     "collectives_begun",
+    "compile_with_inductor",
+    "compiler_settings",
     "current_backward_sequence_number",
     "decide_shapes",
     "default_backend",
@@ -152,6 +160,7 @@ __all__ = [
     "last_learning_rate_readers",
     "last_learning_rates_replaced",
     "layer_sync",
+    "load_inductor_code",
     "local_tensor",
     "mark_stepped",
     "module_tensors_replaced",
@@ -161,6 +170,7 @@ __all__ = [
     "optimizers_accept_fake_tensors",
     "optimizers_to_device",
     "parameter_hooks",
+    "profiler_is_on",
     "prepared_hooks",
     "readers_of_settings",
     "pytree",

@@ -33,6 +33,7 @@ class BuildOptions:
         reduce_dtype: in which gradients travel, a name in ``passes.REDUCE_DTYPES``; None: as they are.
         overlap_iterations: whether the end of an iteration may run inside the next one; ``"auto"``: where it is faster.
         rematerialize: the share of the activations' bytes to give back, or as an integer the bytes to leave; None: all.
+        lowering: what makes callables of final graphs, one of ``stages.runtime.lowering.MODES``.
     """
 
     passes: Sequence[GraphPass] = PASSES
@@ -40,6 +41,7 @@ class BuildOptions:
     reduce_dtype: str | None = None
     overlap_iterations: bool | str = False
     rematerialize: float | int | None = None
+    lowering: str = "none"
 
     def pass_state(self) -> PassState:
         """What one run of the passes starts with."""

@@ -31,6 +31,7 @@ from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.runtime.agreement import agree_on
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
+from lightning_spmd.stages.runtime.lowering import Company, lowering
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
@@ -215,6 +216,7 @@ class GraphBuilder:
             state,
             finish_graphs,
             functools.partial(self._follow, captured),
+            lowering(context.options.lowering, self._company(self.captures)),
             on_repairs=self._tell_about_repairs,
         )
         if context.mesh is not None:
@@ -278,6 +280,17 @@ class GraphBuilder:
         self._check_agreement(graphs.main, captured)
         self._tell_about_overlap(captured, graphs)
         return graphs
+
+    def _company(self, number: int) -> Company:
+        """What the lowering of a graph asks."""
+        control = self._context.control
+
+        def dump(stage: str, step: ShardedStep) -> None:
+            self._dump(stage, step.graph_module, step.signature, number)
+
+        if control is None:
+            return Company(steps_left=self._context.steps_left, on_result=dump)
+        return Company(control.rank, control.gather, self._context.steps_left, dump)
 
     def _follow(self, captured: CapturedStep, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
         step = follow(cleanup, setup)

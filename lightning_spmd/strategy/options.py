@@ -8,13 +8,19 @@ from typing import Any
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, REMATERIALIZE, select
+from lightning_spmd.stages.runtime.lowering import MODES
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")\s*")
 
 
 def checked_options(
-    passes: list[Any] | None, bucket_size_mb: Any, reduce_dtype: Any, overlap: Any, rematerialize: Any = None
+    passes: list[Any] | None,
+    bucket_size_mb: Any,
+    reduce_dtype: Any,
+    overlap: Any,
+    rematerialize: Any = None,
+    lowering: Any = "none",
 ) -> BuildOptions:
     """What graphs are built with; ``SPMDStrategy`` says what each argument means.
 
@@ -27,13 +33,15 @@ def checked_options(
         raise ConfigurationError(f"reduce_dtype={reduce_dtype!r}: known are {list(REDUCE_DTYPES)}, or None")
     if overlap not in (True, False, "auto"):
         raise ConfigurationError(f"overlap_iterations={overlap!r}: give True, False or 'auto'")
+    if lowering not in MODES:
+        raise ConfigurationError(f"lowering={lowering!r}: give one of {list(MODES)}")
     chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
     give_back = _share_or_bytes(rematerialize)
     if give_back is not None and REMATERIALIZE.name not in [p.name for p in chosen]:
         raise ConfigurationError(
             f"rematerialize={rematerialize!r} needs the pass {REMATERIALIZE.name!r}, which passes=[...] leaves out"
         )
-    return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap, give_back)
+    return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering)
 
 
 def _share_or_bytes(value: Any) -> float | int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +94,18 @@ class RunContext:
             "predict_step": precision.predict_step_context,
         }
         return contexts[method]()
+
+    def steps_left(self) -> float:
+        """How many batches the run may still take; infinite where nobody knows."""
+        trainer = self.trainer
+        if self.optimizer is None:
+            return math.inf
+        left = [math.inf]
+        if trainer.max_steps >= 0:
+            left.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+        if trainer.max_epochs not in (None, -1):
+            left.append((trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches)
+        return min(left)
 
 
 @dataclass(frozen=True)

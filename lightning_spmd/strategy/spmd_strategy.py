@@ -81,6 +81,8 @@ class SPMDStrategy(SavingStrategy):
             pass. A number above 0 and at most 1: the share of their bytes to give back; a string such as ``"512MiB"``
             (KiB, MiB or GiB): the bytes that they may take on each device; None: all are kept. Losses keep their bits;
             an info message says what is reached and how much of the forward pass is done twice.
+        lowering: ``"inductor"``: chains of pointwise operators and reductions are compiled, in each graph's second run;
+            ``"auto"``: those that are worth the compiler's time, and are faster by measurement; ``"none"``: none.
         save_distributed_checkpoint: write a checkpoint as a folder into which every rank writes its part, instead of a
             single file that rank 0 assembles. Either is read by every plan and number of devices.
         passes: names of the graph passes to run, in order, and ``GraphPass`` objects of your own; None: the default.
@@ -115,6 +117,7 @@ class SPMDStrategy(SavingStrategy):
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         overlap_iterations: bool | Literal["auto"] = "auto",
         rematerialize: float | str | None = None,
+        lowering: Literal["auto", "inductor", "none"] = "none",
         save_distributed_checkpoint: bool = False,
         passes: list[Any] | None = None,
         dump_dir: str | Path | None = None,
@@ -140,7 +143,9 @@ class SPMDStrategy(SavingStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.build_options = checked_options(passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize)
+        self.build_options = checked_options(
+            passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize, lowering
+        )
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self._settings = GraphSettings(ranks, self.build_options, self.dump_dir)
         steps = StepsInGraphs()

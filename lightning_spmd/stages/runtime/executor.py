@@ -148,8 +148,9 @@ class Executable:
                 self._cleanup.run(*self._cleanup.inputs((), values))
 
     # ------------------------------------------------------------------ pieces
-    def _program(self, step: ShardedStep) -> Program:
-        return Program(step, self.state.readers(step.signature.inputs, self.captured.constants), self._lower)
+    def _program(self, step: ShardedStep, lower: Lowering | None = None) -> Program:
+        readers = self.state.readers(step.signature.inputs, self.captured.constants)
+        return Program(step, readers, self._lower if lower is None else lower)
 
     def _first_run(self, batch: Sequence[Tensor]) -> Sequence[Any]:
         """Run node by node, checking layouts; what fails leaves buffers, counters and random state as they were.
@@ -186,7 +187,8 @@ class Executable:
             self._finish, self._profile = None, None
             self._main = self._program(self.graphs.setup or self.graphs.main)
             if self.graphs.cleanup is not None:
-                self._cleanup = self._program(self.graphs.cleanup)
+                # a rank may clean up alone, and lowering may have to speak with the others
+                self._cleanup = self._program(self.graphs.cleanup, as_python)
                 self._after[id(self)] = (self, self._program(self.graphs.main))
         return outputs
 

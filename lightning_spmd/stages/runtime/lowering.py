@@ -6,6 +6,7 @@ The first runs of a graph go node by node, for layouts and for measurements; onl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightning_spmd.ir.source import function_of
@@ -19,6 +20,36 @@ decision on every rank.
 """
 
 
+MODES = ("auto", "inductor", "none")
+"""What ``SPMDStrategy(lowering=...)`` may be."""
+
+
+@dataclass(frozen=True)
+class Company:
+    """What the lowering of a graph has to do with the rest of the run.
+
+    Args:
+        rank: this rank's number.
+        gather: gives every rank's value, by rank; called by all ranks in the same step.
+        steps_left: how many steps the run may still take.
+        on_result: told of the lowered graph (dumps).
+    """
+
+    rank: int = 0
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    steps_left: Callable[[], float] = lambda: float("inf")
+    on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None
+
+
 def as_python(step: ShardedStep) -> Callable[..., Sequence[Any]]:
     """The graph as one Python function, one call an operator."""
     return function_of(step.graph_module)
+
+
+def lowering(mode: str, company: Company) -> Lowering:
+    """The lowering that ``SPMDStrategy(lowering=mode)`` asks for."""
+    if mode == "none":
+        return as_python
+    from lightning_spmd.stages.runtime.regions.lowering import LoweredStep  # nothing of it runs where nobody asks
+
+    return lambda step: LoweredStep(step, mode, company)

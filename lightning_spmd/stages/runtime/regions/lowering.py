@@ -1,0 +1,189 @@
+"""A final graph with compiled regions, and how they are chosen.
+
+The first runs of a graph decide, on all ranks alike::
+
+    "inductor"   compile · a run in which each region is compared with its operators · the graph with regions
+    "auto"       two measured runs · compile what is worth it · the same comparison, timed · those that are faster
+
+Whatever happens to one region costs that region: it stays as its operators. Ranks tell each other what they measured
+and saw, the slowest of both sides counts, and one that failed somewhere is used nowhere: what is whole on every rank
+stays equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.cache import the_store
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.messages import tell, warn
+from lightning_spmd.stages.runtime.lowering import Company
+from lightning_spmd.stages.runtime.profile import RUNS, Profile, agree
+from lightning_spmd.stages.runtime.regions.choice import fitting_regions, worthwhile
+from lightning_spmd.stages.runtime.regions.code import CODES, entry_of
+from lightning_spmd.stages.runtime.regions.partition import computing
+from lightning_spmd.stages.runtime.regions.region import Region, lowered_graph
+from lightning_spmd.stages.runtime.regions.trial import Verdict, tried
+
+FASTER = 0.95
+"""Part of its operators' time that a region may take at most to be chosen by ``"auto"``."""
+
+Run = Callable[..., Sequence[Any]]
+
+
+class LoweredStep:
+    """Runs a final graph; after its first runs with regions.
+
+    Args:
+        step: the graph; it is changed by nobody from the first run on.
+        mode: ``"auto"`` or ``"inductor"``.
+        company: the rest of the run.
+    """
+
+    def __init__(self, step: ShardedStep, mode: str, company: Company) -> None:
+        self.regions: dict[int, Region] = {}
+        self._step = step
+        self._mode = mode
+        self._company = company
+        self._profile: Profile | None = None
+        self._run: Run = self._first_run
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        """The outputs of the graph."""
+        return self._run(*inputs)
+
+    # ------------------------------------------------------------------ the first runs
+    def _first_run(self, *inputs: Any) -> Sequence[Any]:
+        """Find regions, and measure the graph where that decides something."""
+        if self._profile is None:
+            self.regions = self._found()
+            self._profile = Profile(self._step.graph_module)
+        if not self.regions:
+            return self._settle(self._as_operators())(*inputs)
+        if self._mode == "inductor":
+            return self._trial(*inputs)
+        outputs: Sequence[Any] = self._profile.run(*inputs)
+        if self._profile.runs == RUNS:
+            self._choose_by_times(self._profile.seconds)
+        return outputs
+
+    def _choose_by_times(self, seconds: Mapping[str, float]) -> None:
+        everyone = self._company.gather((dict(seconds), self._company.steps_left()))
+        times = agree(self._step.graph_module.graph, [times for times, _ in everyone])
+        chosen = worthwhile(self.regions, times, min(left for _, left in everyone))
+        # sizes may differ a little between ranks, so one of them decides
+        self.regions = {number: self.regions[number] for number in self._company.gather(chosen)[0]}
+        self._settle(self._trial if self.regions else self._as_operators())
+
+    def _settle(self, run: Run) -> Run:
+        """What runs from now on."""
+        self._run, self._profile = run, None
+        return run
+
+    def _trial(self, *inputs: Any) -> Sequence[Any]:
+        """Compile, and run regions beside their operators."""
+        self._compile()
+        verdicts = {number: Verdict(CODES.problem(region)) for number, region in self.regions.items()}
+        functions: dict[int, Run] = {}
+        for number, region in self.regions.items():
+            code = CODES.known(region)
+            if code is None:
+                functions[number] = _operators_of(region)
+            else:
+                functions[number] = tried(region, code, functools.partial(verdicts.__setitem__, number))
+        outputs = self._with(functions).forward(*inputs)
+        self._decide(self._company.gather(verdicts))
+        return outputs
+
+    def _decide(self, everyone: Sequence[Mapping[int, Verdict]]) -> None:
+        """Choose regions by what all ranks saw of them."""
+        chosen: dict[int, Region] = {}
+        for number, region in self.regions.items():
+            seen = [verdicts[number] for verdicts in everyone]
+            problem = next((v.problem for v in seen if v.problem), "")
+            if problem:
+                warn(f"strategy='spmd' leaves {region.tag} as it is: {problem}")
+            elif self._mode == "inductor" or max(v.lowered for v in seen) <= FASTER * max(v.eager for v in seen):
+                chosen[number] = region
+        self.regions = chosen
+        self._settle(self._as_operators())
+        if chosen:
+            module = self._with({number: LoweredRegion(region) for number, region in chosen.items()})
+            self._company.on_result("lowered", ShardedStep(module, self._step.signature, self._step.axes))
+            self._settle(module.forward)
+            nodes = sum(computing(region.nodes) for region in chosen.values())
+            kinds = len({region.key for region in chosen.values()})
+            tell(
+                f"strategy='spmd' runs {len(chosen)} compiled regions, {kinds} of them different, for {nodes} operators"
+            )
+
+    # ------------------------------------------------------------------ pieces
+    def _found(self) -> dict[int, Region]:
+        """The graph's regions, if all ranks find the same ones."""
+        if any(not axis.is_even for axis in self._step.axes):
+            return {}  # ranks with other sizes may round otherwise what must be equal on all of them
+        found = fitting_regions(self._step)
+        shape = [(region.nodes[0].name, region.place.name) for region in found.values()]
+        everyone = self._company.gather(shape)
+        return found if all(other == shape for other in everyone) else {}
+
+    def _compile(self) -> None:
+        """Have code for the regions: of ranks that share a disk each compiles its part, the others read it."""
+        folder = the_store().folder
+        where = (socket.gethostname(), str(folder) if folder is not None else str(os.getpid()))
+        by_key = {entry_of(region): region for region in self.regions.values()}
+        everyone: list[tuple[Any, list[str]]] = self._company.gather((where, list(by_key)))
+        for place, key in enumerate(by_key):
+            sharing = [rank for rank, (other, keys) in enumerate(everyone) if other == where and key in keys]
+            if sharing[place % len(sharing)] == self._company.rank:
+                CODES.make(by_key[key])
+        self._company.gather(None)  # by now everything is on disk
+        for region in by_key.values():
+            CODES.make(region)
+
+    def _with(self, functions: Mapping[int, Run]) -> Any:
+        graph = lowered_graph(self._step.graph_module.graph, self.regions, functions)
+        module = private.GraphModule(self._step.graph_module, graph)
+        module.recompile()
+        return module
+
+    def _as_operators(self) -> Run:
+        module = self._step.graph_module
+        return lambda *inputs: module.forward(*inputs)
+
+
+def _operators_of(region: Region) -> Run:
+    function = region.function()
+    return lambda *inputs: function.forward(*inputs)
+
+
+class LoweredRegion:
+    """A region's code; where it fails, its operators, from then on.
+
+    Args:
+        region: it has code.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.__name__ = self.__qualname__ = region.name
+        self.__module__ = __name__
+        self._region = region
+        self._tag = region.tag
+        self._code = CODES.known(region)
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """The region's outputs."""
+        if self._code is None:
+            return self._region.function().forward(*inputs)
+        if private.profiler_is_on():
+            with record_function(self._tag):
+                return self._code(list(inputs))
+        return self._code(list(inputs))
