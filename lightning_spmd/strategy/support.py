@@ -90,6 +90,12 @@ FEATURES: tuple[Feature, ...] = (
         f"{_FIT}::test_precision_equals_eager",
     ),
     Feature(
+        "lowering='inductor' and 'auto' of SPMDStrategy",
+        Mode.COMPILED,
+        "chains of pointwise operators and reductions are compiled by Inductor, kept on disk; needs a C++ compiler",
+        "tests/strategy/test_lowering.py::test_lowered_training_is_training_and_a_second_start_compiles_nothing",
+    ),
+    Feature(
         "precision 16-mixed",
         Mode.COMPILED,
         "loss scaling and skipped steps are in the graph; the scaler's state is in checkpoints as Lightning's",

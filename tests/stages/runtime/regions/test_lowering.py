@@ -1,0 +1,259 @@
+"""How regions are chosen, and that whatever goes wrong with one costs that one only."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_spmd.cache import the_store
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.stages.runtime.lowering import Company
+from lightning_spmd.stages.runtime.profile import RUNS
+from lightning_spmd.stages.runtime.regions import choice, code, trial
+from lightning_spmd.stages.runtime.regions.lowering import LoweredStep
+from tests.stages.runtime.regions.cases import Compiler, Fault, chain, compiler
+
+__all__ = ["compiler"]
+
+
+def run(step: LoweredStep, live: Sequence[Tensor], times: int = 1) -> Sequence[Tensor]:
+    with torch.no_grad():
+        for _ in range(times - 1):
+            step(*live)
+        return step(*live)
+
+
+def expected(step: ShardedStep, live: Sequence[Tensor]) -> Sequence[Tensor]:
+    with torch.no_grad():
+        return step.graph_module.forward(*live)
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(one, other, strict=True))
+
+
+def test_regions_run_after_a_run_that_compares_them(compiler: Compiler) -> None:
+    step, live = chain()
+    lowered = LoweredStep(step, "inductor", Company())
+    right = expected(step, live)
+    compiler.fault = lambda _inputs, outputs: [output * 1.00001 for output in outputs]
+    assert same(run(lowered, live), right)  # compared, and not yet used
+    assert len(lowered.regions) > 2
+    assert not same(run(lowered, live), right)
+    compiler.fault = None
+    assert same(run(lowered, live), right)
+
+
+FAULTS: dict[str, Fault] = {
+    "off by": lambda _, right: [value * 1.01 for value in right],
+    "not finite": lambda _, right: [value / 0 for value in right],
+    "strides": lambda _, right: [value.t().contiguous().t() if value.dim() == 2 else value * 2 for value in right],
+    "is torch.float64": lambda _, right: [value.double() for value in right],
+    "raised KeyError": lambda _, right: {}["k"],
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_a_region_with_wrong_results_stays_as_its_operators(compiler: Compiler, words: str) -> None:
+    step, live = chain()
+    right = expected(step, live)
+    compiler.fault = FAULTS[words]
+    first: list[Any] = []
+    compiler.only = lambda function: function is first[0] if first else not first.append(function)
+    lowered = LoweredStep(step, "inductor", Company())
+    with pytest.warns(UserWarning, match=words) as caught:
+        assert same(run(lowered, live), right)
+    assert len(caught) == 1
+    assert len(lowered.regions) > 1
+    assert same(run(lowered, live), right)
+
+
+def test_results_that_share_storage_are_noticed(compiler: Compiler) -> None:
+    step, live = chain()
+    compiler.fault = lambda inputs, right: [inputs[0].view_as(v) if v.shape == inputs[0].shape else v for v in right]
+    lowered = LoweredStep(step, "inductor", Company())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(lowered, live)
+    texts = [str(w.message) for w in caught]
+    assert any("shares its storage with another value" in text for text in texts)
+
+
+def test_a_region_that_cannot_be_compiled_stays_as_its_operators(compiler: Compiler) -> None:
+    step, live = chain()
+    right = expected(step, live)
+    compiler.refuses = True
+    lowered = LoweredStep(step, "inductor", Company())
+    with pytest.warns(UserWarning, match="RuntimeError: out of registers$"):
+        assert same(run(lowered, live), right)
+    assert not lowered.regions
+    assert same(run(lowered, live), right)
+    assert code.CODES.counts.failed > 0
+
+
+def with_times(monkeypatch: pytest.MonkeyPatch, lowered: float) -> None:
+    """Operators of a region take a second, its code so many."""
+    turns = iter([1.0, lowered] * 1000)
+    monkeypatch.setattr(trial, "_seconds", lambda _side, _inputs: next(turns))
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.5, True), (0.99, False), (2.0, False)])
+def test_auto_keeps_what_is_faster(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, seconds: float, kept: bool
+) -> None:
+    step, live = chain()
+    right = expected(step, live)
+    monkeypatch.setattr(choice, "CALL", -1.0)  # every region promises to be worth it
+    with_times(monkeypatch, seconds)
+    lowered = LoweredStep(step, "auto", Company())
+    assert same(run(lowered, live, RUNS), right)
+    assert compiler.compiled == 0
+    assert same(run(lowered, live), right)
+    assert compiler.compiled > 0
+    assert bool(lowered.regions) == kept
+    assert same(run(lowered, live), right)
+
+
+def test_auto_compiles_nothing_that_saves_less_than_compiling_takes(compiler: Compiler) -> None:
+    step, live = chain()
+    lowered = LoweredStep(step, "auto", Company(steps_left=lambda: 10))
+    assert same(run(lowered, live, 5), expected(step, live))
+    assert compiler.compiled == 0
+
+
+def test_a_second_start_compiles_nothing_and_a_damaged_entry_is_made_anew(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, live = chain()
+    run(LoweredStep(step, "inductor", Company()), live)
+    kinds = compiler.compiled
+    assert code.CODES.counts == code.Counts(compiled=kinds, seconds=code.CODES.counts.seconds)
+
+    code.CODES.forget()
+    run(LoweredStep(step, "inductor", Company()), live)
+    assert code.CODES.counts == code.Counts(loaded=kinds)
+
+    code.CODES.forget()
+    folder = the_store().folder
+    assert folder is not None
+    path = next((folder / f"{code.KIND}.entries").iterdir())
+    path.write_bytes(path.read_bytes()[:-3])
+    run(LoweredStep(step, "inductor", Company()), live)
+    assert (code.CODES.counts.compiled, code.CODES.counts.loaded) == (1, kinds - 1)
+
+
+def test_code_that_cannot_be_loaded_is_made_anew(compiler: Compiler) -> None:
+    step, live = chain()
+    run(LoweredStep(step, "inductor", Company()), live)
+    kinds = compiler.compiled
+    code.CODES.forget()
+    compiler.sources.clear()
+    run(LoweredStep(step, "inductor", Company()), live)
+    assert (code.CODES.counts.compiled, code.CODES.counts.loaded) == (kinds, 0)
+
+
+@pytest.mark.parametrize("change", ["threads", "torch", "settings"])
+def test_another_environment_is_another_entry(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    step, live = chain()
+    run(LoweredStep(step, "inductor", Company()), live)
+    kinds = compiler.compiled
+    code.CODES.forget()
+    if change == "torch":
+        monkeypatch.setattr(torch, "__version__", "9.9.9")
+    else:
+        monkeypatch.setattr(code, "_settings", lambda _threads: f"other {change}")
+    run(LoweredStep(step, "inductor", Company()), live)
+    assert compiler.compiled == 2 * kinds
+
+
+# ---------------------------------------------------------------- several ranks
+class Meeting:
+    """Gathers values of ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self._values: dict[int, Any] = {}
+        self._barrier = threading.Barrier(size, timeout=60)
+
+    def gather(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gathered(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait()
+            everyone = [self._values[i] for i in sorted(self._values)]
+            self._barrier.wait()
+            return everyone
+
+        return gathered
+
+
+def on_ranks(work: Callable[[int, Callable[[Any], list[Any]]], Any], size: int = 2) -> list[Any]:
+    meeting, results = Meeting(size), [None] * size
+
+    def one(rank: int) -> None:
+        results[rank] = work(rank, meeting.gather(rank))
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_what_one_rank_cannot_use_no_rank_uses(compiler: Compiler) -> None:
+    step, live = chain()
+    right = expected(step, live)
+    failing: list[int] = []
+
+    def work(rank: int, gather: Callable[[Any], list[Any]]) -> LoweredStep:
+        def told(value: Any) -> list[Any]:
+            if rank == 1 and isinstance(value, dict) and all(isinstance(v, trial.Verdict) for v in value.values()):
+                failing.append(min(value))
+                value = {**value, min(value): trial.Verdict("another one on this rank")}
+            return gather(value)
+
+        lowered = LoweredStep(step, "inductor", Company(rank, told))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert same(run(lowered, live, 2), right)
+        return lowered
+
+    chosen = [sorted(lowered.regions) for lowered in on_ranks(work)]
+    assert chosen[0] == chosen[1] != []
+    assert failing[0] not in chosen[0]
+
+
+def test_the_slowest_rank_counts(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, live = chain()
+    monkeypatch.setattr(choice, "CALL", -1.0)
+
+    def work(rank: int, gather: Callable[[Any], list[Any]]) -> LoweredStep:
+        def told(value: Any) -> list[Any]:
+            if isinstance(value, dict) and all(isinstance(v, trial.Verdict) for v in value.values()):
+                value = {number: trial.Verdict("", 1.0, 0.5 if rank == 0 else 1.5) for number in value}
+            return gather(value)
+
+        lowered = LoweredStep(step, "auto", Company(rank, told))
+        run(lowered, live, RUNS + 2)
+        return lowered
+
+    assert [len(lowered.regions) for lowered in on_ranks(work)] == [0, 0]
+
+
+def test_ranks_that_find_other_regions_use_none(compiler: Compiler) -> None:
+    (one, live), (other, _) = chain(), chain()
+    for node in list(other.graph_module.graph.nodes)[-6:-2]:
+        node.meta["random"] = "not for regions"
+
+    def work(rank: int, gather: Callable[[Any], list[Any]]) -> LoweredStep:
+        lowered = LoweredStep((one, other)[rank], "inductor", Company(rank, gather))
+        run(lowered, live, 2)
+        return lowered
+
+    assert [len(lowered.regions) for lowered in on_ranks(work)] == [0, 0]
+    assert compiler.compiled == 0
