@@ -15,10 +15,9 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.cache import Store, the_store
@@ -98,7 +97,7 @@ class Codes:
         try:
             mode = private.FakeTensorMode()
             fakes = [private.new_fake(mode, spec_of(node)) for node in region.inputs]
-            source, files = private.compile_with_inductor(_function(region), fakes, mode, folder)
+            source, files = private.compile_with_inductor(region.function, fakes, mode, folder)
             self._known[key] = private.load_inductor_code(source, files, folder)
         except Exception as error:  # a compiler may fail in every way, and the region is there without it
             self.problems[key] = _first_line(error)
@@ -133,11 +132,6 @@ def entry_of(region: Region) -> str:
 
 
 # ---------------------------------------------------------------- pieces
-def _function(region: Region) -> Callable[..., tuple[Tensor, ...]]:
-    module = region.function()
-    return lambda *inputs: cast(tuple[Tensor, ...], module.forward(*inputs))
-
-
 @functools.cache
 def _settings(_threads: int) -> str:
     return private.compiler_settings()

@@ -18,11 +18,12 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.profiler import record_function
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.cache import the_store
+from lightning_spmd.ir.source import function_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.runtime.lowering import Company
@@ -96,10 +97,10 @@ class LoweredStep:
         for number, region in self.regions.items():
             code = CODES.known(region)
             if code is None:
-                functions[number] = _operators_of(region)
+                functions[number] = region.function
             else:
                 functions[number] = tried(region, code, functools.partial(verdicts.__setitem__, number))
-        outputs = self._with(functions).forward(*inputs)
+        outputs = function_of(self._with(functions))(*inputs)
         self._decide(self._company.gather(verdicts))
         return outputs
 
@@ -118,7 +119,7 @@ class LoweredStep:
         if chosen:
             module = self._with({number: LoweredRegion(region) for number, region in chosen.items()})
             self._company.on_result("lowered", ShardedStep(module, self._step.signature, self._step.axes))
-            self._settle(module.forward)
+            self._settle(function_of(module))
             nodes = sum(computing(region.nodes) for region in chosen.values())
             kinds = len({region.key for region in chosen.values()})
             tell(
@@ -149,20 +150,12 @@ class LoweredStep:
         for region in by_key.values():
             CODES.make(region)
 
-    def _with(self, functions: Mapping[int, Run]) -> Any:
+    def _with(self, functions: Mapping[int, Run]) -> fx.GraphModule:
         graph = lowered_graph(self._step.graph_module.graph, self.regions, functions)
-        module = private.GraphModule(self._step.graph_module, graph)
-        module.recompile()
-        return module
+        return private.GraphModule(self._step.graph_module, graph)
 
     def _as_operators(self) -> Run:
-        module = self._step.graph_module
-        return lambda *inputs: module.forward(*inputs)
-
-
-def _operators_of(region: Region) -> Run:
-    function = region.function()
-    return lambda *inputs: function.forward(*inputs)
+        return function_of(self._step.graph_module)
 
 
 class LoweredRegion:
@@ -182,7 +175,7 @@ class LoweredRegion:
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """The region's outputs."""
         if self._code is None:
-            return self._region.function().forward(*inputs)
+            return self._region.function(*inputs)
         if private.profiler_is_on():
             with record_function(self._tag):
                 return self._code(list(inputs))

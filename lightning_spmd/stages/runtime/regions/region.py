@@ -10,15 +10,15 @@ import functools
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import aliased_argument
 from lightning_spmd.ir.node_info import TensorSpec, info_of, spec_of
+from lightning_spmd.ir.source import function_of
 from lightning_spmd.stages.runtime.regions.eligible import is_free, owner
 
 
@@ -32,7 +32,6 @@ class Region:
         inputs: values from outside, in order of their first reader.
         outputs: values that are read outside and share storage with nothing else.
         kept: views and in-place results that are read outside; they stay in the graph.
-        seconds: measured time of the nodes.
     """
 
     nodes: list[fx.Node]
@@ -40,8 +39,6 @@ class Region:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     kept: tuple[fx.Node, ...]
-    seconds: float = 0.0
-    _function: fx.GraphModule | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, run: Sequence[fx.Node]) -> Region:
@@ -90,18 +87,16 @@ class Region:
             lines.append(f"{names[node]} = {node.target}{arguments}")
         return "\n".join([*lines, *(f"return {names[node]}: {_described(node)}" for node in self.outputs)])
 
-    def function(self) -> fx.GraphModule:
+    @functools.cached_property
+    def function(self) -> Callable[..., Sequence[Tensor]]:
         """The region as torch runs it: operator by operator, as in the graph."""
-        if self._function is None:
-            graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
-            for number, node in enumerate(self.inputs):
-                values[node] = graph.placeholder(f"input_{number}")
-            for node in self.nodes:
-                values[node] = graph.node_copy(node, lambda n: values[n])
-            graph.output(tuple(values[node] for node in self.outputs))
-            self._function = private.GraphModule(torch.nn.Module(), graph)
-            self._function.recompile()
-        return self._function
+        graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+        for number, node in enumerate(self.inputs):
+            values[node] = graph.placeholder(f"input_{number}")
+        for node in self.nodes:
+            values[node] = graph.node_copy(node, lambda n: values[n])
+        graph.output(tuple(values[node] for node in self.outputs))
+        return function_of(fx.GraphModule(torch.nn.Module(), graph))
 
     def emit(self, graph: fx.Graph, values: dict[fx.Node, fx.Node], function: Callable[..., Any]) -> None:
         """Put a call of a function in place of the region's nodes.

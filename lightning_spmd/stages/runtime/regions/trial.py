@@ -49,26 +49,23 @@ def tried(region: Region, code: Code, verdicts: Callable[[Verdict], None]) -> Ca
     told: list[Verdict] = []
 
     def run(*inputs: Tensor) -> Sequence[Tensor]:
-        function = region.function()
-        expected: Sequence[Tensor] = function.forward(*inputs)
+        expected = region.function(*inputs)
         if not told:
-            told.append(_verdict(region, code, function.forward, inputs, expected))
+            told.append(_verdict(region, code, inputs, expected))
             verdicts(told[0])
         return expected
 
     return run
 
 
-def _verdict(
-    region: Region, code: Code, eager: Callable[..., Any], inputs: Sequence[Tensor], expected: Sequence[Tensor]
-) -> Verdict:
+def _verdict(region: Region, code: Code, inputs: Sequence[Tensor], expected: Sequence[Tensor]) -> Verdict:
     try:
         problem = difference(region, inputs, expected, code(list(inputs)))
     except Exception as error:  # generated code may fail in every way, and the operators are there
         return Verdict(f"its code raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     if problem:
         return Verdict(problem)
-    sides: tuple[Callable[[], Any], ...] = (lambda: eager(*inputs), lambda: code(list(inputs)))
+    sides: tuple[Callable[[], Any], ...] = (lambda: region.function(*inputs), lambda: code(list(inputs)))
     seconds: list[list[float]] = [[], []]
     for _ in range(ROUNDS):
         for side, times in zip(sides, seconds, strict=True):

@@ -33,7 +33,7 @@ def with_regions(step: ShardedStep) -> tuple[fx.GraphModule, dict[int, Region]]:
     regions = regions_of(step.graph_module.graph)
 
     def function(region: Region) -> Callable[..., Any]:
-        return lambda *inputs: region.function().forward(*inputs)
+        return lambda *inputs: region.function(*inputs)
 
     graph = lowered_graph(step.graph_module.graph, regions, {n: function(r) for n, r in regions.items()})
     module = private.GraphModule(step.graph_module, graph)
