@@ -18,9 +18,10 @@ from lightning_spmd.stages.expand import announce, expand
 from lightning_spmd.stages.expand.auto_plan import find_plan
 from lightning_spmd.stages.passes import PASSES, REMATERIALIZE, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
+from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python
 from lightning_spmd.stages.runtime.random_streams import switch_streams
 
-__all__ = ["BuildOptions", "announce", "build", "find_plan", "finish"]
+__all__ = ["BuildOptions", "announce", "build", "find_plan", "finish", "lowering"]
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,15 @@ def finish(
         if phase is not None:
             on_result(name, phase)
     return graphs
+
+
+def lowering(mode: str, company: Company) -> Lowering:
+    """The lowering that ``SPMDStrategy(lowering=mode)`` asks for."""
+    if mode == "none":
+        return as_python
+    from lightning_spmd.stages.runtime.regions.lowering import LoweredStep  # nothing of it runs where nobody asks
+
+    return lambda step: LoweredStep(step, mode, company)
 
 
 def _guarded(captured: CapturedStep) -> frozenset[tuple[InputRole, tuple[Any, ...]]]:

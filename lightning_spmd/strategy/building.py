@@ -31,7 +31,7 @@ from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.runtime.agreement import agree_on
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
-from lightning_spmd.stages.runtime.lowering import Company, lowering
+from lightning_spmd.stages.runtime.lowering import Company
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state

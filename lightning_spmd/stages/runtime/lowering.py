@@ -44,12 +44,3 @@ class Company:
 def as_python(step: ShardedStep) -> Callable[..., Sequence[Any]]:
     """The graph as one Python function, one call an operator."""
     return function_of(step.graph_module)
-
-
-def lowering(mode: str, company: Company) -> Lowering:
-    """The lowering that ``SPMDStrategy(lowering=mode)`` asks for."""
-    if mode == "none":
-        return as_python
-    from lightning_spmd.stages.runtime.regions.lowering import LoweredStep  # nothing of it runs where nobody asks
-
-    return lambda step: LoweredStep(step, mode, company)
