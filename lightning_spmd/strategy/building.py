@@ -18,7 +18,7 @@ from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.state import StateMesh
-from lightning_spmd.stages import BuildOptions, announce, build, finish
+from lightning_spmd.stages import BuildOptions, announce, build, finish, lowering
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.holders import Entry
