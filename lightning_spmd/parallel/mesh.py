@@ -106,6 +106,12 @@ class Mesh:
         return coordinates(self.sizes, self.rank)
 
     @property
+    def coordinates_of_parts(self) -> dict[str, int]:
+        """As :attr:`coordinates`, and the place among the neighbours that hold chunks, if these are not all ranks."""
+        within, _ = self._parts()
+        return self.coordinates if within is None else {**self.coordinates, within.name: within.rank}
+
+    @property
     def batch_size(self) -> int:
         """Number of different batches a step."""
         return batch_coordinates(self.sizes, self.rank)[0]

@@ -39,6 +39,7 @@ from lightning_spmd.strategy.graph_table import creates_state
 from lightning_spmd.strategy.memory import check_writes, has_shared_writes, lay_out_state
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
+from lightning_spmd.strategy.wide_state import widen_state
 
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
@@ -154,6 +155,7 @@ class GraphBuilder:
             moving=moving,
             scaler=context.scaler,
             device=context.scaler.device,
+            bf16_updates=context.bf16_updates,
             came_late=context.came_late,
         )
 
@@ -177,6 +179,8 @@ class GraphBuilder:
     def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context
         if context.optimizer is not None:
+            if widen_state(context.optimizer, context.bf16_updates, self._state_mesh):
+                self._tell_once("the optimizer's state has no float32 masters: they begin as the bfloat16 weights")
             lay_out_state(context.optimizer, self._state_mesh)
         captured = self._without_first_step(lambda: self._capture_following(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
@@ -327,6 +331,11 @@ class GraphBuilder:
         return readers
 
     # ------------------------------------------------------------------ telling
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            tell(text)
+
     def _tell_about_overlap(self, captured: CapturedStep, graphs: IterationGraphs) -> None:
         """Once, and not for the graph of the first step."""
         gist = graphs.notes.partition(" (")[0].partition(":")[0]  # without the times, which differ a graph

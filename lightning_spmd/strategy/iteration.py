@@ -222,6 +222,11 @@ class TrainingIteration:
                 f"with state sharded over the ranks training cannot go on eagerly: {reason}. Change that, or use "
                 f"{options_in_parts(self.context.plan(Variant()))}"
             )
+        if self.context.bf16_updates != "plain":
+            raise ConfigurationError(
+                f"with bf16_updates={self.context.bf16_updates!r} training cannot go on eagerly: {reason}. Change "
+                "that, or leave bf16_updates out"
+            )
         semantics = "" if self.context.mesh is None else " (gradients averaged over the ranks, as DDP does)"
         warn(f"strategy='spmd' trains eagerly from here on{semantics}: {reason}")
         raise FellBack

@@ -27,7 +27,9 @@ class ModeOfRun:
         """A new fit, which is told anew."""
         self._told = None
 
-    def of_all_ranks(self, context: Context, control: ControlPlane | None, in_parts: str) -> tuple[Mode, bool]:
+    def of_all_ranks(
+        self, context: Context, control: ControlPlane | None, in_parts: str, updates: str = "plain"
+    ) -> tuple[Mode, bool]:
         """How to run, the worst of what the ranks find: ``wandb.watch`` hooks the modules of rank 0 alone.
 
         Args:
@@ -35,6 +37,7 @@ class ModeOfRun:
             control: the other ranks; None on one device.
             in_parts: the options to take back so that a rank has whole layers and state, without which nothing can be
                 trained eagerly; empty where it has them.
+            updates: how weights of bfloat16 are updated; graphs alone know more than one way.
 
         Returns:
             the mode, and whether ``optimizer.step()`` itself must run, for its hooks.
@@ -55,6 +58,11 @@ class ModeOfRun:
             raise ConfigurationError(
                 "state in parts on the ranks needs training in graphs, and this training runs eagerly: "
                 f"{reasons[0]}. Change that, or use {in_parts}"
+            )
+        if updates != "plain" and (mode is Mode.EAGER or step_hooks):
+            raise ConfigurationError(
+                f"bf16_updates={updates!r} needs updates in graphs, and this training runs them eagerly: {reasons[0]}. "
+                "Change that, or leave bf16_updates out"
             )
         if reasons and mode is not self._told:
             averaged = mode is Mode.EAGER and control is not None

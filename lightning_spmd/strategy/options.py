@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages import BuildOptions
+from lightning_spmd.stages.capture.bf16_updates import KINDS, Updates
 from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, REMATERIALIZE, select
 from lightning_spmd.stages.runtime.lowering import MODES
 
@@ -42,6 +43,17 @@ def checked_options(
             f"rematerialize={rematerialize!r} needs the pass {REMATERIALIZE.name!r}, which passes=[...] leaves out"
         )
     return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering)
+
+
+def checked_updates(kind: Any) -> Updates:
+    """How weights of bfloat16 are updated.
+
+    Raises:
+        ConfigurationError: no such way.
+    """
+    if kind not in KINDS:
+        raise ConfigurationError(f"bf16_updates={kind!r}: give one of {', '.join(map(repr, KINDS))}")
+    return kind
 
 
 def _share_or_bytes(value: Any) -> float | int | None:

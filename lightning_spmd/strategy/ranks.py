@@ -207,7 +207,8 @@ class Ranks:
         """Random numbers of this rank, from a seed that is the same on all; None on one device, which draws torch's."""
         if self.mesh is None or self._processes is None:
             return None
-        return RandomStreams(seed, self.mesh.coordinates if len(self.mesh.sizes) > 1 else self._processes.rank)
+        coordinates = self.mesh.coordinates_of_parts
+        return RandomStreams(seed, coordinates if len(coordinates) > 1 else self._processes.rank)
 
     # ------------------------------------------------------------------ while a step is traced
     @contextlib.contextmanager

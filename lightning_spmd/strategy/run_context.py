@@ -17,6 +17,7 @@ from lightning_spmd.parallel.mesh import Mesh
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.bf16_updates import Updates
 from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.loss_scaling import TrainersScaler
@@ -62,6 +63,7 @@ class RunContext:
         options: pass list and bucket size.
         plan: the parallel plan of a variant's graph.
         newcomers: what joins the module in mid-run; None where nobody has to share it.
+        bf16_updates: how weights of bfloat16 are updated.
         came_late: says what came since the mode of the run was chosen and asks for another one, or None.
     """
 
@@ -77,6 +79,7 @@ class RunContext:
     options: BuildOptions
     plan: Callable[[Variant], ParallelPlan]
     newcomers: Newcomers | None = None
+    bf16_updates: Updates = "plain"
     came_late: Callable[[], str | None] = lambda: None
 
     @property
@@ -117,12 +120,14 @@ class GraphSettings:
         options: pass list, bucket size, overlap.
         dump_dir: where every stage's graph is written, or None.
         listeners: called with each BuildEvent.
+        bf16_updates: how weights of bfloat16 are updated.
     """
 
     ranks: Ranks
     options: BuildOptions
     dump_dir: Path | None
     listeners: list[Callable[[BuildEvent], None]] = field(default_factory=list[Callable[[BuildEvent], None]])
+    bf16_updates: Updates = "plain"
 
     def of_training(
         self,
@@ -170,6 +175,7 @@ class GraphSettings:
             options=dataclasses.replace(self.options, overlap_iterations=overlaps),
             plan=self.ranks.plan,
             newcomers=newcomers,
+            bf16_updates=self.bf16_updates,
         )
 
 

@@ -18,6 +18,7 @@ from lightning_spmd.strategy.processes import ProcessStrategy
 from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.ranks import Ranks
 from lightning_spmd.strategy.state_layout import StateLayout
+from lightning_spmd.strategy.wide_state import keep_precision
 
 _CHECKPOINT_KEY = "lightning_spmd"
 
@@ -28,11 +29,15 @@ class SavingStrategy(ProcessStrategy):
     Args:
         ranks: among which it lies.
         save_distributed_checkpoint: whether every rank writes its part, into a folder.
+        wide_state: whether optimizer state is of more precision than its parameters.
         args, kwargs: those of :class:`ProcessStrategy`.
     """
 
-    def __init__(self, ranks: Ranks, *args: Any, save_distributed_checkpoint: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, ranks: Ranks, *args: Any, save_distributed_checkpoint: bool, wide_state: bool, **kwargs: Any
+    ) -> None:
         super().__init__(ranks, *args, **kwargs)
+        self._wide_state = wide_state
         self._layout = StateLayout(ranks, save_distributed=save_distributed_checkpoint)
         self._random = RandomState()
 
@@ -115,6 +120,8 @@ class SavingStrategy(ProcessStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = self._layout.optimizer_states(checkpoint["optimizer_states"], self.lightning_module, self.optimizers)
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        if self._wide_state:
+            keep_precision(self.optimizers, states)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import begin_alike, check_initialized
-from lightning_spmd.strategy.options import checked_options
+from lightning_spmd.strategy.options import checked_options, checked_updates
 from lightning_spmd.strategy.overlap import FinishPendingWork
 from lightning_spmd.strategy.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks import Ranks
@@ -73,6 +73,10 @@ class SPMDStrategy(SavingStrategy):
             gradient is cut, so a larger one makes a larger bucket.
         reduce_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: gradients are cast to it for their reduction and back; None
             leaves them as they are. The loss, logged values and statistics of batch norm are not cast.
+        bf16_updates: how weights are updated with ``precision="bf16-true"``. ``"plain"``: in bfloat16, as Lightning
+            does, which loses updates of less than 1/256 of a weight. ``"master"``: in float32, on a copy of the weights
+            that is kept with the optimizer's state, also float32, and rounded to nearest. ``"stochastic"``: in float32,
+            the result rounded up or down by chance, right on average; state is float32, and no copy is kept.
         overlap_iterations: whether the end of an iteration (late gradients' reduction, their update) may run inside the
             next one, before the first reader. ``"auto"``: where that is faster by measurement, unless hooks that run
             between batches may look at weights; an info message says which. True: always. Weights seen by validation,
@@ -115,6 +119,7 @@ class SPMDStrategy(SavingStrategy):
         sequence_parallel: bool = False,
         bucket_size_mb: float | Literal["auto"] = "auto",
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        bf16_updates: Literal["plain", "master", "stochastic"] = "plain",
         overlap_iterations: bool | Literal["auto"] = "auto",
         rematerialize: float | str | None = None,
         lowering: Literal["auto", "inductor", "none"] = "none",
@@ -137,6 +142,7 @@ class SPMDStrategy(SavingStrategy):
             process_group_backend,
             timeout,
             save_distributed_checkpoint=save_distributed_checkpoint,
+            wide_state=bf16_updates != "plain",
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -147,7 +153,9 @@ class SPMDStrategy(SavingStrategy):
             passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize, lowering
         )
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
-        self._settings = GraphSettings(ranks, self.build_options, self.dump_dir)
+        self._settings = GraphSettings(
+            ranks, self.build_options, self.dump_dir, bf16_updates=checked_updates(bf16_updates)
+        )
         steps = StepsInGraphs()
         self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random)
         self._evaluation = Evaluation(self._layout, steps, self._new_evaluation)

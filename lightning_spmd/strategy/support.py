@@ -50,6 +50,7 @@ _FIT = "tests/strategy/test_features.py"
 _HOOKS = "tests/strategy/test_gradient_hooks.py"
 _MORE = "tests/strategy/test_more_features.py"
 _SCALING = "tests/strategy/test_loss_scaling.py"
+_WIDE = "tests/strategy/test_bf16_updates.py"
 _EQUAL = "tests/equality/test_one_device.py"
 _SPLIT_NOTE = "p.grad is real and reduced when the hook runs; the update is a graph of its own"
 FEATURES: tuple[Feature, ...] = (
@@ -107,6 +108,12 @@ FEATURES: tuple[Feature, ...] = (
         "its decisions are its own",
         f"{_SCALING}::test_a_scaler_of_the_users_own_runs_eagerly",
         foreign_scaler,
+    ),
+    Feature(
+        "precision bf16-true with float32 masters, or with stochastic rounding",
+        Mode.COMPILED,
+        "SPMDStrategy(bf16_updates=...): the user's optimizer updates float32 tensors, whichever it is",
+        f"{_WIDE}::test_masters_are_the_loop_written_by_hand",
     ),
     Feature(
         "precision transformer-engine, bitsandbytes and others",

@@ -34,6 +34,7 @@ from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.replay import StepsInGraphs
 from lightning_spmd.strategy.run_context import FellBack, GraphSettings
 from lightning_spmd.strategy.state_layout import StateLayout
+from lightning_spmd.strategy.wide_state import check_precision
 
 
 class Training:
@@ -98,6 +99,7 @@ class Training:
 
     def _start(self) -> None:
         module, trainer = self._module, self._module.trainer
+        check_precision(self._settings.bf16_updates, trainer.precision_plugin)
         self._decide()
         device = trainer.strategy.root_device
         elsewhere = tensors_on_other_devices(module, device)
@@ -123,7 +125,9 @@ class Training:
         trainer = self._module.trainer
         context = Context(trainer, self._module, trainer.optimizers)
         in_parts = "" if self._ranks.mesh is None else options_in_parts(self._layout.plan)
-        self.mode, self._steps_eagerly = self._modes.of_all_ranks(context, self._ranks.control, in_parts)
+        self.mode, self._steps_eagerly = self._modes.of_all_ranks(
+            context, self._ranks.control, in_parts, self._settings.bf16_updates
+        )
 
     def look_again(self) -> None:
         """Hooks that came after setup (``wandb.watch`` in ``on_fit_start`` or ``on_train_start``) count as well."""

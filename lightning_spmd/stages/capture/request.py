@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.bf16_updates import Updates
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.side_effects import Effect
 
@@ -37,6 +38,7 @@ class CaptureRequest:
         moving: places of Python numbers that are to be inputs, by path.
         scaler: gives the GradScaler, enabled, that loss and gradients go through, or None.
         device: where training is.
+        bf16_updates: how weights of bfloat16 are updated.
         came_late: says what came since the run began and keeps the step from being this graph, or None.
     """
 
@@ -55,6 +57,7 @@ class CaptureRequest:
     moving: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
     scaler: Callable[[], Any] = lambda: None
     device: torch.device = torch.device("cpu")
+    bf16_updates: Updates = "plain"
     came_late: Callable[[], str | None] = lambda: None
 
 

@@ -30,6 +30,7 @@ from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.appended_lists import Place, lists_followed
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, modules_followed, random_state_kept
 from lightning_spmd.stages.capture.batch import Looks
+from lightning_spmd.stages.capture.bf16_updates import in_float32
 from lightning_spmd.stages.capture.counted_rows import refuse_counts
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.holders import Attributes
@@ -235,13 +236,14 @@ class _Capture:
             return
         for name, parameter in trained:
             parameter.grad = gradients.get(name)
-        with in_section(self.recorder, Section.CLIP):
-            self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
-            if request.clip is not None:
-                request.clip(optimizer)
-        self._check_step(optimizer)
-        with in_section(self.recorder, Section.OPTIMIZER):
-            self.scaling.step(optimizer, self._new_state)
+        with in_float32(request.bf16_updates, self.swap, self.recorder):
+            with in_section(self.recorder, Section.CLIP):
+                self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
+                if request.clip is not None:
+                    request.clip(optimizer)
+            self._check_step(optimizer)
+            with in_section(self.recorder, Section.OPTIMIZER):
+                self.scaling.step(optimizer, self._new_state)
         if self.scaling.found is not None:
             self.outputs.add(self.scaling.found, OutputRole.FOUND_INF, (), "found_inf")
 

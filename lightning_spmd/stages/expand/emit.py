@@ -18,11 +18,11 @@ from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arg
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
-from lightning_spmd.ir.placement import REPLICATE, Placement, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.placement import REPLICATE, Chunk, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.parallel.pieces import local_shape, local_spec
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
-from lightning_spmd.stages.expand.call import Layout, LocalCall, flatten_values, is_tensor
+from lightning_spmd.stages.expand.call import Layout, LocalCall, axis_of_pieces, flatten_values, is_tensor
 from lightning_spmd.stages.expand.memory import as_captured, looks_at_memory
 from lightning_spmd.stages.expand.program import LocalProgram
 from lightning_spmd.stages.expand.redistribute import cost, redistribute
@@ -173,11 +173,12 @@ class Emitter:
             self._read_by_place(call)
         new = self._own_operator(call)
         if draws_random(node):
-            new.meta["random"] = tuple(
-                axis.name
+            split = [
+                (axis, layout.outputs)
                 for axis, layout in zip(self.axes, layouts, strict=True)
-                if any(isinstance(p, Shard) for p in layout.outputs)
-            )
+                if any(isinstance(p, (Shard, Chunk)) for p in layout.outputs)
+            ]
+            new.meta["random"] = tuple(axis_of_pieces(axis, outputs).name for axis, outputs in split)
         self._bind_outputs(node, new)
         if isinstance(node.meta["val"], TensorSpec):
             self.storages.note(node, new, self._placements(node), list(zip(operands, local, strict=True)))

@@ -20,6 +20,7 @@ from lightning_spmd.ir.placement import PARTIAL, Placement, Shard, ShardAxis
 from lightning_spmd.stages.expand.call import Layout, LocalCall, Localizer, OpCall, Rule, along, linear
 from lightning_spmd.stages.expand.exchange import own_index, positions
 from lightning_spmd.stages.expand.redistribute import zero_unless
+from lightning_spmd.stages.expand.rules.pointwise import elementwise
 
 aten = torch.ops.aten
 
@@ -263,6 +264,11 @@ def _triangle(call: OpCall) -> list[Layout]:
     return _dims(call, {d: d for d in range(len(call.shape) - 2)})
 
 
+def _other_dtype(call: OpCall) -> list[Layout]:
+    """The same bits as numbers of another kind."""
+    return elementwise(call) if call.specs[0].dtype.itemsize == call.outputs[0].dtype.itemsize else []
+
+
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         [aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.view_copy.default], view
@@ -273,6 +279,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys([aten.squeeze, aten.squeeze_copy], _squeeze),
     **dict.fromkeys([aten.expand, aten.expand_copy], _expand),
     aten.unfold: _unfold,
+    aten.view.dtype: _other_dtype,
     **dict.fromkeys([aten.select.int, aten.select_copy.int], _select),
     **dict.fromkeys([aten.slice.Tensor, aten.slice_copy.Tensor], _slice),
     aten.slice_backward: _slice_backward,
