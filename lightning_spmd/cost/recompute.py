@@ -27,7 +27,6 @@ _GPU_FLOPS_PER_BYTE = 100
 CALL = 16 * 1024
 """Bytes that could be moved while an operator is called."""
 
-_aten = torch.ops.aten
 # By name, for not every torch has all of them. Left out is what may give other bits when it runs again: sums in the
 # order of atomic additions (`index_add`, `cumsum` on a GPU), order among equals (`sort`, `topk`).
 _MOVING = frozenset(
@@ -38,6 +37,7 @@ _MOVING = frozenset(
         "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor", "tril", "triu", "repeat",
         "zero_", "fill_",
         "relu_", "where", "masked_fill", "masked_fill_", "batch_norm_elemt", "glu", "lift_fresh", "empty_strided",
+        "_prelu_kernel", "polar", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d",
     }
 )  # fmt: skip
 _REDUCING = frozenset(
@@ -68,7 +68,7 @@ def recompute_cost(node: fx.Node, numel: Callable[[fx.Node], int]) -> int | None
     name = target._schema.name.partition("::")[2]  # noqa: SLF001 - how operators are described everywhere in torch
     if name.startswith(_ATTENTION):
         return None if "backward" in name else CALL + 2 * _attention(node, numel) // _flops_per_byte(node)
-    product = _PRODUCTS.get(target)
+    product = _PRODUCTS.get(name)
     if product is not None:
         return CALL + product(node, numel) // _flops_per_byte(node)
     moved = sum(numel(n) * _itemsize(n) for n in (node, *node.all_input_nodes))
@@ -119,11 +119,8 @@ def _attention(node: fx.Node, numel: Callable[[fx.Node], int]) -> int:
     return 4 * numel(query) * _operand(node, 1).shape[-2]
 
 
-_PRODUCTS: dict[Any, Callable[[fx.Node, Callable[[fx.Node], int]], int]] = {
-    _aten.mm.default: _product(0),
-    _aten.bmm.default: _product(0),
-    _aten.mv.default: _product(0),
-    _aten.addmm.default: _product(1),
-    _aten.baddbmm.default: _product(1),
-    _aten.convolution.default: _convolution,
+_PRODUCTS: dict[str, Callable[[fx.Node, Callable[[fx.Node], int]], int]] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "_grouped_mm"), _product(0)),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _product(1)),
+    "convolution": _convolution,
 }

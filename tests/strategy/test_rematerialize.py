@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from lightning_spmd import ConfigurationError, SPMDStrategy, messages
+from lightning_spmd.cli import main as cli
+from tests.cli.recipe import RECIPE
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import TrainingCase, assert_bitwise, assert_compiled, one_device, train
 
@@ -37,12 +40,12 @@ def _both(case: TrainingCase, devices: int, options: dict[str, Any]) -> tuple[An
 @pytest.mark.parametrize("plan", ["replicate", "zero3"])
 def test_training_on_two_ranks_keeps_its_bits(two_ranks: RankPool, plan: str) -> None:
     case = TrainingCase("gpt", "adamw", "accumulate" if plan == "zero3" else "plain", batches=7)
-    for plain, ours in two_ranks.run(_both, case, 2, {"data_parallel": plan}):
+    for plain, ours in two_ranks.run(_both, case, 2, {"data_parallel": plan, "overlap_iterations": True}):
         assert_compiled(plain, ours)
         assert_bitwise(ours, plain)
 
 
-def test_a_share_layers_keeps_its_bits(two_ranks: RankPool) -> None:
+def test_training_with_shared_layers_keeps_its_bits(two_ranks: RankPool) -> None:
     options = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
     for plain, ours in two_ranks.run(_both, TrainingCase("gpt", "sgd", batches=4), 2, options):
         assert_compiled(plain, ours)
@@ -67,3 +70,15 @@ def test_a_list_of_passes_without_it_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"rematerialize=0.5 needs the pass 'rematerialize'"):
         SPMDStrategy(rematerialize=0.5, passes=["dead_code"])
     SPMDStrategy(rematerialize=0.5, passes=["dead_code", "rematerialize"])
+
+
+def test_a_recipe_takes_it_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jsonargparse")
+    for value, meant in (("0.5", 0.5), ("512MiB", "512MiB")):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(
+                ["fit", "--config", RECIPE, "--trainer.strategy", "spmd", "--print_config"]
+                + ["--trainer.strategy.rematerialize", value]
+            )
+        assert stop.value.code == 0
+        assert yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]["init_args"]["rematerialize"] == meant

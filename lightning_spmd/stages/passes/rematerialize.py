@@ -21,7 +21,7 @@ made of a value that is overwritten meanwhile; an operator in place is repeated 
 ``torch.utils.checkpoint`` makes again in the backward pass stays as it is.
 
 Does nothing without the option, without a backward pass, where activations fit anyway, or where some rank of uneven
-ones has no row. Runs on one device as well, where it is the only pass.
+ones has no row.
 
 Chen et al., arXiv:1604.06174; the choice is explained in ``stages/passes/remat/choice.py``.
 """
@@ -65,12 +65,14 @@ def rematerialize(step: ShardedStep, state: PassState) -> None:
         stamp_writes(values.graph)
         _Writer(values, plan).write()
     forward = sum(cost or 0 for cost in values.costs.values())
-    state.notes["rematerialize"] = (
+    note = (
         f"activations take {plan.peak / MIB:.1f} MiB instead of {before / MIB:.1f}, "
         f"{100 * plan.cost(values) / max(forward, 1):.0f} % of the forward pass is done twice"
     )
-    if plan.peak > limit:
-        state.notes["rematerialize"] += f"; {limit / MIB:.1f} MiB, as asked for, cannot be reached"
+    if plan.peak > limit and wanted != 1.0:
+        asked = f"{limit / MIB:.1f} MiB" if isinstance(wanted, int) else f"the share of {wanted:g}"
+        note += f"; {asked}, as asked for, cannot be reached"
+    state.notes["rematerialize"] = note
 
 
 class _Writer:

@@ -202,9 +202,14 @@ def test_a_budget_in_bytes_is_kept() -> None:
 
 def test_what_cannot_be_reached_is_said() -> None:
     captured, _ = gpt()
-    (remark,) = build(captured, (), BuildOptions(rematerialize=1)).remarks
-    assert remark.startswith("rematerialize: activations take ")
-    assert remark.endswith("0.0 MiB, as asked for, cannot be reached")
+    said = {
+        wanted: build(captured, (), BuildOptions(rematerialize=wanted)).remarks for wanted in (0.5, 2**15, 0.95, 1.0)
+    }
+    for wanted, (remark,) in said.items():
+        assert remark.startswith("rematerialize: activations take ")
+        assert ("cannot be reached" in remark) == (wanted in (2**15, 0.95))
+    assert said[2**15][0].endswith("done twice; 0.0 MiB, as asked for, cannot be reached")
+    assert said[0.95][0].endswith("done twice; the share of 0.95, as asked for, cannot be reached")
 
 
 def test_ones_own_checkpoints_stay() -> None:
