@@ -33,6 +33,10 @@ disable_autocast = _DisableAutocast
 function_modes = _get_current_function_mode_stack
 
 
+# Into a list of tensors from another one, in as few launches as there can be.
+copy_all = torch._foreach_copy_
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds, without autograd's detour; a plain tensor as it is.
 

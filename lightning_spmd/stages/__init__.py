@@ -35,6 +35,7 @@ class BuildOptions:
         overlap_iterations: whether the end of an iteration may run inside the next one; ``"auto"``: where it is faster.
         rematerialize: the share of the activations' bytes to give back, or as an integer the bytes to leave; None: all.
         lowering: what makes callables of final graphs, one of ``stages.runtime.lowering.MODES``.
+        cuda_graphs: whether the final graphs run as CUDA graphs on a GPU.
     """
 
     passes: Sequence[GraphPass] = PASSES
@@ -43,6 +44,7 @@ class BuildOptions:
     overlap_iterations: bool | str = False
     rematerialize: float | int | None = None
     lowering: str = "none"
+    cuda_graphs: bool = False
 
     def pass_state(self) -> PassState:
         """What one run of the passes starts with."""
@@ -134,13 +136,19 @@ def finish(
     return graphs
 
 
-def lowering(mode: str, company: Company) -> Lowering:
-    """The lowering that ``SPMDStrategy(lowering=mode)`` asks for."""
+def lowering(mode: str, company: Company, last: Lowering = as_python) -> Lowering:
+    """The lowering that ``SPMDStrategy(lowering=mode)`` asks for.
+
+    Args:
+        mode: one of ``stages.runtime.lowering.MODES``.
+        company: the rest of the run.
+        last: what the graph with regions runs as.
+    """
     if mode == "none":
-        return as_python
+        return last
     from lightning_spmd.stages.runtime.regions.lowering import LoweredStep  # nothing of it runs where nobody asks
 
-    return lambda step: LoweredStep(step, mode, company)
+    return lambda step: LoweredStep(step, mode, company, last)
 
 
 def _guarded(captured: CapturedStep) -> frozenset[tuple[InputRole, tuple[Any, ...]]]:

@@ -28,10 +28,11 @@ from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.capture.trace import parameter_names
 from lightning_spmd.stages.capture.trainer_view import learning_rate_name
 from lightning_spmd.stages.phases import follow
+from lightning_spmd.stages.runtime import cuda_graphs
 from lightning_spmd.stages.runtime.agreement import agree_on
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
-from lightning_spmd.stages.runtime.lowering import Company
+from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
@@ -64,6 +65,7 @@ class GraphBuilder:
         self._arguments = arguments
         self._gradients = gradients
         self._state_mesh = None if context.mesh is None else StateMesh(context.mesh)
+        self._last_lowering = self._recorded()
         self._numbers = MovingNumbers()
         self._told: set[str] = set()
         self._dumped: dict[int, Any] = {}
@@ -135,6 +137,16 @@ class GraphBuilder:
         context.mesh.check_same_batch(context.control.gather(request.batch.digest()))
 
     # ------------------------------------------------------------------ pieces
+    def _recorded(self) -> Lowering:
+        """What lowered graphs run as; CUDA graphs of a run share their memory."""
+        if not self._context.options.cuda_graphs:
+            return as_python
+        device = self._context.trainer.strategy.root_device
+        found = cuda_graphs.of_device(device)
+        if found is None:
+            tell(f"strategy='spmd' has cuda_graphs=True, which does nothing on {device.type!r}")
+        return found or as_python
+
     def _capture_request(
         self, request: StepRequest, split: tuple[int, ...], moving: Mapping[str, Entry]
     ) -> CaptureRequest:
@@ -220,7 +232,7 @@ class GraphBuilder:
             state,
             finish_graphs,
             functools.partial(self._follow, captured),
-            lowering(context.options.lowering, self._company(self.captures)),
+            lowering(context.options.lowering, self._company(self.captures), self._last_lowering),
             on_repairs=self._tell_about_repairs,
         )
         if context.mesh is not None:

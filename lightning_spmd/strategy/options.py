@@ -22,6 +22,7 @@ def checked_options(
     overlap: Any,
     rematerialize: Any = None,
     lowering: Any = "none",
+    cuda_graphs: Any = False,
 ) -> BuildOptions:
     """What graphs are built with; ``SPMDStrategy`` says what each argument means.
 
@@ -36,13 +37,15 @@ def checked_options(
         raise ConfigurationError(f"overlap_iterations={overlap!r}: give True, False or 'auto'")
     if lowering not in MODES:
         raise ConfigurationError(f"lowering={lowering!r}: give one of {list(MODES)}")
+    if cuda_graphs not in (True, False):
+        raise ConfigurationError(f"cuda_graphs={cuda_graphs!r}: give True or False")
     chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
     give_back = _share_or_bytes(rematerialize)
     if give_back is not None and REMATERIALIZE.name not in [p.name for p in chosen]:
         raise ConfigurationError(
             f"rematerialize={rematerialize!r} needs the pass {REMATERIALIZE.name!r}, which passes=[...] leaves out"
         )
-    return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering)
+    return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering, bool(cuda_graphs))
 
 
 def checked_updates(kind: Any) -> Updates:

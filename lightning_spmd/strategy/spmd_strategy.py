@@ -87,6 +87,8 @@ class SPMDStrategy(SavingStrategy):
             an info message says what is reached and how much of the forward pass is done twice.
         lowering: ``"inductor"``: chains of pointwise operators and reductions are compiled, in each graph's second run;
             ``"auto"``: those that are worth the compiler's time, and are faster by measurement; ``"none"``: none.
+        cuda_graphs: on a GPU, launch what an iteration computes as a few CUDA graphs: less work for the host, more
+            memory. No GPU has run it yet. What cannot be recorded runs as without it; an info message says how much is.
         save_distributed_checkpoint: write a checkpoint as a folder into which every rank writes its part, instead of a
             single file that rank 0 assembles. Either is read by every plan and number of devices.
         passes: names of the graph passes to run, in order, and ``GraphPass`` objects of your own; None: the default.
@@ -123,6 +125,7 @@ class SPMDStrategy(SavingStrategy):
         overlap_iterations: bool | Literal["auto"] = "auto",
         rematerialize: float | str | None = None,
         lowering: Literal["auto", "inductor", "none"] = "none",
+        cuda_graphs: bool = False,
         save_distributed_checkpoint: bool = False,
         passes: list[Any] | None = None,
         dump_dir: str | Path | None = None,
@@ -150,7 +153,7 @@ class SPMDStrategy(SavingStrategy):
             precision_plugin=precision_plugin,
         )
         self.build_options = checked_options(
-            passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize, lowering
+            passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize, lowering, cuda_graphs
         )
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self._settings = GraphSettings(

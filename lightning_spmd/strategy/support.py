@@ -270,6 +270,12 @@ FEATURES: tuple[Feature, ...] = (
         f"{_FIT}::test_sync_batchnorm_changes_nothing",
     ),
     Feature(
+        "CUDA graphs (SPMDStrategy(cuda_graphs=True))",
+        Mode.COMPILED,
+        "what an iteration computes is recorded and launched as a few graphs; off by default, no GPU has run it",
+        "tests/stages/runtime/test_cuda_graphs.py::test_recorded_training_is_bitwise_unrecorded_training",
+    ),
+    Feature(
         "tied, frozen, unused parameters; shared modules",
         Mode.COMPILED,
         "one input a tensor; no gradient, no update",

@@ -26,7 +26,7 @@ from tests.gpu.correctness import FEW_STEPS, ROWS, TOLERANCE, Losses, Run, judge
 
 MODELS = ("llama", "conv")
 PLANS = ("replicate", "zero3")
-PROBE_SECONDS, RUN_SECONDS = 25.0, 60.0
+PROBE_SECONDS, RUN_SECONDS, TOY_SECONDS = 25.0, 80.0, 600.0
 
 
 def equal_one_device(setting: Setting, _argument: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def equal_one_device(setting: Setting, _argument: str) -> dict[str, Any]:
     backend, why = ("gloo", "there is no GPU") if setting.device == "cpu" else _backend(setting)
     rows: list[dict[str, Any]] = []
     data: dict[str, Any] = {"kind": "equality", "rows": rows, "backend": backend, "note": f"{backend}: {why}"}
-    found = _on_two_ranks(setting, "train", backend, RUN_SECONDS)
+    found = _on_two_ranks(setting, "train", backend, TOY_SECONDS if setting.toy else RUN_SECONDS)
     for name in MODELS:
         eager = [train(setting, name, "auto", "32-true", FEW_STEPS) for _ in range(2)]
         for plan in PLANS:

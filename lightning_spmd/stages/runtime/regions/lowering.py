@@ -26,7 +26,7 @@ from lightning_spmd.cache import the_store
 from lightning_spmd.ir.source import function_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.messages import tell, warn
-from lightning_spmd.stages.runtime.lowering import Company
+from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python
 from lightning_spmd.stages.runtime.profile import RUNS, Profile, agree
 from lightning_spmd.stages.runtime.regions.choice import fitting_regions, worthwhile
 from lightning_spmd.stages.runtime.regions.code import CODES, entry_of
@@ -47,13 +47,15 @@ class LoweredStep:
         step: the graph; it is changed by nobody from the first run on.
         mode: ``"auto"`` or ``"inductor"``.
         company: the rest of the run.
+        last: what the graph runs as when its regions are chosen.
     """
 
-    def __init__(self, step: ShardedStep, mode: str, company: Company) -> None:
+    def __init__(self, step: ShardedStep, mode: str, company: Company, last: Lowering = as_python) -> None:
         self.regions: dict[int, Region] = {}
         self._step = step
         self._mode = mode
         self._company = company
+        self._last = last
         self._profile: Profile | None = None
         self._run: Run = self._first_run
 
@@ -118,8 +120,9 @@ class LoweredStep:
         self._settle(self._as_operators())
         if chosen:
             module = self._with({number: LoweredRegion(region) for number, region in chosen.items()})
-            self._company.on_result("lowered", ShardedStep(module, self._step.signature, self._step.axes))
-            self._settle(function_of(module))
+            step = ShardedStep(module, self._step.signature, self._step.axes)
+            self._company.on_result("lowered", step)
+            self._settle(self._last(step))
             nodes = sum(computing(region.nodes) for region in chosen.values())
             kinds = len({region.key for region in chosen.values()})
             tell(
@@ -155,7 +158,7 @@ class LoweredStep:
         return private.GraphModule(self._step.graph_module, graph)
 
     def _as_operators(self) -> Run:
-        return function_of(self._step.graph_module)
+        return self._last(self._step)
 
 
 class LoweredRegion:
@@ -164,6 +167,8 @@ class LoweredRegion:
     Args:
         region: it has code.
     """
+
+    launches_only = True  # nothing that a CUDA graph could not hold
 
     def __init__(self, region: Region) -> None:
         self.__name__ = self.__qualname__ = region.name

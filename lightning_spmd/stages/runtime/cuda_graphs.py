@@ -1,0 +1,271 @@
+"""CUDA graphs of the final graphs: what can be recorded is, and launched as one; the rest runs between the recordings.
+
+A recording is kernels with their addresses. So that replaying it is what the graph would compute now:
+
+* parameters, buffers and state must lie where they lay: addresses are compared in every step, other ones are recorded
+  anew, and after a few times never again;
+* what comes from elsewhere each step (batches, gradients that are held, results of what is not recorded, buffers that
+  the step replaces) is copied in, and back where it is written;
+* what leaves the step is copied out of the memory of the recordings, which the next step uses again.
+
+Random operators take the default generator, whose seed and offset a replay reads; streams are chosen between
+recordings. One pool serves all graphs of a run: nothing in it lives from one step to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from lightning_spmd.ir.node_info import TensorSpec, named
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.messages import tell
+from lightning_spmd.stages.runtime.lowering import Lowering, as_python
+from lightning_spmd.stages.runtime.recordable import Piece, Plan, cut
+from lightning_spmd.stages.runtime.recorded_pieces import Gap, Recorded, copied_out, storages
+
+WARM_UP = 1
+"""Runs without recording: kernels are chosen and libraries make their workspaces."""
+TRIES = 5
+"""How often a graph is recorded before it stays unrecorded."""
+
+
+class Recorder(Protocol):
+    """Records kernels: a GPU's CUDA graphs, or a stand-in in tests."""
+
+    def on_device(self, spec: TensorSpec) -> bool:
+        """Whether a tensor lies where recordings work."""
+        ...
+
+    def prepare(self) -> None:
+        """Called before pieces of a graph are recorded."""
+        ...
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what ``work`` launches, without running it; gives what runs it.
+
+        Raises:
+            RuntimeError: something in it cannot be recorded. Nothing has been run, random numbers are as before.
+        """
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs of one device, all in one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def on_device(self, spec: TensorSpec) -> bool:
+        """Whether it is on the GPU."""
+        return spec.device.type == "cuda"
+
+    def prepare(self) -> None:
+        """Memory that nobody holds goes back, for the pool is apart; what was recorded before is no longer in use."""
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A CUDA graph of it."""
+        graph = torch.cuda.CUDAGraph()
+        drawn = torch.cuda.get_rng_state(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            # other threads (loaders that pin memory, NCCL's watchdog) go on with what they do
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                torch.cuda.set_rng_state(drawn, self._device)
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                torch.cuda.set_rng_state(drawn, self._device)
+                raise
+        return graph.replay
+
+
+class CUDAGraphs:
+    """A lowering: graphs are run as recordings, where they can be.
+
+    Args:
+        recorder: of this rank's device.
+        say: told once a graph is recorded or will not be.
+    """
+
+    def __init__(self, recorder: Recorder, say: Callable[[str], None] = tell) -> None:
+        self.recorder = recorder
+        self.say = say
+        self.programs: list[RecordedProgram] = []
+        self._said: set[str] = set()
+
+    def __call__(self, step: ShardedStep) -> RecordedProgram:
+        """The program of a final graph."""
+        program = RecordedProgram(step, self)
+        self.programs.append(program)
+        return program
+
+    def say_once(self, what: str, text: str) -> None:
+        """Not for every graph again."""
+        if what not in self._said:
+            self._said.add(what)
+            self.say(text)
+
+
+class RecordedProgram:
+    """One graph: runs as Python at first, is recorded, then replayed.
+
+    Args:
+        step: the graph.
+        owner: whose recorder it uses.
+    """
+
+    def __init__(self, step: ShardedStep, owner: CUDAGraphs) -> None:
+        self.step = step
+        self.replays = 0
+        self.times_recorded = 0
+        self.given_up: str | None = None
+        self._owner = owner
+        self._python = as_python(step)
+        self._runs = 0
+        self._plan: Plan | None = None
+        self._gaps: dict[int, Gap] = {}
+        self._recorded: dict[int, Recorded] = {}
+        self._addresses: list[int] | None = None
+        self._live: list[int] = []
+        self._loose: list[int] = []
+        self._writes_copies = False
+        self._occupied: set[int] = set()
+        self._refused: set[fx.Node] = set()
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        """Run the graph."""
+        self._runs += 1
+        if self.given_up is not None or self._runs <= WARM_UP:
+            return self._python(*inputs)
+        plan = self._plan or self._make_plan()
+        if self.given_up is None:
+            self._look_where(inputs)
+        if self.given_up is not None or self._shares_memory(inputs):
+            return self._python(*inputs)
+        self.replays += bool(self._recorded)
+        return self._run(plan, inputs)
+
+    # ------------------------------------------------------------------ the plan
+    def _make_plan(self) -> Plan:
+        plan = cut(self.step, self._owner.recorder.on_device, self._refused)
+        used = {plan.roots[o] for p in plan.pieces if p.recorded for n in p.nodes for o in n.all_input_nodes}
+        self._live = [i for i, n in enumerate(plan.placeholders) if n in plan.live and n in used]
+        self._loose = [i for i, n in enumerate(plan.placeholders) if n not in plan.live and n in used]
+        self._writes_copies = any(piece.written for piece in plan.pieces)
+        self._gaps = {i: Gap(plan, p) for i, p in enumerate(plan.pieces) if not p.recorded}
+        if not plan.recordings:
+            first = [f": {named(node)} {why}" for node, why in plan.left_out.items()][:1]
+            self._give_up("".join(["nothing in it can be recorded", *first]))
+        self._plan = plan
+        return plan
+
+    def _give_up(self, reason: str) -> None:
+        self.given_up = reason
+        self._drop()
+        self._owner.say_once(reason, f"strategy='spmd' runs a graph without CUDA graphs: {reason}")
+
+    def _look_where(self, inputs: Sequence[Any]) -> None:
+        """Forget what was recorded if parameters, buffers or state lie elsewhere in memory than they did."""
+        addresses = [inputs[i].data_ptr() for i in self._live]
+        if addresses == self._addresses:
+            return
+        before, self._addresses = self._addresses, addresses
+        self._drop()
+        entries = self.step.signature.inputs
+        self._occupied = set(storages(inputs[i] for i in self._live if self._writes_copies or entries[i].mutated))
+        if before is not None and self.times_recorded >= TRIES:
+            moved = [entries[i].name for i, a, b in zip(self._live, before, addresses, strict=True) if a != b]
+            self._give_up(f"it was recorded {self.times_recorded} times, and {moved[0]} lies elsewhere in memory again")
+
+    def _shares_memory(self, inputs: Sequence[Any]) -> bool:
+        """Whether something that is copied in is a piece of memory that the step also uses otherwise: not this time."""
+        found = storages(inputs[i] for i in self._loose)
+        return not self._occupied.isdisjoint(found) or (self._writes_copies and len(set(found)) < len(found))
+
+    def _drop(self) -> None:
+        if self._recorded:
+            self._owner.recorder.prepare()  # nobody runs them any more
+            self._recorded = {}
+
+    # ------------------------------------------------------------------ a run
+    def _run(self, plan: Plan, inputs: Sequence[Any]) -> Sequence[Any]:
+        env: dict[fx.Node, Any] = {**plan.constants, **dict(zip(plan.placeholders, inputs, strict=True))}
+        records = not self._recorded
+        with self._recording() if records else contextlib.nullcontext():
+            for index, piece in enumerate(plan.pieces):
+                if not piece.recorded:
+                    self._gaps[index].run(env)
+                elif index in self._recorded:
+                    self._recorded[index].replay(env)
+                elif not records or not self._record(plan, index, piece, env):
+                    records = False
+                    self._gaps.setdefault(index, Gap(plan, piece)).run(env)
+                for node in plan.dies.get(index, ()):
+                    env.pop(node, None)
+        outputs = copied_out(plan, env)
+        if records:
+            self._owner.say_once(
+                "recorded",
+                f"strategy='spmd' launches {plan.kernels} of {len(plan.left_out) + plan.kernels} operators of an "
+                f"iteration as {plan.recordings} CUDA graph{'s' * (plan.recordings > 1)}",
+            )
+        return outputs
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """The collector must not free a GPU's memory while something is recorded."""
+        self.times_recorded += 1
+        self._owner.recorder.prepare()
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
+
+    def _record(self, plan: Plan, index: int, piece: Piece, env: dict[fx.Node, Any]) -> bool:
+        """Record a piece and run it; False: it could not be, and nothing of it has been run."""
+        recorded = Recorded(plan, index)
+        try:
+            launch = self._owner.recorder.record(lambda: recorded.work(env))
+        except RuntimeError as error:
+            self._cannot(recorded.at, piece, error)
+            return False
+        recorded.recorded(launch, env)
+        self._recorded[index] = recorded
+        return True
+
+    def _cannot(self, node: fx.Node | None, piece: Piece, error: RuntimeError) -> None:
+        """What cannot be recorded runs in Python from now on; the next step records anew."""
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        where = "" if node is None else f"{named(node)}: "
+        self._refused.update(piece.nodes if node is None else [node])
+        self._drop()
+        self._plan, self._addresses = None, None
+        text = f"strategy='spmd' keeps an operator out of its CUDA graphs, because recording failed: {where}{said}"
+        self._owner.say_once(text, text)
+        if isinstance(error, torch.OutOfMemoryError) or self.times_recorded >= TRIES:
+            self._give_up(f"recording failed {self.times_recorded} times, last with {where}{said}")
+
+
+def of_device(device: torch.device) -> Lowering | None:
+    """The lowering for a device; None where there are no CUDA graphs."""
+    return CUDAGraphs(CudaRecorder(device)) if device.type == "cuda" else None
