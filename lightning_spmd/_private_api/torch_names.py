@@ -34,7 +34,7 @@ function_modes = _get_current_function_mode_stack
 
 
 # Into a list of tensors from another one, in as few launches as there can be.
-copy_all = torch._foreach_copy_
+copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
