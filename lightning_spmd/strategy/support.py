@@ -31,6 +31,7 @@ from lightning_spmd.strategy.detectors import (
     zero_grad_override,
 )
 from lightning_spmd.strategy.feature import Feature, Finding, Mode
+from lightning_spmd.strategy.support_of_options import OPTIONS
 
 _ORDER = (Mode.COMPILED, Mode.SPLIT, Mode.EAGER, Mode.REJECTED)
 
@@ -89,12 +90,6 @@ FEATURES: tuple[Feature, ...] = (
         Mode.COMPILED,
         "captured under the precision plugin",
         f"{_FIT}::test_precision_equals_eager",
-    ),
-    Feature(
-        "lowering='inductor' and 'auto' of SPMDStrategy",
-        Mode.COMPILED,
-        "chains of pointwise operators and reductions are compiled by Inductor, kept on disk; needs a C++ compiler",
-        "tests/strategy/test_lowering.py::test_lowered_training_is_training_and_a_second_start_compiles_nothing",
     ),
     Feature(
         "precision 16-mixed",
@@ -270,12 +265,6 @@ FEATURES: tuple[Feature, ...] = (
         f"{_FIT}::test_sync_batchnorm_changes_nothing",
     ),
     Feature(
-        "CUDA graphs (SPMDStrategy(cuda_graphs=True))",
-        Mode.COMPILED,
-        "what an iteration computes is recorded and launched as a few graphs; off by default, no GPU has run it",
-        "tests/stages/runtime/test_cuda_graphs.py::test_recorded_training_is_bitwise_unrecorded_training",
-    ),
-    Feature(
         "tied, frozen, unused parameters; shared modules",
         Mode.COMPILED,
         "one input a tensor; no gradient, no update",
@@ -374,12 +363,6 @@ FEATURES: tuple[Feature, ...] = (
         f"{_MORE}::test_configure_model_equals_eager",
     ),
     Feature(
-        "rematerialize=, torch.utils.checkpoint in the module",
-        Mode.COMPILED,
-        "one or both; the strategy's option does nothing in the eager path",
-        "tests/strategy/test_rematerialize.py::test_training_on_one_device_keeps_its_bits",
-    ),
-    Feature(
         "notebooks",
         Mode.COMPILED,
         "one process; several devices need a script",
@@ -403,4 +386,5 @@ FEATURES: tuple[Feature, ...] = (
         "plain Lightning checkpoints plus the state of the random numbers",
         "tests/strategy/test_checkpoint.py::test_resume_is_bitwise",
     ),
+    *OPTIONS,
 )

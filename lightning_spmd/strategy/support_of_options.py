@@ -1,0 +1,26 @@
+"""Rows of the support matrix (``support.py``) for options of ``SPMDStrategy`` itself."""
+
+from __future__ import annotations
+
+from lightning_spmd.strategy.feature import Feature, Mode
+
+OPTIONS: tuple[Feature, ...] = (
+    Feature(
+        "lowering='inductor' and 'auto' of SPMDStrategy",
+        Mode.COMPILED,
+        "chains of pointwise operators and reductions are compiled by Inductor, kept on disk; needs a C++ compiler",
+        "tests/strategy/test_lowering.py::test_lowered_training_is_training_and_a_second_start_compiles_nothing",
+    ),
+    Feature(
+        "CUDA graphs (SPMDStrategy(cuda_graphs=True))",
+        Mode.COMPILED,
+        "what an iteration computes is recorded and launched as a few graphs; off by default, no GPU has run it",
+        "tests/stages/runtime/test_cuda_graphs.py::test_recorded_training_is_bitwise_unrecorded_training",
+    ),
+    Feature(
+        "rematerialize=, torch.utils.checkpoint in the module",
+        Mode.COMPILED,
+        "one or both; the strategy's option does nothing in the eager path",
+        "tests/strategy/test_rematerialize.py::test_training_on_one_device_keeps_its_bits",
+    ),
+)
