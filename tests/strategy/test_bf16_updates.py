@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,13 @@ TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"first": "colwise"
 
 
 @pytest.mark.parametrize("plan", [{}, ZERO2, ZERO3, TENSOR], ids=str)
-def test_masters_on_two_ranks(two_ranks: RankPool, plan: Any) -> None:
+def test_masters_on_two_ranks(two_ranks: RankPool, tmp_path: Path, plan: Any) -> None:
+    """Masters lie as state does, and gradients travel in bfloat16."""
     reference = trained(MASTERS, optimizer="sgd")
-    for result in two_ranks.run(trained, {**MASTERS, **plan}, 2, "sgd"):
+    results = two_ranks.run(trained, {**MASTERS, **plan, "dump_dir": str(tmp_path)}, 2, "sgd")
+    text = (tmp_path / "00_arranged.py").read_text()
+    assert not re.search(r"_c10d_functional\.(all_reduce|reduce_scatter)\w*\.default\(.*# float32", text)
+    for result in results:
         found = [v for key, v in result.optimizer_state.items() if key.endswith(f"/{MASTER}")]
         theirs = [v for key, v in reference.optimizer_state.items() if key.endswith(f"/{MASTER}")]
         assert max(float((a - b).abs().max()) for a, b in zip(found, theirs, strict=True)) < 2e-3

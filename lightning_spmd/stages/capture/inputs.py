@@ -144,6 +144,10 @@ class InputTable:
                 self.recorder.graph.erase_node(node)
                 del self.entries[node]
 
+    def nodes_of(self, role: InputRole) -> set[fx.Node]:
+        """The placeholders of a role."""
+        return {node for node, entry in self.entries.items() if entry.role is role}
+
     def in_order(self) -> list[tuple[fx.Node, GraphInput]]:
         """(placeholder, entry) in placeholder order."""
         return [(n, self.entries[n]) for n in self.recorder.graph.nodes if n.op == "placeholder"]

@@ -53,6 +53,7 @@ from lightning_spmd.stages.capture.surroundings import (
     tensor_kinds_guard,
 )
 from lightning_spmd.stages.capture.trainer_view import learning_rates_followed, trainer_seen_as
+from lightning_spmd.stages.capture.weight_casts import share_weight_casts
 
 _IN_WORDS = {Section.BACKWARD: "the backward pass", Section.CLIP: "gradient clipping"}
 
@@ -326,6 +327,7 @@ class _Capture:
         program = decision_program(graph, recorder.decisions)
         graph.output(tuple(self.outputs.nodes)).meta["val"] = None
         simplify_strided_gradients(graph)
+        share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
         remove_dead_nodes(graph)
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_spmd._private_api import OpOverload
+from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Chunk, Partial, Shard
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along, linear
 
@@ -69,10 +70,14 @@ def _quotient(call: OpCall) -> list[Layout]:
 
 
 def _cast(call: OpCall) -> list[Layout]:
-    """A cast to less precision is not linear: every rank would round its own part."""
+    """A cast to less precision is not linear: every rank would round its own part.
+
+    Gradients that an update widens are reduced first: they travel as they are.
+    """
     source, target = call.specs[0].dtype, call.outputs[0].dtype
     widening = source.is_floating_point == target.is_floating_point and target.itemsize >= source.itemsize
-    return elementwise(call) + (linear(call, (0,)) if widening and target != torch.bool else [])
+    updating = info_of(call.node).section in (Section.CLIP, Section.OPTIMIZER) and target.itemsize > source.itemsize
+    return elementwise(call) + (linear(call, (0,)) if widening and target != torch.bool and not updating else [])
 
 
 def _where(call: OpCall) -> list[Layout]:
