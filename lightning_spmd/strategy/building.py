@@ -234,6 +234,7 @@ class GraphBuilder:
             functools.partial(self._follow, captured),
             lowering(context.options.lowering, self._company(self.captures), self._last_lowering),
             on_repairs=self._tell_about_repairs,
+            asks=self._last_lowering is as_python,
         )
         if context.mesh is not None:
             values = executable.inputs(() if request.batch is None else request.batch.tensor_values)

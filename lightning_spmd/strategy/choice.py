@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,37 +17,75 @@ from lightning_spmd.strategy.run_context import StepRequest
 from lightning_spmd.strategy.shared_leaves import check_shared
 
 
-def agreed_choice(control: ControlPlane, mesh: Mesh, table: GraphTable, request: StepRequest, moment: Moment) -> Found:
-    """The split and the graph on which all ranks agree; no graph if one of them has none.
+class Ballot:
+    """The choice of a graph for one step, begun: what this rank would run, and a vote that is under way.
 
-    Raises:
-        BatchError: on every rank; the batches cannot be one.
-        RankDisagreementError: on every rank; they are not at the same batch, or have different numbers of batches.
-        SIGTERMException: on every rank; one of them was told to stop.
+    Args:
+        control: messages among the ranks.
+        mesh: the mesh.
+        table: the graphs.
+        request: the step.
+        moment: where in the run it is.
+
+    Attributes:
+        found: what this rank would run if all ranks have as many rows.
     """
+
+    def __init__(
+        self, control: ControlPlane, mesh: Mesh, table: GraphTable, request: StepRequest, moment: Moment
+    ) -> None:
+        self._control, self._mesh, self._table, self._request, self._moment = control, mesh, table, request, moment
+        rows, self._problem = _rows(request.batch)
+        self._own_rows = rows
+        self.found = table.find(request, (rows,) * mesh.batch_size)
+        self._count = control.cast(
+            moment.place,
+            None if self._problem else self.found.index,
+            rows,
+            -1 if self._problem else _shape(table, request),
+            ends=moment.ends,
+            stop=moment.told_to_stop,
+        )
+        self._answer: Found | None = None
+
+    def result(self) -> Found:
+        """The split and the graph on which all ranks agree; no graph if one of them has none.
+
+        Raises:
+            BatchError: on every rank; the batches cannot be one.
+            RankDisagreementError: on every rank; they are not at the same batch, or have different numbers of batches.
+            SIGTERMException: on every rank; one of them was told to stop.
+        """
+        if self._answer is None:
+            self._answer = self._counted()
+        return self._answer
+
+    def _counted(self) -> Found:
+        control, request, found = self._control, self._request, self.found
+        vote = self._count()
+        self._moment.check(control, vote)
+        if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
+            _check_numbers(control, request.numbers)
+            _reconcile(control, self._table, request, self._problem)
+            return Ballot(control, self._mesh, self._table, request, self._moment).result()
+        if vote.rows[0] != vote.rows[1]:
+            found = self._table.find(request, self._mesh.split(control.gather(self._own_rows)))
+            vote = control.vote(self._moment.place, found.index, 0, 0)
+        same = not vote.missing and vote.graph[0] == vote.graph[1]
+        return found if same else dataclasses.replace(found, index=None)
+
+
+def _shape(table: GraphTable, request: StepRequest) -> int:
+    """A hash of what the batches of all ranks, and what is to be done with them, must have in common."""
     batch = request.batch
-    rows, problem = _rows(batch)
-    found = table.find(request, (rows,) * mesh.batch_size)
     looks = None if batch is None else (batch.shared_key(), batch.shared_values())
-    shape = stable_hash((table.step_key(request), looks, *request.numbers.items()))
-    vote = control.vote(
-        moment.place,
-        None if problem else found.index,
-        rows,
-        -1 if problem else shape,
-        ends=moment.ends,
-        stop=moment.told_to_stop,
-    )
-    moment.check(control, vote)
-    if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
-        _check_numbers(control, request.numbers)
-        _reconcile(control, table, request, problem)
-        return agreed_choice(control, mesh, table, request, moment)
-    if vote.rows[0] != vote.rows[1]:
-        found = table.find(request, mesh.split(control.gather(rows)))
-        vote = control.vote(moment.place, found.index, 0, 0)
-    same = not vote.missing and vote.graph[0] == vote.graph[1]
-    return found if same else dataclasses.replace(found, index=None)
+    known = _hash_of_step(table.step_key(request), looks)
+    return stable_hash((known, *request.numbers.items())) if request.numbers else known
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_of_step(key: tuple[Any, ...], looks: tuple[Any, ...] | None) -> int:
+    return stable_hash((key, looks))
 
 
 def _rows(batch: Batch | None) -> tuple[int, BatchError | None]:

@@ -18,11 +18,12 @@ from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, tell, warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder
-from lightning_spmd.strategy.choice import agreed_choice
+from lightning_spmd.strategy.choice import Ballot
 from lightning_spmd.strategy.graph_table import Found, GraphTable
 from lightning_spmd.strategy.places import Moment, training_moment
 from lightning_spmd.strategy.recheck import Rechecks
@@ -75,8 +76,14 @@ class TrainingIteration:
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
         with speaking_of(variant.method):
-            executable, rows = self._executable(self._request(batch, arguments, variant, clip))
-            outputs = self._run(executable, batch.tensor_values)
+            request = self._request(batch, arguments, variant, clip)
+            ballot = self._ballot(request)
+            ahead = self._run_ahead(ballot, batch.tensor_values)
+            if ahead is None:
+                executable, rows = self._executable(request, ballot)
+                outputs = self._run(executable, batch.tensor_values)
+            else:
+                executable, rows, outputs = ahead
         self._after(variant)
         return self._answer(executable, outputs, batch, rows)
 
@@ -92,7 +99,8 @@ class TrainingIteration:
         self.gradients.clear()
         self.gradients.update(gradients)
         variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
-        executable, _ = self._executable(self._request(None, {}, variant, clip))
+        request = self._request(None, {}, variant, clip)
+        executable, _ = self._executable(request, self._ballot(request))
         self._run(executable, ())
         self._after(executable.captured.variant)
 
@@ -134,13 +142,44 @@ class TrainingIteration:
             return moment
         return Moment(Place("the update after training", moment.place.epoch, moment.place.batch))
 
-    def _executable(self, request: StepRequest) -> tuple[Executable, int]:
-        """The graph of a step, found or built, and the rows of the global batch."""
-        context, table = self.context, self.table
+    def _ballot(self, request: StepRequest) -> Ballot | None:
+        """The choice of a graph, begun; None where there is nobody to ask."""
+        context = self.context
         if context.control is None or context.mesh is None:
+            return None
+        return Ballot(context.control, context.mesh, self.table, request, self._moment(request))
+
+    def _run_ahead(
+        self, ballot: Ballot | None, tensors: Sequence[Tensor]
+    ) -> tuple[Executable, int, Sequence[Any]] | None:
+        """Begin to run what this rank would run while the others say what they would; None if that cannot be.
+
+        The executable, the rows of the global batch, and the outputs.
+        """
+        if ballot is None or ballot.found.index is None or self._pending is not None:
+            return None
+        found, executable = ballot.found, self.table.executables[ballot.found.index]
+        if not executable.can_ask or self.rechecks.is_due(ballot.found.index):
+            return None
+
+        def agree() -> None:
+            if ballot.result() is not found:
+                raise Outvoted
+
+        try:
+            outputs, self._pending = executable.run(tensors, None, agree)
+        except Outvoted:
+            return None
+        self.rechecks.count_use(ballot.found.index)
+        return executable, sum(found.split), outputs
+
+    def _executable(self, request: StepRequest, ballot: Ballot | None) -> tuple[Executable, int]:
+        """The graph of a step, found or built, and the rows of the global batch."""
+        table = self.table
+        if ballot is None:
             found = table.find(request, () if request.batch is None else request.batch.first_sizes())
         else:
-            found = agreed_choice(context.control, context.mesh, table, request, self._moment(request))
+            found = ballot.result()
         if found.index is not None and self._is_up_to_date(found, request):
             return table.executables[found.index], sum(found.split)
         if self._new_shared_leaves(request, found.split):
@@ -181,8 +220,12 @@ class TrainingIteration:
             StaleGraphError: on all ranks; it is not, and steps have run with it.
             FellBack: on all ranks; graphs of this step are out of date as soon as they are built.
         """
-        if found.index is None or not self.rechecks.is_due(found.index):
-            return found.index is not None
+        if found.index is None:
+            return False
+        due = self.rechecks.is_due(found.index)
+        self.rechecks.count_use(found.index)
+        if not due:
+            return True
         self.flush()  # all that the step could read is as eager training has it
         stale = self.rechecks.look(found.index, self.table.executables[found.index], request, found.split)
         if stale is None:

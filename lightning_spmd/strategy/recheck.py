@@ -75,16 +75,19 @@ class Schedule:
         self._counted = 0
 
     def is_due(self, watch: Watch, epoch: int) -> bool:
-        """Count one use of a graph; whether to look at it before it runs."""
+        """Whether to look at a graph before its next use."""
+        if watch.uses + 1 < watch.again and epoch == watch.epoch:
+            return False
+        return watch.right == 1 or self.spent + self._cost <= ALLOWANCE_SECONDS + SHARE * self.time_so_far(1)
+
+    def count_use(self, watch: Watch) -> None:
+        """A graph is used once more."""
         watch.uses += 1
         self._steps += 1
-        if watch.uses < watch.again and epoch == watch.epoch:
-            return False
-        return watch.right == 1 or self.spent + self._cost <= ALLOWANCE_SECONDS + SHARE * self.time_so_far()
 
-    def time_so_far(self) -> float:
-        """The run's seconds, estimated from the last ones that the ranks agreed on."""
-        return self.elapsed + self._seconds_a_step * (self._steps - self._counted)
+    def time_so_far(self, further: int = 0) -> float:
+        """The run's seconds after some further steps, estimated from the last ones that the ranks agreed on."""
+        return self.elapsed + self._seconds_a_step * (self._steps + further - self._counted)
 
     def looked(self, watch: Watch, step: int, epoch: int, seconds: float, elapsed: float) -> None:
         """A graph was found to be right.
@@ -143,8 +146,12 @@ class Rechecks:
         self._watches[index] = Watch(trainer.global_step, trainer.current_epoch)
 
     def is_due(self, index: int) -> bool:
-        """Whether to look at a graph before this use of it; all ranks say the same."""
+        """Whether to look at a graph before its next use; all ranks say the same."""
         return self.schedule.is_due(self._watches[index], self._context.trainer.current_epoch)
+
+    def count_use(self, index: int) -> None:
+        """A graph is used once more; all ranks count alike."""
+        self.schedule.count_use(self._watches[index])
 
     def look(self, index: int, executable: Executable, request: StepRequest, split: tuple[int, ...]) -> Stale | None:
         """Trace a step again, whose guards hold, and compare; all ranks do so together and get the same answer.

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lightning_spmd.strategy.recheck import Schedule, Watch
+from lightning_spmd.strategy.recheck import Schedule
 
 _MEMORY = ctypes.c_double(1.0)
 
@@ -31,10 +31,7 @@ HIDDEN = InMemory(ctypes.addressof(_MEMORY))
 
 
 def look_at_every_use(replace: Callable[..., None] = setattr) -> None:
-    count = Schedule.is_due
-
-    def is_due(self: Schedule, watch: Watch, epoch: int) -> bool:
-        count(self, watch, epoch)
+    def is_due(*_: object) -> bool:
         return True
 
     replace(Schedule, "is_due", is_due)

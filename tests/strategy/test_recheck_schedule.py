@@ -18,7 +18,9 @@ def look(schedule: Schedule, uses: int, cost: float, step: float, epoch_length: 
     for use in range(2, uses + 1):
         seconds += step
         epoch = (use - 1) // epoch_length
-        if schedule.is_due(watch, epoch):
+        due = schedule.is_due(watch, epoch)
+        schedule.count_use(watch)
+        if due:
             seconds += cost
             schedule.looked(watch, use, epoch, cost, seconds)
             found.append(use)

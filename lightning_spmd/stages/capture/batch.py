@@ -132,6 +132,12 @@ def reference_to_leaf(leaf: UnreadLeaf) -> Any:
     return object.__getattribute__(leaf, "_reference")
 
 
+@functools.lru_cache(maxsize=4096)
+def _without_addresses(path: str) -> str:
+    """A path as it reads on every rank: a key that is an object may have an address in it."""
+    return _ADDRESS.sub("", path)
+
+
 class Batch:
     """The arguments of one training_step call, taken apart.
 
@@ -207,7 +213,7 @@ class Batch:
         """
         return tuple(
             (
-                _ADDRESS.sub("", self.paths[i]),
+                _without_addresses(self.paths[i]),
                 self._sizes(i),
                 t.ndim,
                 t.dtype,
@@ -244,7 +250,7 @@ class Batch:
         """
 
         def one(path: str, tensor: Tensor) -> str:
-            text = f"batch{_ADDRESS.sub('', path)}: {str(tensor.dtype)[6:]}{list(tensor.shape)}"
+            text = f"batch{_without_addresses(path)}: {str(tensor.dtype)[6:]}{list(tensor.shape)}"
             text += "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
             text += " that requires grad" if tensor.requires_grad else ""
             order = memory_order(tensor)

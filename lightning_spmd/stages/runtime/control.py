@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -90,6 +90,8 @@ class StepVote:
     stop: bool
 
 
+_LARGEST = dist.AllreduceOptions()
+_LARGEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 _last_run = [0]
 """Number of this process' last run on several ranks; notes are kept by it."""
 
@@ -106,7 +108,6 @@ class ControlPlane:
         self.rank = dist.get_rank()
         self.group = group
         self.place = Place("the start of the run")
-        self._message = torch.zeros(12, dtype=torch.int64)
         sides: list[Any] = [None] * self.world_size
         dist.all_gather_object(sides, (Process.this(), _last_run[0]), group=group)
         _last_run[0] = 1 + max(run for _, run in sides)  # ranks that failed early have seen fewer
@@ -121,17 +122,28 @@ class ControlPlane:
             RankDisagreementError: on every rank; they are at different places.
             RankLostError: one of them is gone.
         """
+        return self.cast(place, graph, rows, shape, ends=ends, stop=stop)()
+
+    def cast(
+        self, place: Place, graph: int | None, rows: int, shape: int, *, ends: bool = False, stop: bool = False
+    ) -> Callable[[], StepVote]:
+        """Begin a :meth:`vote`; what is returned waits for the others, and raises what ``vote`` does."""
         self.place = place
         index, where = -1 if graph is None else graph, place.number()
-        message = self._message
         numbers = [graph is None, index, -index, rows, -rows, shape, -shape, where, -where, ends, not ends, stop]
-        message.copy_(torch.tensor(numbers, dtype=torch.int64))
-        self._wait(dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group, async_op=True))
-        missing, high, low, most, fewest, up, down, last, first, some, not_all, stop = message.tolist()
-        if last != -first:
-            self._disagree(place)
-        ended = (not not_all, bool(some))
-        return StepVote(bool(missing), (-low, high), (-fewest, most), (-down, up), ended, bool(stop))
+        message = torch.tensor(numbers, dtype=torch.int64)
+        # dist.all_reduce looks at its arguments for as long as such a message travels
+        work = self.group.allreduce([message], _LARGEST)
+
+        def count() -> StepVote:
+            self._wait(work)
+            missing, high, low, most, fewest, up, down, last, first, some, not_all, told = message.tolist()
+            if last != -first:
+                self._disagree(place)
+            ended = (not not_all, bool(some))
+            return StepVote(bool(missing), (-low, high), (-fewest, most), (-down, up), ended, bool(told))
+
+        return count
 
     def meet(self, place: Place) -> None:
         """Make sure that all ranks are here.

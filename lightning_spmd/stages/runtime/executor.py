@@ -13,9 +13,10 @@ from torch import Tensor, fx
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
+from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
-from lightning_spmd.stages.runtime.lowering import Lowering, as_python
+from lightning_spmd.stages.runtime.lowering import Lowering, as_python, is_settled
 from lightning_spmd.stages.runtime.profile import RUNS, Profile
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
 from lightning_spmd.stages.runtime.undo import Before, can_be_undone
@@ -47,6 +48,11 @@ class Program:
     def run(self) -> Callable[..., Sequence[Any]]:
         """The callable; made when it is first wanted, for the first runs, node by node, may still change the graph."""
         return self._lower(self.step)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a callable that changes no more."""
+        return "run" in vars(self) and is_settled(self.run)
 
     def inputs(self, batch: Sequence[Tensor], pending: Sequence[Any] = ()) -> list[Any]:
         """The values of the graph's inputs now."""
@@ -81,6 +87,7 @@ class Executable:
         follow: joins a cleanup and a setup to the iteration that does both.
         lower: makes callables of the final graphs.
         on_repairs: told of the nodes whose results are copied into another layout from now on.
+        asks: whether graphs of several ranks can ask a question once they have begun.
     """
 
     def __init__(
@@ -92,6 +99,8 @@ class Executable:
         follow: Callable[[ShardedStep, ShardedStep], ShardedStep] | None = None,
         lower: Lowering = as_python,
         on_repairs: Callable[[Sequence[fx.Node]], None] = lambda _nodes: None,
+        *,
+        asks: bool = True,
     ) -> None:
         self.captured = captured
         self.graphs = graphs
@@ -100,6 +109,7 @@ class Executable:
         self._follow = follow
         self._lower = lower
         self._on_repairs = on_repairs
+        self._asks = asks and bool(graphs.main.axes)
         self._writers = state.writers(captured, graphs.main)
         self._found_inf = skips_state(captured)
         self._draws = draws_numbers(captured.graph_module.graph)
@@ -108,6 +118,7 @@ class Executable:
         self._after: dict[int, tuple[Executable, Program]] = {}
         self._checked = False
         self._profile: Profile | None = None
+        self._question: Callable[[], None] | None = None
 
     def inputs(self, batch: Sequence[Tensor]) -> list[Any]:
         """The inputs of the captured graph for this batch (tensor leaves, in order)."""
@@ -115,18 +126,36 @@ class Executable:
 
     def can_follow(self, pending: Pending) -> bool:
         """Whether a run may take over what another iteration left."""
-        return self._checked and self._finish is None and pending.owner.graphs.cleanup is not None
+        return self.is_final and pending.owner.graphs.cleanup is not None
 
-    def run(self, batch: Sequence[Tensor], pending: Pending | None = None) -> tuple[Sequence[Any], Pending | None]:
+    @property
+    def is_final(self) -> bool:
+        """Whether the graphs have their final form: checked, measured, arranged."""
+        return self._checked and self._finish is None
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether a run can ask a question once it has begun; all that ranks do together to get there is done."""
+        return self._asks and self.is_final and self._main.is_settled
+
+    def run(
+        self,
+        batch: Sequence[Tensor],
+        pending: Pending | None = None,
+        question: Callable[[], None] | None = None,
+    ) -> tuple[Sequence[Any], Pending | None]:
         """Run one iteration: parameters, buffers and state are updated.
 
         Args:
             batch: tensor leaves of the batch, in order.
             pending: what the iteration before left undone, done here; only if :meth:`can_follow`.
+            question: asked before anything is changed or another rank involved, and as late as that; what it raises
+                leaves everything as it was. Only if :attr:`can_ask`, and nothing is pending.
 
         Returns:
             the outputs of the captured graph, and what this iteration leaves undone.
         """
+        self._question = question
         if not self._checked:
             return self._first_run(batch), None
         if self._finish is not None:
@@ -150,7 +179,15 @@ class Executable:
     # ------------------------------------------------------------------ pieces
     def _program(self, step: ShardedStep, lower: Lowering | None = None) -> Program:
         readers = self.state.readers(step.signature.inputs, self.captured.constants)
-        return Program(step, readers, self._lower if lower is None else lower)
+        chosen = self._lower if lower is None else lower
+        if not self._asks:
+            return Program(step, readers, chosen)
+        return Program(step, readers, lambda final: chosen(asking(final, self._ask)))
+
+    def _ask(self) -> None:
+        if self._question is not None:
+            self._question()
+            self._question = None
 
     def _first_run(self, batch: Sequence[Tensor]) -> Sequence[Any]:
         """Run node by node, checking layouts; what fails leaves buffers, counters and random state as they were.
@@ -210,7 +247,12 @@ class Executable:
                 outputs = run(*inputs)
             else:
                 with self.state.streams.active(draws=self._draws):
-                    outputs = run(*inputs)
+                    try:
+                        outputs = run(*inputs)
+                    except BaseException:
+                        if self._question is not None:
+                            self.state.streams.tick -= 1  # this run has not been
+                        raise
         skipped = self._found_inf is not None and bool(outputs[self._found_inf])
         for position, write in self._writers:
             if not (skipped and self.captured.signature.outputs[position].role in OF_THE_OPTIMIZER):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeAlias
 
 from lightning_spmd.ir.source import function_of
@@ -39,6 +40,11 @@ class Company:
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     steps_left: Callable[[], float] = lambda: float("inf")
     on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None
+
+
+def is_settled(run: Callable[..., Sequence[Any]]) -> bool:
+    """Whether a callable only does what its graph says: no more measuring, comparing, recording, asking other ranks."""
+    return isinstance(run, FunctionType) or bool(getattr(run, "is_settled", False))
 
 
 def as_python(step: ShardedStep) -> Callable[..., Sequence[Any]]:

@@ -26,7 +26,7 @@ from lightning_spmd.cache import the_store
 from lightning_spmd.ir.source import function_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.messages import tell, warn
-from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python
+from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python, is_settled
 from lightning_spmd.stages.runtime.profile import RUNS, Profile, agree
 from lightning_spmd.stages.runtime.regions.choice import fitting_regions, worthwhile
 from lightning_spmd.stages.runtime.regions.code import CODES, entry_of
@@ -62,6 +62,11 @@ class LoweredStep:
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """The outputs of the graph."""
         return self._run(*inputs)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its regions are chosen."""
+        return is_settled(self._run)
 
     # ------------------------------------------------------------------ the first runs
     def _first_run(self, *inputs: Any) -> Sequence[Any]:
