@@ -215,6 +215,24 @@ def _step_hook_tables(optimizer: Any) -> list[dict[int, Any]]:
     return [table for table in tables if table is not None]
 
 
+_WAYS_OF_FLOAT32 = (
+    ("generic", "all"),
+    *((backend, of) for backend in ("cuda", "mkldnn") for of in ("all", "matmul", "conv", "rnn")),
+)
+
+
+def float32_precision() -> tuple[Any, ...]:
+    """How precisely products of float32 are computed (TF32, bfloat16), by whichever of torch's interfaces it was set.
+
+    ``get_float32_matmul_precision`` raises where somebody used the newer one, ``backends.cuda.matmul.fp32_precision``.
+    """
+    c: Any = torch._C
+    try:
+        return c._get_float32_matmul_precision(), c._get_cudnn_allow_tf32()
+    except RuntimeError:
+        return tuple([c._get_fp32_precision_getter(*of) for of in _WAYS_OF_FLOAT32])
+
+
 def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Functions of C that read torch's switches, with their arguments; each step asks, and Python ones cost thrice."""
     c: Any = torch._C
@@ -223,8 +241,12 @@ def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         torch.get_default_dtype,
         c._get_deterministic_algorithms,
         c._get_deterministic_algorithms_warn_only,
-        c._get_float32_matmul_precision,
+        float32_precision,
         torch.is_anomaly_enabled,
+        c._get_flash_sdp_enabled,
+        c._get_mem_efficient_sdp_enabled,
+        c._get_math_sdp_enabled,
+        c._get_cudnn_sdp_enabled,
     )
     of_kinds = [(read, (kind,)) for kind in kinds for read in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
     return [*[(read, ()) for read in plain], *of_kinds]
