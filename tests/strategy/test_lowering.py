@@ -127,7 +127,7 @@ def test_lowered_training_on_two_ranks_is_within_1e_4(
     assert one.failed == other.failed == 0
     assert min(one.compiled, other.compiled) > 0
     assert one.compiled + one.loaded == other.compiled + other.loaded
-    assert max(one.compiled, other.compiled) < one.compiled + one.loaded  # the work is shared
+    assert one.loaded + other.loaded > 0  # the work is shared
 
 
 @needs_compiler

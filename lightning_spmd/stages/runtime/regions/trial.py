@@ -15,7 +15,7 @@ from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.stages.runtime.regions.code import Code
 from lightning_spmd.stages.runtime.regions.region import Region
 
-ROUNDS = 3
+ROUNDS = 7
 """Of both sides, of which the fastest counts."""
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
