@@ -30,7 +30,7 @@ from lightning_spmd.messages import tell
 VARIABLE = "LIGHTNING_SPMD_CACHE"
 """The environment variable that names the folder."""
 MOST_BYTES = 1 << 30
-"""What all entries may take; beyond, those that were not used for longest go."""
+"""What all files may take; beyond, those that were not used for longest go."""
 
 _FORMAT = b"lightning_spmd cache 1\n"
 _SEAL = hashlib.sha256().digest_size
@@ -232,12 +232,13 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _drop_oldest(folder: Path, most: int) -> None:
-    """Remove the entries that were not used for longest until the rest takes at most ``most`` bytes."""
+    """Remove the files that were not used for longest until the rest takes at most ``most`` bytes."""
     found: list[tuple[float, int, Path]] = []
-    for path in folder.glob("*.entries/*"):
+    for path in folder.glob("*/**/*"):
         with contextlib.suppress(OSError):
             status = path.stat()
-            found.append((status.st_mtime, status.st_size, path))
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_mtime, status.st_size, path))
     total = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
         if total <= most:

@@ -79,7 +79,7 @@ class Codes:
         try:
             entry = json.loads(content)
             files = {name: base64.b64decode(text) for name, text in entry["files"].items()}
-            self._known[key] = private.load_inductor_code(entry["source"], files, kept.subfolder("inductor"))
+            self._keep(key, region, private.load_inductor_code(entry["source"], files, kept.subfolder("inductor")))
         except Exception as error:  # generated code may fail in every way; it is made anew
             tell(f"strategy='spmd' compiles {region.name} anew: {_first_line(error)}")
             return False
@@ -98,7 +98,7 @@ class Codes:
             mode = private.FakeTensorMode()
             fakes = [private.new_fake(mode, spec_of(node)) for node in region.inputs]
             source, files = private.compile_with_inductor(region.function, fakes, mode, folder)
-            self._known[key] = private.load_inductor_code(source, files, folder)
+            self._keep(key, region, private.load_inductor_code(source, files, folder))
         except Exception as error:  # a compiler may fail in every way, and the region is there without it
             self.problems[key] = _first_line(error)
             self.counts.failed += 1
@@ -108,6 +108,10 @@ class Codes:
         texts = {name: base64.b64encode(content).decode() for name, content in files.items()}
         kept.put(KIND, key, json.dumps({"source": source, "files": texts}).encode())
         return True
+
+    def _keep(self, key: str, region: Region, code: Code) -> None:
+        on_device = any(spec_of(node).device.type == "cuda" for node in region.inputs)
+        self._known[key] = aligned(code) if on_device else code
 
     def problem(self, region: Region) -> str:
         """Why there is no code for a region."""
@@ -129,6 +133,19 @@ def entry_of(region: Region) -> str:
     devices = sorted({str(spec_of(node).device) for node in (*region.inputs, *region.outputs)})
     kinds = [_kind_of(torch.device(device)) for device in devices]
     return _hash((_VERSION, _settings(torch.get_num_threads()), tuple(kinds), region.text))
+
+
+def aligned(code: Code) -> Code:
+    """Code of a GPU, which reads 16 bytes at once: an input that does not begin at a multiple of them is copied."""
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        for number, value in enumerate(inputs):
+            if value.data_ptr() % 16:
+                reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+                inputs[number] = value.as_strided((reach,), (1,)).clone().as_strided(value.shape, value.stride())
+        return code(inputs)
+
+    return call
 
 
 # ---------------------------------------------------------------- pieces

@@ -114,13 +114,17 @@ class LoweredStep:
     def _decide(self, everyone: Sequence[Mapping[int, Verdict]]) -> None:
         """Choose regions by what all ranks saw of them."""
         chosen: dict[int, Region] = {}
+        problems: dict[str, list[Region]] = {}
         for number, region in self.regions.items():
             seen = [verdicts[number] for verdicts in everyone]
             problem = next((v.problem for v in seen if v.problem), "")
             if problem:
-                warn(f"strategy='spmd' leaves {region.tag} as it is: {problem}")
+                problems.setdefault(problem, []).append(region)
             elif self._mode == "inductor" or max(v.lowered for v in seen) <= FASTER * max(v.eager for v in seen):
                 chosen[number] = region
+        for problem, (region, *others) in problems.items():
+            more = f" and {len(others)} other regions" if others else ""
+            warn(f"strategy='spmd' leaves {region.tag}{more} as operators: {problem}")
         self.regions = chosen
         self._settle(self._as_operators())
         if chosen:
@@ -138,11 +142,16 @@ class LoweredStep:
     def _found(self) -> dict[int, Region]:
         """The graph's regions, if all ranks find the same ones."""
         if any(not axis.is_even for axis in self._step.axes):
-            return {}  # ranks with other sizes may round otherwise what must be equal on all of them
+            # ranks with other sizes may round otherwise what must be equal on all of them
+            tell("strategy='spmd' compiles nothing of graphs in which ranks have unequal rows")
+            return {}
         found = fitting_regions(self._step)
         shape = [(region.nodes[0].name, region.place.name) for region in found.values()]
         everyone = self._company.gather(shape)
-        return found if all(other == shape for other in everyone) else {}
+        if all(other == shape for other in everyone):
+            return found
+        tell("strategy='spmd' compiles nothing of a graph whose sizes let each rank find other regions")
+        return {}
 
     def _compile(self) -> None:
         """Have code for the regions: of ranks that share a disk each compiles its part, the others read it."""

@@ -90,8 +90,9 @@ def test_a_region_that_cannot_be_compiled_stays_as_its_operators(compiler: Compi
     right = expected(step, live)
     compiler.refuses = True
     lowered = LoweredStep(step, "inductor", Company())
-    with pytest.warns(UserWarning, match="RuntimeError: out of registers$"):
+    with pytest.warns(UserWarning, match="and 2 other regions as operators: RuntimeError: out of registers$") as caught:
         assert same(run(lowered, live), right)
+    assert len(caught) == 1
     assert not lowered.regions
     assert same(run(lowered, live), right)
     assert code.CODES.counts.failed > 0
@@ -257,3 +258,21 @@ def test_ranks_that_find_other_regions_use_none(compiler: Compiler) -> None:
 
     assert [len(lowered.regions) for lowered in on_ranks(work)] == [0, 0]
     assert compiler.compiled == 0
+
+
+def test_code_of_a_gpu_gets_aligned_inputs() -> None:
+    memory = torch.arange(64.0)
+    odd = [
+        memory[1:17].view(4, 4),
+        memory[3:5].expand(3, 2),
+        memory[1:33].view(4, 8)[:, ::2],
+        memory[5:].as_strided((4, 4), (1, 4)),
+        memory[16:20],
+    ]
+    seen: list[Tensor] = []
+    code.aligned(lambda inputs: seen.extend(inputs) or ())(list(odd))
+    for value, got in zip(odd, seen, strict=True):
+        assert torch.equal(value, got)
+        assert value.stride() == got.stride()
+        assert got.data_ptr() % 16 == 0
+    assert seen[-1] is odd[-1]
