@@ -85,9 +85,9 @@ class Member:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What must agree for two to share a bucket."""
-        backward = self.of_input and self.section is not Section.FORWARD
-        return (self.start.target, *self.start.args[1:], self.spec.dtype, self.dtype, self.spec.device, backward)
+        """What must agree for two to share a bucket: among others whether it exists early, and is needed late."""
+        when = self.section is not Section.FORWARD if self.of_input else None
+        return (self.start.target, *self.start.args[1:], self.spec.dtype, self.dtype, self.spec.device, when)
 
     @property
     def traffic(self) -> tuple[Any, str]:

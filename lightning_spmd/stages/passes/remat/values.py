@@ -219,7 +219,7 @@ class _Sizes:
         if not isinstance(spec, TensorSpec) or 0 in spec.shape or not self.is_known(node):
             return 0
         reach = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
-        return self._scaled(node, reach * spec.dtype.itemsize, 0)
+        return self._scaled(node, (spec.numel if self._uneven else reach) * spec.dtype.itemsize, 0)  # gaps do not scale
 
     def _scaled(self, node: fx.Node, size: int, result: int) -> int:
         placements = _placements(node, result) or ()
