@@ -35,7 +35,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_dropout_is_reproducible[zero3]",
         "test_every_optimizer_works_on_chunks[zero3-adagrad]",
     ),
-    "tests/gpu/test_script.py": ("test_every_part_passes_at_toy_size",),
+    "tests/gpu/test_script.py": ("test_parts_of_every_kind_pass_at_toy_size",),
     "tests/operators/test_sweep.py": ("[1]", "[2]"),
     "tests/scale/test_two_hosts.py": ("test_two_hosts_measure_the_simulated_accelerator",),
     "tests/stages/expand/test_context_parallel.py": (

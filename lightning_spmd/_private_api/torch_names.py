@@ -37,6 +37,18 @@ function_modes = _get_current_function_mode_stack
 copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
+def leave_pool(device: int, pool: Any) -> None:
+    """Let the caching allocator go on as before a CUDA graph whose recording CUDA broke off.
+
+    ``CUDAGraph.capture_end`` raises then before it tells the allocator; every ``empty_cache`` would fail from there on.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # it has been told
+    torch._C._cuda_releasePool(device, pool)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds, without autograd's detour; a plain tensor as it is.
 

@@ -9,7 +9,6 @@ and an address that has changed all show as wrong numbers.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +55,7 @@ class FakePool:
     def __init__(self) -> None:
         self.blocks: list[_Block] = []
         self.reused = 0
+        self._at: dict[int, int] = {}
 
     def new(self, like: Tensor) -> Tensor:
         """A tensor that lies as ``like``, full of NaN."""
@@ -67,6 +67,7 @@ class FakePool:
         else:
             self.reused += 1
         flat = torch.frombuffer(found.memory, dtype=torch.uint8)
+        self._at.setdefault(flat.data_ptr(), len(self.blocks) - 1)
         found.tenant = StorageWeakRef(flat.untyped_storage())
         made = torch.empty(0, dtype=like.dtype)
         made.set_(flat.untyped_storage(), like.storage_offset(), like.shape, like.stride())
@@ -75,12 +76,10 @@ class FakePool:
 
     def address(self, tensor: Tensor) -> _InPool | None:
         """Where a tensor of the pool is; None if it is elsewhere."""
-        pointer = tensor.untyped_storage().data_ptr()
-        for index, block in enumerate(self.blocks):
-            if torch.frombuffer(block.memory, dtype=torch.uint8).data_ptr() == pointer:
-                spec = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-                return _InPool(index, *spec, tensor.storage_offset())
-        return None
+        index = self._at.get(tensor.untyped_storage().data_ptr())
+        if index is None:
+            return None
+        return _InPool(index, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.storage_offset())
 
     def at(self, place: _InPool) -> Tensor:
         """The tensor at an address, whoever is there."""
@@ -167,21 +166,23 @@ class FakeRecorder:
         on_device: of a tensor, whether it counts as one of the GPU.
     """
 
-    made: list[weakref.ref[FakeRecorder]] = []
-
     def __init__(self, on_device: Callable[[TensorSpec], bool] = lambda _spec: True) -> None:
+        self.generation = 0
         self.on_device = on_device
         self.pool = FakePool()
         self.prepared = self.recorded = self.replayed = 0
-        FakeRecorder.made.append(weakref.ref(self))
 
     def prepare(self) -> None:
         self.prepared += 1
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         mode = _Capturing(self.pool)
-        with mode:
-            work()
+        try:
+            with mode:
+                work()
+        except RuntimeError:
+            self.generation += 1
+            raise
         self.recorded += 1
         return lambda: self._replay(mode.tape)
 

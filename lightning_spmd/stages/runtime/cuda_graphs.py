@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec, named
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.messages import tell
@@ -36,14 +38,20 @@ TRIES = 5
 
 
 class Recorder(Protocol):
-    """Records kernels: a GPU's CUDA graphs, or a stand-in in tests."""
+    """Records kernels: a GPU's CUDA graphs, or a stand-in in tests.
+
+    Args:
+        generation: changes when everything that was recorded so far must not run any more.
+    """
+
+    generation: int
 
     def on_device(self, spec: TensorSpec) -> bool:
         """Whether a tensor lies where recordings work."""
         ...
 
     def prepare(self) -> None:
-        """Called before pieces of a graph are recorded."""
+        """Called before pieces of a graph are recorded, and before recordings are dropped."""
         ...
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -56,12 +64,18 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs of one device, all in one pool of memory."""
+    """CUDA graphs of one device, all in one pool of memory.
+
+    Args:
+        device: a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.generation = 0
         self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._anchor: Any = None
 
     def on_device(self, spec: TensorSpec) -> bool:
         """Whether it is on the GPU."""
@@ -75,7 +89,14 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """A CUDA graph of it."""
-        graph = torch.cuda.CUDAGraph()
+        if self._anchor is None:  # torch forgets a pool without graphs, and refuses its name from then on
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a graph without kernels
+                self._anchor = self._recorded(lambda: None)
+        return self._recorded(work).replay
+
+    def _recorded(self, work: Callable[[], None]) -> Any:
+        graph, problem = torch.cuda.CUDAGraph(), None
         drawn = torch.cuda.get_rng_state(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -83,17 +104,25 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-                torch.cuda.set_rng_state(drawn, self._device)
-                raise
+            except BaseException as error:
+                problem = error
             try:
                 graph.capture_end()
-            except RuntimeError:
-                torch.cuda.set_rng_state(drawn, self._device)
-                raise
-        return graph.replay
+            except RuntimeError as error:
+                self._recover(drawn)
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        return graph
+
+    def _recover(self, drawn: torch.Tensor) -> None:
+        """A recording that CUDA broke off leaves allocator and generator as if it went on."""
+        index = torch.cuda.current_device()
+        private.leave_pool(index, self._pool)
+        fresh = torch.Generator(self._device)
+        fresh.set_state(drawn)
+        torch.cuda.default_generators[index].graphsafe_set_state(fresh)
+        self.generation += 1  # recordings draw from the state that was replaced
 
 
 class CUDAGraphs:
@@ -143,6 +172,7 @@ class RecordedProgram:
         self._gaps: dict[int, Gap] = {}
         self._recorded: dict[int, Recorded] = {}
         self._addresses: list[int] | None = None
+        self._generation = owner.recorder.generation
         self._live: list[int] = []
         self._loose: list[int] = []
         self._writes_copies = False
@@ -184,7 +214,10 @@ class RecordedProgram:
     def _look_where(self, inputs: Sequence[Any]) -> None:
         """Forget what was recorded if parameters, buffers or state lie elsewhere in memory than they did."""
         addresses = [inputs[i].data_ptr() for i in self._live]
+        generation, self._generation = self._generation, self._owner.recorder.generation
         if addresses == self._addresses:
+            if generation != self._generation:
+                self._drop()
             return
         before, self._addresses = self._addresses, addresses
         self._drop()
