@@ -15,7 +15,7 @@ from lightning_spmd.stages.runtime.regions.eligible import is_free
 from lightning_spmd.stages.runtime.regions.partition import fitting, runs
 from lightning_spmd.stages.runtime.regions.region import Region, lowered_graph
 
-CALL = 20e-6
+CALL = 5e-6
 """Seconds that calling compiled code takes beside its work."""
 WORTH = 0.005
 """Part of a step that regions of one kind must promise to save."""

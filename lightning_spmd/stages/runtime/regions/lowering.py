@@ -176,26 +176,29 @@ class LoweredStep:
 
 
 class LoweredRegion:
-    """A region's code; where it fails, its operators, from then on.
+    """A region's code, under a name; its operators where inputs lie otherwise than it was made for.
 
     Args:
         region: it has code.
     """
-
-    launches_only = True  # nothing that a CUDA graph could not hold
 
     def __init__(self, region: Region) -> None:
         self.__name__ = self.__qualname__ = region.name
         self.__module__ = __name__
         self._region = region
         self._tag = region.tag
-        self._code = CODES.known(region)
+        self._code = CODES.known(region) or (lambda inputs: region.function(*inputs))
+        self._told = False
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """The region's outputs."""
-        if self._code is None:
+        try:
+            if private.profiler_is_on():
+                with record_function(self._tag):
+                    return self._code(list(inputs))
+            return self._code(list(inputs))
+        except AssertionError as error:  # the code looks at sizes and strides before it does anything
+            if not self._told:
+                self._told = True
+                warn(f"strategy='spmd' runs {self._tag} as operators: {str(error).splitlines()[0]}", everywhere=True)
             return self._region.function(*inputs)
-        if private.profiler_is_on():
-            with record_function(self._tag):
-                return self._code(list(inputs))
-        return self._code(list(inputs))

@@ -98,6 +98,21 @@ def test_a_region_that_cannot_be_compiled_stays_as_its_operators(compiler: Compi
     assert code.CODES.counts.failed > 0
 
 
+def test_inputs_that_lie_otherwise_run_the_operators(compiler: Compiler) -> None:
+    step, live = chain()
+    right = expected(step, live)
+    lowered = LoweredStep(step, "inductor", Company())
+    run(lowered, live)
+
+    def asserts(_inputs: Sequence[Tensor], _right: Sequence[Tensor]) -> Sequence[Tensor]:
+        raise AssertionError("expected size 4==4, stride 1==4 at dim=0\nand more lines")
+
+    compiler.fault = asserts
+    with pytest.warns(UserWarning, match="as operators: expected size 4==4, stride 1==4 at dim=0$") as caught:
+        assert same(run(lowered, live, 3), right)
+    assert len(caught) == len(lowered.regions)
+
+
 def with_times(monkeypatch: pytest.MonkeyPatch, lowered: float) -> None:
     """Operators of a region take a second, its code so many."""
     turns = iter([1.0, lowered] * 1000)
