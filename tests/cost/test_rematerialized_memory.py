@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_spmd import SPMDStrategy
 from lightning_spmd.cost.memory import liveness
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
+from lightning_spmd.report.peak_memory import PeakMemory
 from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.passes.remat.choice import choose
 from lightning_spmd.stages.passes.remat.plan import Planner
 from lightning_spmd.stages.passes.remat.values import Values
 from tests.cost.test_memory import Allocations, _update
 from tests.helpers.models import GPT
+from tests.helpers.ranks import RankPool
 from tests.helpers.tiny_capture import capture_module
+from tests.helpers.training import fit
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @functools.cache
@@ -68,3 +77,59 @@ def test_what_is_counted_while_choosing_is_what_is_alive_in_the_graph() -> None:
 
 def _names(maker: Any) -> set[str]:
     return {maker.name, *(user.name for user in maker.users)}
+
+
+# ---------------------------------------------------------------- on two ranks
+class Measured(L.LightningModule):
+    """Eight layers whose activations are much more than their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(8, 64)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.gpt(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+class Watch(L.Callback):
+    """Highest memory of the last steps."""
+
+    def __init__(self) -> None:
+        self.memory: PeakMemory | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 6:
+            self.memory = PeakMemory()
+            self.memory.begin(torch.device("cpu"))
+
+
+def _grown(plan: str) -> tuple[list[int | None], list[list[float]]]:
+    """Bytes by which two trainings grow, without and with the option, and their losses."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)  # what is freed goes back at once, else a heap keeps it
+    grown, losses = [], []
+    data = TensorDataset(
+        *(torch.randint(256, (20 * 64, 64), generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    )
+    for share in (None, 0.5):
+        L.seed_everything(1, verbose=False)
+        watch = Watch()
+        strategy = SPMDStrategy(data_parallel=plan, overlap_iterations=False, rematerialize=share)  # type: ignore[arg-type]
+        result, _ = fit(Measured(), DataLoader(data, 32), strategy, 2, callbacks=[watch], max_steps=10)
+        grown.append(None if watch.memory is None else watch.memory.peak())
+        losses.append(result.losses)
+    return grown, losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["replicate", "zero3"])
+def test_two_ranks_give_half_of_it_back(two_ranks: RankPool, plan: str) -> None:
+    """69.5 MiB of activations a rank."""
+    activations = 2 * Planner(Values(_step(0.0, None))).plan(()).peak
+    for (whole, half), losses in two_ranks.run(_grown, plan):
+        assert losses[0] == losses[1]
+        if whole is not None and half is not None:
+            assert whole > 0.9 * activations
+            assert whole - half > 0.45 * activations, f"{whole} bytes became {half}"
