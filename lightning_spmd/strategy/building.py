@@ -232,7 +232,11 @@ class GraphBuilder:
             state,
             finish_graphs,
             functools.partial(self._follow, captured),
-            lowering(context.options.lowering, self._company(self.captures), self._last_lowering),
+            lowering(
+                context.options.lowering,
+                self._company(captured.variant.method, self.captures),
+                self._last_lowering,
+            ),
             on_repairs=self._tell_about_repairs,
             asks=self._last_lowering is as_python,
         )
@@ -298,16 +302,17 @@ class GraphBuilder:
         self._tell_about_overlap(captured, graphs)
         return graphs
 
-    def _company(self, number: int) -> Company:
+    def _company(self, method: str, number: int) -> Company:
         """What the lowering of a graph asks."""
         control = self._context.control
 
         def dump(stage: str, step: ShardedStep) -> None:
             self._dump(stage, step.graph_module, step.signature, number)
 
+        left = functools.partial(self._context.steps_left, method)
         if control is None:
-            return Company(steps_left=self._context.steps_left, on_result=dump)
-        return Company(control.rank, control.gather, self._context.steps_left, dump)
+            return Company(steps_left=left, on_result=dump)
+        return Company(control.rank, control.gather, left, dump)
 
     def _follow(self, captured: CapturedStep, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
         step = follow(cleanup, setup)

@@ -98,17 +98,19 @@ class RunContext:
         }
         return contexts[method]()
 
-    def steps_left(self) -> float:
-        """How many batches the run may still take; infinite where nobody knows."""
+    def steps_left(self, method: str) -> float:
+        """How many batches a step method may still be given; infinite where nobody knows."""
         trainer = self.trainer
-        if self.optimizer is None:
-            return math.inf
-        left = [math.inf]
-        if trainer.max_steps >= 0:
-            left.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
-        if trainer.max_epochs not in (None, -1):
-            left.append((trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches)
-        return min(left)
+        epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+        if method == "training_step":
+            left = math.inf if trainer.max_steps < 0 else trainer.max_steps - trainer.global_step
+            return min(left * trainer.accumulate_grad_batches, epochs * trainer.num_training_batches)
+        batches = {
+            "validation_step": trainer.num_val_batches,
+            "test_step": trainer.num_test_batches,
+            "predict_step": trainer.num_predict_batches,
+        }
+        return sum(batches[method]) * (max(epochs, 1) if method == "validation_step" and trainer.fitting else 1)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ ROUNDS = 7
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 """Of an element, as a part of the largest one: a few roundings, for a chain of operators is rounded once where eager
 rounds after each, and sums are added in another order."""
+_AS_GOOD = 8.0
+"""Times the operators' own error that a result may be off by where terms cancel: a sum of gradients that is zero but
+for roundings (the bias of attention's keys) is another number in any other order."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ def _verdict(region: Region, code: Code, inputs: Sequence[Tensor], expected: Seq
 def difference(region: Region, inputs: Sequence[Tensor], expected: Sequence[Tensor], got: Sequence[Tensor]) -> str:
     """What is wrong with a region's results; empty if nothing is."""
     storages = {t.untyped_storage().data_ptr() for t in inputs}
-    for node, right, result in zip(region.outputs, expected, got, strict=True):
+    exact = _Exact(region, inputs)
+    for number, (node, right, result) in enumerate(zip(region.outputs, expected, got, strict=True)):
         what = f"its result {node.name}"
         if (result.dtype, result.shape, result.device) != (right.dtype, right.shape, right.device):
             return f"{what} is {result.dtype}{list(result.shape)}, not {right.dtype}{list(right.shape)}"
@@ -88,9 +94,33 @@ def difference(region: Region, inputs: Sequence[Tensor], expected: Sequence[Tens
         storages.add(place)
         if result.untyped_storage().nbytes() > right.untyped_storage().nbytes() + 64:
             return f"{what} holds a larger storage than its own"
-        if far := _far_off(right, result):
+        if (far := _far_off(right, result)) and not exact.is_as_good(number, right, result):
             return f"{what} is {far}"
     return ""
+
+
+class _Exact:
+    """A region's results in double precision, made if somebody asks."""
+
+    def __init__(self, region: Region, inputs: Sequence[Tensor]) -> None:
+        self._region = region
+        self._inputs = inputs
+
+    @functools.cached_property
+    def _results(self) -> Sequence[Tensor]:
+        wide = [t.double() if t.is_floating_point() else t for t in self._inputs]
+        try:
+            return self._region.function(*wide)
+        except RuntimeError:  # an operator that wants its inputs in one precision
+            return ()
+
+    def is_as_good(self, number: int, right: Tensor, result: Tensor) -> bool:
+        """Whether a result is about as near to the exact one as what the operators give."""
+        if not self._results or not right.is_floating_point():
+            return False
+        exact = self._results[number].double()
+        error, own = ((value.double() - exact).abs().max().item() for value in (result, right))
+        return math.isfinite(own) and error <= _AS_GOOD * own
 
 
 def _far_off(right: Tensor, result: Tensor) -> str:

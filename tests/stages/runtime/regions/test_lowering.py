@@ -17,7 +17,7 @@ from lightning_spmd.stages.runtime.lowering import Company
 from lightning_spmd.stages.runtime.profile import RUNS
 from lightning_spmd.stages.runtime.regions import choice, code, trial
 from lightning_spmd.stages.runtime.regions.lowering import LoweredStep
-from tests.stages.runtime.regions.cases import Compiler, Fault, chain, compiler
+from tests.stages.runtime.regions.cases import Compiler, Fault, capture, chain, compiler
 
 __all__ = ["compiler"]
 
@@ -72,6 +72,26 @@ def test_a_region_with_wrong_results_stays_as_its_operators(compiler: Compiler, 
     assert len(caught) == 1
     assert len(lowered.regions) > 1
     assert same(run(lowered, live), right)
+
+
+def test_a_sum_that_is_nothing_but_roundings_is_no_difference(compiler: Compiler) -> None:
+    x = torch.randn(4096, 4)
+    x -= x.double().mean(0).float()
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return (p["w"] * 0).sum(), (x * 1.0).sum(0) * 1e-3
+
+    step, live = capture(loss, x)
+    turned: Fault = lambda inputs, right: [  # noqa: E731
+        (inputs[-1].flip(0) * 1.0).sum(0) * 1e-3 if value.shape == (4,) else value for value in right
+    ]
+    compiler.fault = turned
+    lowered = LoweredStep(step, "inductor", Company())
+    right = run(lowered, live)
+    assert not torch.allclose(right[1], run(lowered, live)[1], rtol=1e-4, atol=0.0)
+    compiler.fault = lambda inputs, right: [value + 0.01 for value in right]
+    with pytest.warns(UserWarning, match="off by"):
+        run(LoweredStep(step, "inductor", Company()), live)
 
 
 def test_results_that_share_storage_are_noticed(compiler: Compiler) -> None:
