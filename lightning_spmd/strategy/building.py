@@ -32,7 +32,7 @@ from lightning_spmd.stages.runtime import cuda_graphs
 from lightning_spmd.stages.runtime.agreement import agree_on
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
-from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python
+from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
@@ -234,7 +234,7 @@ class GraphBuilder:
             functools.partial(self._follow, captured),
             lowering(
                 context.options.lowering,
-                self._company(captured.variant.method, self.captures),
+                context.company(captured.variant.method, self._dump_of(self.captures)),
                 self._last_lowering,
             ),
             on_repairs=self._tell_about_repairs,
@@ -296,23 +296,11 @@ class GraphBuilder:
             arranged,
             agree(arranged.graph_module.graph, everyone),
             self._context.options.overlap_iterations,
-            lambda stage, step: self._dump(stage, step.graph_module, step.signature, number),
+            self._dump_of(number),
         )
         self._check_agreement(graphs.main, captured)
         self._tell_about_overlap(captured, graphs)
         return graphs
-
-    def _company(self, method: str, number: int) -> Company:
-        """What the lowering of a graph asks."""
-        control = self._context.control
-
-        def dump(stage: str, step: ShardedStep) -> None:
-            self._dump(stage, step.graph_module, step.signature, number)
-
-        left = functools.partial(self._context.steps_left, method)
-        if control is None:
-            return Company(steps_left=left, on_result=dump)
-        return Company(control.rank, control.gather, left, dump)
 
     def _follow(self, captured: CapturedStep, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
         step = follow(cleanup, setup)
@@ -387,6 +375,9 @@ class GraphBuilder:
         if gist not in self._told:
             self._told.add(gist)
             announce(line)
+
+    def _dump_of(self, number: int) -> Callable[[str, ShardedStep], None]:
+        return lambda stage, step: self._dump(stage, step.graph_module, step.signature, number)
 
     def _dump(self, stage: str, graph_module: Any, signature: Any, number: int | None = None) -> None:
         folder = self._context.dump_dir

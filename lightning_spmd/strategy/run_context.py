@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +13,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_spmd.ir.steps import Variant
+from lightning_spmd.ir.steps import ShardedStep, Variant
 from lightning_spmd.parallel.mesh import Mesh
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.bf16_updates import Updates
 from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.lowering import Company
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.newcomers import Newcomers
@@ -97,6 +99,13 @@ class RunContext:
             "predict_step": precision.predict_step_context,
         }
         return contexts[method]()
+
+    def company(self, method: str, on_result: Callable[[str, ShardedStep], None]) -> Company:
+        """What the lowering of a graph of a step method asks; ``on_result`` is told of the lowered graph."""
+        left = functools.partial(self.steps_left, method)
+        if self.control is None:
+            return Company(steps_left=left, on_result=on_result)
+        return Company(self.control.rank, self.control.gather, left, on_result)
 
     def steps_left(self, method: str) -> float:
         """How many batches a step method may still be given; infinite where nobody knows."""
