@@ -70,7 +70,7 @@ def _wide(parameter: Tensor, swap: OptimizerSwap, *, masters: bool) -> Tensor:
         wide = state.pop(MASTER, None)
         if wide is None:
             wide = torch.zeros_like(parameter, dtype=torch.float32)  # follows the weight at once
-        torch.where(wide.to(torch.bfloat16) == parameter, wide, parameter.float(), out=wide)
+        torch.where(wide.to(torch.bfloat16) == parameter, wide, parameter, out=wide)
     else:
         wide = parameter.detach().float()
     if state:
@@ -83,6 +83,5 @@ def _wide(parameter: Tensor, swap: OptimizerSwap, *, masters: bool) -> Tensor:
 def _rounded(wide: Tensor) -> Tensor:
     """float32 that bfloat16 can say, the one below or the one above, the nearer the more often."""
     bits = wide.view(torch.int32)
-    noisy = bits + torch.randint_like(bits, 1 << _LOST_BITS)
-    cut = torch.bitwise_and(noisy, -1 << _LOST_BITS).view(torch.float32)
-    return torch.where(torch.isfinite(wide), cut, wide)
+    noisy = torch.randint_like(bits, 1 << _LOST_BITS).add_(bits).bitwise_and_(-1 << _LOST_BITS)
+    return torch.where(wide == wide, noisy.view(torch.float32), wide)  # the bits of a NaN may become a number's
