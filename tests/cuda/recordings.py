@@ -36,6 +36,15 @@ def recordings(wanted: Wanted) -> Recordings:
     return _told(plan)
 
 
+def host_copies(wanted: Wanted) -> tuple[int, bool]:
+    """How many tensors a step copies to the host, and whether the first kernel of the update comes after the first."""
+    with gpus(wanted.kernel), process_groups(wanted.rank, wanted.count):
+        nodes = list(build(wanted).executable.graphs.main.graph_module.graph.nodes)
+    copies = [i for i, n in enumerate(nodes) if "_to_copy" in str(n.target) and not _on_gpu(n.meta["val"])]
+    updates = [i for i, n in enumerate(nodes) if "lerp" in str(n.target) or "_fused_adam" in str(n.target)]
+    return len(copies), bool(copies) and copies[0] < updates[0]
+
+
 def recordings_of_ranks(wanted: Wanted) -> list[Recordings]:
     """Of both ranks."""
     return [recordings(dataclasses.replace(wanted, rank=rank)) for rank in range(wanted.count)]

@@ -6,6 +6,7 @@ import pytest
 
 from tests.cuda.facts import facts
 from tests.cuda.ranks import Wanted
+from tests.cuda.recordings import host_copies
 from tests.helpers.fake_cuda.lane import Lane
 
 
@@ -31,3 +32,10 @@ def test_other_optimizers_take_back_what_they_wrote(lane: Lane) -> None:
     plain = lane.run(facts, Wanted("gpt", optimizer="adamw", bf16=True))
     assert found.captured["aten.clone"] == plain.captured["aten.clone"] + written
     assert not found.fallbacks
+
+
+def test_counters_on_the_host_wait_for_one_flag_in_front_of_the_step(lane: Lane) -> None:
+    """As eager training does; behind the step the host would wait for that too."""
+    copies, before = lane.run(host_copies, Wanted("gpt", optimizer="adamw", count=1, half=True))
+    assert (copies, before) == (1, True)
+    assert lane.run(host_copies, Wanted("gpt", count=1, half=True))[0] == 0

@@ -156,6 +156,41 @@ def test_hooks_see_gradients_as_lightning_gives_them(optimizer: str) -> None:
     assert_bitwise(ours, theirs)
 
 
+class _StepHooks(L.Callback):
+    """Counts real steps of the optimizer."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.steps = 0
+        trainer.optimizers[0].register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def test_hooks_of_the_optimizers_step_run_when_a_step_counts() -> None:
+    theirs, ours = _StepHooks(), _StepHooks()
+    eager, split = scaled("auto", callbacks=(theirs,)), scaled("spmd", callbacks=(ours,))
+    assert split[0].mode == "split"
+    assert ours.steps == theirs.steps == 2 * (BATCHES - len(SKIPPED))
+    assert eager[1] == split[1]
+    assert_bitwise(split[0], eager[0])
+
+
+class _ClipsItself(Half):
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+def test_clipping_of_the_users_own_sees_unscaled_gradients() -> None:
+    assert_as_eager("split", make=_ClipsItself)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "spmd"])
+def test_clipping_for_a_fused_optimizer_is_lightnings_error(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        scaled(strategy, optimizer="adamw_fused", gradient_clip_val=0.1)
+
+
 class _UnscalesItself(L.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         trainer.precision_plugin.scaler.unscale_(optimizer)

@@ -68,12 +68,16 @@ class StepTakenBack:
             fake = self._fake(target)
             with self._graph.inserting_before(writer):
                 kept = fake.clone()
-            torch.where(self._skipped_on(fake.device), kept, fake, out=fake)
+            torch.where(self._skipped_on(fake.device, step[0]), kept, fake, out=fake)
 
-    def _skipped_on(self, device: torch.device) -> Tensor:
-        """Whether the step is skipped, where a counter on the host asks: a copy from the device, as eager's read is."""
+    def _skipped_on(self, device: torch.device, begins: fx.Node) -> Tensor:
+        """Whether the step is skipped, where a counter on the host asks: a copy from the device, as eager's read is.
+
+        In front of the step: then the device works on that while the host goes on.
+        """
         if device not in self._on:
-            self._on[device] = self._skipped.to(device)
+            with self._graph.inserting_before(begins):
+                self._on[device] = self._skipped.to(device)
         return self._on[device]
 
     def _fake(self, node: fx.Node) -> Tensor:
