@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages.capture.bf16_updates import MASTER
 from lightning_spmd.strategy import building
-from tests.helpers.modules import build_optimizer
+from tests.helpers.modules import OPTIMIZERS, build_optimizer
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, fit
 from tests.strategy.small import ROWS, Quiet, rows
@@ -248,3 +248,22 @@ def test_replicas_of_a_piece_round_alike(four_ranks: RankPool) -> None:
     found = four_ranks.run(_progress, {**STOCHASTIC, **ZERO3, "data_parallel_shard_size": 2}, "bf16-true", 4)
     assert all(torch.equal(weight, found[0]) for weight in found)
     assert not torch.equal(found[0][:256], found[0][256:])
+
+
+def test_overlap_changes_no_bit_of_masters(two_ranks: RankPool) -> None:
+    plain, overlapped = (
+        two_ranks.run(trained, {**MASTERS, "overlap_iterations": overlap, "bucket_size_mb": 1e-4}, 2)
+        for overlap in (False, True)
+    )
+    assert_bitwise(overlapped[0], plain[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_works_in_float32(optimizer: str) -> None:
+    losses, weights = by_hand(optimizer)
+    ours = trained(MASTERS, optimizer=optimizer)
+    assert ours.losses == losses
+    assert all(torch.equal(ours.weights[k], v) for k, v in weights.items())
+    chance = trained(STOCHASTIC, optimizer=optimizer)
+    assert max(abs(a - b) for a, b in zip(chance.losses, losses, strict=True)) < 0.02

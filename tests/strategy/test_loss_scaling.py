@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from tests.helpers.modules import build_optimizer
+from tests.helpers.modules import OPTIMIZERS, build_optimizer
 from tests.helpers.training import InOrder, Result, assert_bitwise, fit
 from tests.strategy.small import ROWS, Quiet, rows
 
@@ -114,6 +114,12 @@ def test_losses_scale_and_weights_are_those_of_one_device(optimizer: str) -> Non
 def test_clipping_and_accumulation_are_those_of_eager(flags: dict[str, Any]) -> None:
     """Gradients are unscaled before they are clipped, and accumulated before they are unscaled."""
     assert_as_eager(optimizer="adamw", **flags)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"sgd_fused"}))
+def test_every_optimizer_skips_as_eager_does(optimizer: str) -> None:
+    assert_as_eager(optimizer=optimizer)
 
 
 def test_fused_optimizers_unscale_and_skip_themselves() -> None:

@@ -164,19 +164,19 @@ def _take(graph: fx.Graph, box: fx.Node, node: fx.Node, tail: int) -> fx.Node:
 def _copy(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], tail: int) -> None:
     """Copy a node of a tail. Views of live state are made again; results of writes into it are the state as it is."""
     for operand in node.all_input_nodes:
-        if operand in made:
-            continue
-        written = written_arguments(operand)
-        if written:
-            _copy_operand(graph, written[0], made, tail)
-            made[operand] = made[written[0]]
-        else:
-            _copy(graph, operand, made, tail)
+        _copy_operand(graph, operand, made, tail)
     made[node] = graph.node_copy(node, made.__getitem__)
     made[node].meta[TAIL] = tail
     forget_writes(made[node])  # the writes of setup are not in this graph
 
 
 def _copy_operand(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], tail: int) -> None:
-    if node not in made:
+    """Make a value for a tail; what several writes in a row gave is what the first of them wrote into."""
+    if node in made:
+        return
+    written = written_arguments(node)
+    if written:
+        _copy_operand(graph, written[0], made, tail)
+        made[node] = made[written[0]]
+    else:
         _copy(graph, node, made, tail)

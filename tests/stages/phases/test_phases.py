@@ -102,8 +102,22 @@ def assert_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def writes_often(parameters: list[Tensor], gradients: list[Tensor]) -> None:
+    """Three writes into a parameter, and the gradient is in the last one alone."""
+    for p, gradient in zip(parameters, gradients, strict=True):
+        torch.where(p < 0, p * 0.5, p, out=p).mul_(0.9).add_(gradient, alpha=-0.1)
+
+
+def captured_writes() -> tuple[CapturedStep, list[Any]]:
+    """Each bucket has one parameter, so that nothing is fused."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16, bias=False), nn.Tanh())))
+    return capture_module(module, square, [torch.randn(6, 16)], update=writes_often)
+
+
 MAKE: dict[str, Callable[[], tuple[CapturedStep, list[Any]]]] = {
     "layers": captured_layers,
+    "several writes": captured_writes,
     "gpt": lambda: captured_model("gpt", sgd),
     "gpt_tied": lambda: captured_model("gpt_tied", sgd),
     "convnet": lambda: captured_model("convnet", sgd),
