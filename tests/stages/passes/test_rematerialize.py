@@ -21,12 +21,14 @@ from lightning_spmd.parallel.parallel_plan import ShardedStatePlan
 from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.passes import PASSES, GraphPass, PassState, rematerialize, run_passes
 from lightning_spmd.stages.passes.remat import plan as plans
+from lightning_spmd.stages.passes.remat.choice import choose
 from lightning_spmd.stages.passes.remat.plan import Planner
 from lightning_spmd.stages.passes.remat.values import Values
 from lightning_spmd.stages.runtime.agreement import describe
 from tests.helpers.models import GPT, Block, ConvNet
 from tests.helpers.simulate import expand_all, run_ranks
 from tests.helpers.tiny_capture import capture_function, capture_module
+from tests.helpers.transformers_like import Llama
 from tests.stages.expand.test_sharded_state import UPDATES
 from tests.stages.expand.test_tensor_parallel import MEGATRON, tensor_plan
 
@@ -210,6 +212,19 @@ def test_what_cannot_be_reached_is_said() -> None:
         assert ("cannot be reached" in remark) == (wanted in (2**15, 0.95))
     assert said[2**15][0].endswith("done twice; 0.0 MiB, as asked for, cannot be reached")
     assert said[0.95][0].endswith("done twice; the share of 0.95, as asked for, cannot be reached")
+
+
+def test_a_deep_network_goes_as_low_as_it_can() -> None:
+    """Giving up everything is as bad as nothing: all is made again at once. A fifth is reached before that."""
+    torch.manual_seed(0)
+    batch = [torch.randint(256, (4, 32)) for _ in range(2)]
+    captured, _ = capture_module(Llama(layers=8), classify, batch)
+    values = Values(on_one_device(captured, None))
+    planner = Planner(values)
+    whole = planner.plan(()).peak
+    everything = [root for root in values.late_readers if root in values.repeatable]
+    assert planner.plan(everything).peak > 0.9 * whole
+    assert choose(values, planner, whole // 5).peak <= whole // 5
 
 
 def test_ones_own_checkpoints_stay() -> None:

@@ -33,9 +33,9 @@ _LOOKS = 16
 def choose(values: Values, planner: Planner, limit: int) -> Plan:
     """The plan for at most ``limit`` bytes of activations, or as few as can be."""
     ranked = ranking(values, planner.plan(()).peak // SMALLEST)
-    plan = _shortest_enough(planner, ranked, limit)
-    if plan is None:
-        plan = _lowest(planner, ranked, limit)
+    plan = _beginning(planner, ranked, limit)
+    if plan.peak > limit:
+        plan = _with_more(planner, plan, ranked, limit)
     return _keep_what_frees_nothing(values, planner, plan, max(limit, plan.peak))
 
 
@@ -62,25 +62,42 @@ def _may_be_given_up(values: Values, root: fx.Node) -> bool:
     return root in values.repeatable and bool(readers) and values.position[readers[0][0]] <= values.end
 
 
-def _shortest_enough(planner: Planner, ranked: Sequence[fx.Node], limit: int) -> Plan | None:
-    """The shortest beginning of the list with which the peak is within the limit, found by halving."""
-    best = None
-    low, high = 0, len(ranked)
+def _beginning(planner: Planner, ranked: Sequence[fx.Node], limit: int) -> Plan:
+    """The shortest beginning of the list with which the peak is within the limit; if none is, the best one.
+
+    The peak falls with the length up to some point. Behind it values between blocks are given up as well, and what is
+    made again reaches through the whole network. So lengths are tried closer and closer around the best one so far.
+    """
+    low, high, best = 0, len(ranked), planner.plan(())
+    while high > low:
+        step = max(1, (high - low) // _LOOKS)
+        for length in range(low, high + 1, step):
+            plan = planner.plan(ranked[:length])
+            if plan.peak <= limit:
+                return _shortest(planner, ranked, limit, max(low, length - step), plan)
+            if plan.peak < best.peak:
+                best = plan
+        if step == 1:
+            break
+        low, high = max(0, len(best.dropped) - step), min(len(ranked), len(best.dropped) + step)
+    return best
+
+
+def _shortest(planner: Planner, ranked: Sequence[fx.Node], limit: int, low: int, enough: Plan) -> Plan:
+    """The shortest beginning that is enough, longer than ``low`` and at most as long as one that is, by halving."""
+    high = len(enough.dropped) - 1
     while low <= high:
         middle = (low + high) // 2
         plan = planner.plan(ranked[:middle])
         if plan.peak <= limit:
-            best, high = plan, middle - 1
+            enough, high = plan, middle - 1
         else:
             low = middle + 1
-    return best
+    return enough
 
 
-def _lowest(planner: Planner, ranked: Sequence[fx.Node], limit: int) -> Plan:
-    """The beginning of the list with the lowest peak, and more that lowers it."""
-    count = len(ranked)
-    lengths = sorted({count * i // _LOOKS for i in range(_LOOKS + 1)})
-    best = min((planner.plan(ranked[:n]) for n in lengths), key=lambda plan: (plan.peak, len(plan.dropped)))
+def _with_more(planner: Planner, best: Plan, ranked: Sequence[fx.Node], limit: int) -> Plan:
+    """The plan, and whatever else lowers its peak, one storage after the other."""
     others = sorted((r for r in ranked if r not in best.dropped), key=planner.values.position.__getitem__)
     for root in others[:ATTEMPTS]:
         if best.peak <= limit:
