@@ -29,6 +29,8 @@ NAMES_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
 disable_dispatch_modes = _disable_current_modes
 # A graph holds the casts that autocast made; where a hook left it on, they would be made again.
 disable_autocast = _DisableAutocast
+# What looks at a call of torch must not see its own calls; without it a fence would meet itself.
+disable_torch_functions = torch._C.DisableTorchFunction
 # A mode that a user entered may turn Python's calls of torch into others.
 function_modes = _get_current_function_mode_stack
 

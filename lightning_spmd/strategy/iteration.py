@@ -108,7 +108,12 @@ class TrainingIteration:
         """Do what the last iteration left for the next one, if anything: now parameters and state are up to date."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending.owner.clean_up(pending.values)
+            pending.owner.clean_up(pending)
+
+    @property
+    def pending(self) -> Pending | None:
+        """What the last iteration left undone."""
+        return self._pending
 
     def captured(self, batch_tree: Any, arguments: dict[str, Any], variant: Variant) -> CapturedStep:
         """The global-view graph of one micro-batch, without clipping, not run.

@@ -1,8 +1,9 @@
 """Whether the end of an iteration may run inside the next one: who could look at the weights in between.
 
 Deferred work is done before anybody can see that it is missing: before validation, checkpoints, the end of an epoch, an
-exception's handlers. What runs between any two batches leaves no time to defer anything, so hooks there that are not
-known to leave weights alone switch it off.
+exception's handlers. Hooks that run between any two batches, and are not known to leave weights alone, run behind a
+fence (``fence.py``). ``optimizer_step`` contains the step itself, which cannot run there: who overrides it switches
+overlap off. So does lowering, whose first runs all ranks make together, while behind a fence a rank finishes alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_spmd.ir.first import first
 from lightning_spmd.messages import warn
 
+CONTAINS_THE_STEP = "optimizer_step"
 _MODULE_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
@@ -25,7 +27,7 @@ _MODULE_HOOKS = (
     "on_before_batch_transfer",
     "transfer_batch_to_device",
     "on_after_batch_transfer",
-    "optimizer_step",
+    CONTAINS_THE_STEP,
     "lr_scheduler_step",
     "on_validation_model_zero_grad",
     "on_validation_model_eval",
@@ -42,11 +44,11 @@ def finish_in_time(trainer: Any, flush: Callable[[], None]) -> None:
         trainer.callbacks.insert(0, FinishPendingWork(flush))
 
 
-def readers_between_batches(module: Any, callbacks: list[Any]) -> list[str]:
-    """Hooks that run between batches and may read or write weights, as ``Class.hook``."""
-    found = [f"{type(module).__name__}.{hook}" for hook in _MODULE_HOOKS if is_overridden(hook, module)]
+def hooks_between_batches(module: Any, callbacks: list[Any]) -> list[tuple[Any, str]]:
+    """Hooks that run between batches and may read or write weights: whose, and which."""
+    found = [(module, hook) for hook in _MODULE_HOOKS if is_overridden(hook, module)]
     for callback in callbacks:
-        found += [f"{type(callback).__name__}.{hook}" for hook in _CALLBACK_HOOKS if _may_read(callback, hook)]
+        found += [(callback, hook) for hook in _CALLBACK_HOOKS if _may_read(callback, hook)]
     return found
 
 
@@ -59,16 +61,22 @@ def _may_read(callback: Any, hook: str) -> bool:
     return issubclass(owner, _READING_CALLBACKS) or not owner.__module__.startswith(_TRUSTED_PACKAGES)
 
 
-def explain(readers: list[str], *, insisted: bool) -> str:
-    """What to tell a user whose hooks run between batches."""
-    hooks = ", ".join(readers[:3]) + (" and others" if len(readers) > 3 else "")
+def explain(hooks: list[str], why: str, *, insisted: bool) -> str:
+    """What to tell a user whose hooks keep iterations apart.
+
+    Args:
+        hooks: as ``Class.hook``.
+        why: these cannot run behind a fence.
+        insisted: the user wants overlap all the same.
+    """
+    names = ", ".join(hooks[:3]) + (" and others" if len(hooks) > 3 else "")
     if insisted:
         return (
-            f"overlap_iterations=True: {hooks} run between batches and see weights without the updates that are still "
-            "pending; use 'auto' or False if they look at weights"
+            f"overlap_iterations=True: {names} may see weights without the updates that are still pending, for {why}; "
+            "use 'auto' or False if they look at weights"
         )
     return (
-        f"overlap_iterations='auto' is off: {hooks} run between batches and may look at weights. If they do not, "
+        f"overlap_iterations='auto' is off: {names} may look at weights, and {why}. If they do not, "
         "SPMDStrategy(overlap_iterations=True) makes training faster where the network is slow"
     )
 

@@ -66,6 +66,7 @@ class RunContext:
         plan: the parallel plan of a variant's graph.
         newcomers: what joins the module in mid-run; None where nobody has to share it.
         bf16_updates: how weights of bfloat16 are updated.
+        fenced: some rank may finish pending work alone, when a hook of its looks at a weight.
         came_late: says what came since the mode of the run was chosen and asks for another one, or None.
     """
 
@@ -82,6 +83,7 @@ class RunContext:
     plan: Callable[[Variant], ParallelPlan]
     newcomers: Newcomers | None = None
     bf16_updates: Updates = "plain"
+    fenced: bool = False
     came_late: Callable[[], str | None] = lambda: None
 
     @property

@@ -78,9 +78,9 @@ class SPMDStrategy(SavingStrategy):
             that is kept with the optimizer's state, also float32, and rounded to nearest. ``"stochastic"``: in float32,
             the result rounded up or down by chance, right on average; state is float32, and no copy is kept.
         overlap_iterations: whether the end of an iteration (late gradients' reduction, their update) may run inside the
-            next one, before the first reader. ``"auto"``: where that is faster by measurement, unless hooks that run
-            between batches may look at weights; an info message says which. True: always. Weights seen by validation,
-            checkpoints and hooks of an epoch's end are up to date in any case.
+            next one, before the first reader. ``"auto"``: where that is faster by measurement; True: always. Whoever
+            looks at weights, in any hook, finds them up to date; where that cannot be seen to (an overridden
+            ``optimizer_step``) ``"auto"`` is off, and an info message says why.
         rematerialize: activations that are made again in the backward pass instead of being kept since the forward
             pass. A number above 0 and at most 1: the share of their bytes to give back; a string such as ``"512MiB"``
             (KiB, MiB or GiB): the bytes that they may take on each device; None: all are kept. Losses keep their bits;
@@ -206,6 +206,7 @@ class SPMDStrategy(SavingStrategy):
             trainer: Any = module.trainer
             trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, FinishPendingWork)]
             leave_borders(trainer)
+            self._training.end()
             self._evaluation.end(trainer)
         # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept
         # it there is on its way to the user

@@ -22,13 +22,14 @@ from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.feature import Mode
+from lightning_spmd.strategy.fence import Fence, Targets
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.memory import gradients_of
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.newcomers import Newcomers
-from lightning_spmd.strategy.overlap import explain, finish_in_time, readers_between_batches
+from lightning_spmd.strategy.overlap import CONTAINS_THE_STEP, explain, finish_in_time, hooks_between_batches
 from lightning_spmd.strategy.places import compare_training_batches, meet_after_backward, meet_in_training
 from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.replay import StepsInGraphs
@@ -78,6 +79,8 @@ class Training:
         self._backward_passes = 0  # of the current batch, on the eager path
         self._steps_eagerly = False
         self._held: dict[str, Tensor] = {}
+        self._fenced = False  # on some rank
+        self._fence = Fence(self._targets, self._is_current, self.flush)
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
 
     # ------------------------------------------------------------------ the beginning
@@ -109,12 +112,13 @@ class Training:
                 "register_buffer (or as parameters), so that they move with the module"
             )
         self.iteration = None
+        self._fence.take_away()
         self._newcomers = None if self._ranks.control is None else Newcomers(module, self._ranks.control)
         if self.mode is Mode.EAGER:
             return
         overlaps, streams = self._overlaps(trainer, module), self._random.streams
         context = self._settings.of_training(module, trainer.optimizers[0], streams, self._newcomers, overlaps)
-        self.iteration = TrainingIteration(dataclasses.replace(context, came_late=self._came_late))
+        self.iteration = TrainingIteration(dataclasses.replace(context, came_late=self._came_late, fenced=self._fenced))
 
     def _came_late(self) -> str | None:
         trainer = self._module.trainer
@@ -146,14 +150,35 @@ class Training:
             if wanted is True:
                 tell("strategy='spmd' does not overlap iterations: loss scaling looks at all gradients before a step")
             return False
-        place = Place("the choice whether iterations overlap")
-        readers = sum(control.gather(readers_between_batches(module, trainer.callbacks), place), [])
-        if readers and self.mode is Mode.COMPILED:
-            tell(explain(list(dict.fromkeys(readers)), insisted=wanted is True))
-        if readers and wanted is not True:
+        hooks = hooks_between_batches(module, trainer.callbacks)
+        side = [(f"{type(owner).__name__}.{hook}", hook == CONTAINS_THE_STEP) for owner, hook in hooks]
+        found = dict(sum(control.gather(side, Place("the choice whether iterations overlap")), []))
+        why, unfenced = "their code is around the step itself", [name for name, around in found.items() if around]
+        self._fenced = bool(found)
+        if found and self._settings.options.lowering != "none":
+            why, unfenced = "lowering wants all ranks to finish together", list(found)
+        if unfenced and self.mode is Mode.COMPILED:
+            tell(explain(unfenced, why, insisted=wanted is True))
+        if unfenced and wanted is not True:
             return False
+        for owner, hook in hooks:
+            if hook != CONTAINS_THE_STEP:
+                self._fence.put_around(owner, hook)
         finish_in_time(trainer, self.flush)
         return wanted
+
+    def _targets(self) -> Targets:
+        """What pending work takes."""
+        pending = None if self.iteration is None else self.iteration.pending
+        return () if pending is None else pending.inputs
+
+    def _is_current(self) -> bool:
+        pending = None if self.iteration is None else self.iteration.pending
+        return pending is None or pending.is_current()
+
+    def end(self) -> None:
+        """The run is over: hooks are the user's own again."""
+        self._fence.take_away()
 
     def flush(self) -> None:
         """Finish what the last iteration left for the next one."""

@@ -222,6 +222,11 @@ class ReadsWeights(L.Callback):
         self.norms.append(sum(p.square().sum().item() for p in pl_module.parameters()))
 
 
+class StepsItself(Fails):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(optimizer_closure)
+
+
 class KeepsText(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +236,9 @@ class KeepsText(logging.Handler):
         self.text += record.getMessage() + "\n"
 
 
-def announced(overlap: Any, callbacks: list[L.Callback]) -> tuple[str, int, list[float]]:
+def announced(
+    overlap: Any, callbacks: list[L.Callback], make: type[L.LightningModule] | None = None
+) -> tuple[str, int, list[float]]:
     """(what was said, graphs that defer, what a reader saw) of a run without the tests' own recorder."""
     L.seed_everything(2)
     from lightning_spmd import SPMDStrategy
@@ -247,7 +254,7 @@ def announced(overlap: Any, callbacks: list[L.Callback]) -> tuple[str, int, list
         accelerator="cpu", devices=2, strategy=SPMDStrategy(overlap_iterations=overlap, bucket_size_mb=SMALL),
         max_epochs=1, callbacks=callbacks, logger=False, enable_checkpointing=saving, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Fails(), DataLoader(torch.randn(96, 32), batch_size=4))  # type: ignore[arg-type]
+    trainer.fit((make or Fails)(), DataLoader(torch.randn(96, 32), batch_size=4))  # type: ignore[arg-type]
     for each in loggers:
         each.removeHandler(said)
     return said.text, deferring(trainer), [n for c in callbacks for n in getattr(c, "norms", [])]
@@ -262,17 +269,17 @@ def test_auto_trusts_lightnings_own_callbacks_and_decides_by_measurement(two_ran
     )
 
 
-def test_auto_is_off_where_a_callback_may_look_and_says_which(two_ranks: RankPool) -> None:
-    auto = two_ranks.run(announced, "auto", [ReadsWeights()])
-    off = two_ranks.run(announced, False, [ReadsWeights()])
-    for (_, deferred, ours), (_, _, plain) in zip(auto, off, strict=True):
-        assert deferred == 0
-        assert ours == plain
-        assert len(ours) == 12
-    assert "overlap_iterations='auto' is off: ReadsWeights.on_train_batch_end" in auto[0][0]
+def test_a_callback_that_looks_sees_what_it_would_without_overlap(two_ranks: RankPool) -> None:
+    ours, plain = (two_ranks.run(announced, overlap, [ReadsWeights()]) for overlap in (True, False))
+    for (text, deferred, seen), (_, _, expected) in zip(ours, plain, strict=True):
+        assert deferred == 1
+        assert seen == expected
+        assert len(seen) == 12
+        assert "ReadsWeights" not in text
 
 
-def test_insisting_names_who_sees_late_weights(two_ranks: RankPool) -> None:
-    text, deferred, _ = two_ranks.run(announced, True, [ReadsWeights()])[0]
-    assert deferred == 1
-    assert "overlap_iterations=True: ReadsWeights.on_train_batch_end" in text
+def test_who_overrides_the_step_itself_is_named(two_ranks: RankPool) -> None:
+    auto, insisting = (two_ranks.run(announced, overlap, [], StepsItself) for overlap in ("auto", True))
+    assert [deferred for _, deferred, _ in (*auto, *insisting)] == [0, 0, 1, 1]
+    assert "overlap_iterations='auto' is off: StepsItself.optimizer_step may look at weights" in auto[0][0]
+    assert "overlap_iterations=True: StepsItself.optimizer_step may see weights without" in insisting[0][0]

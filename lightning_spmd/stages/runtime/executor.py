@@ -67,10 +67,17 @@ class Pending:
     Args:
         owner: whose ``cleanup`` does it.
         values: what it needs from its own iteration; tensors in a list of one, from which they are taken.
+        inputs: all that ``cleanup`` takes: these values, and the state that it changes, as it was when the iteration
+            ended. What somebody puts in the place of a tensor afterwards is not that iteration's to change.
     """
 
     owner: Executable
     values: tuple[Any, ...]
+    inputs: Sequence[Any]
+
+    def is_current(self) -> bool:
+        """Whether the state to be changed is where it was."""
+        return self.owner.finds_now(self)
 
 
 class Executable:
@@ -168,13 +175,21 @@ class Executable:
             return outputs, None
         count = len(self.captured.signature.outputs)
         leaving = zip(outputs[count:], self._main.step.signature.outputs[count:], strict=True)
-        return outputs[:count], Pending(self, tuple([value] if entry.key[1] else value for value, entry in leaving))
+        values = tuple([value] if entry.key[1] else value for value, entry in leaving)
+        return outputs[:count], Pending(self, values, self._cleanup.inputs((), values))
 
-    def clean_up(self, values: Sequence[Any]) -> None:
+    def clean_up(self, pending: Pending) -> None:
         """Do what an iteration of this graph left undone."""
         if self._cleanup is not None:
             with torch.no_grad(), private.disable_autocast():
-                self._cleanup.run(*self._cleanup.inputs((), values))
+                self._cleanup.run(*pending.inputs)
+
+    def finds_now(self, pending: Pending) -> bool:
+        """Whether the tensors that pending work takes are still where it found them."""
+        if self._cleanup is None:
+            return True
+        now = self._cleanup.inputs((), pending.values)
+        return all(new is old for new, old in zip(now, pending.inputs, strict=True) if isinstance(old, Tensor))
 
     # ------------------------------------------------------------------ pieces
     def _program(self, step: ShardedStep, lower: Lowering | None = None) -> Program:

@@ -1,0 +1,168 @@
+"""Hooks between batches, while the last iteration's end is still to be done: whoever looks at a weight finds it done.
+
+A hook that runs between batches may read weights, or write them, or do neither; nobody can tell before it has run. So
+it runs behind a fence: a mode of torch functions and one of the dispatcher see every operation on a tensor that pending
+work will change, under whatever name, and let that work finish first. It starts no collective, so a rank may finish
+alone. Reading costs what it would have cost without overlap, and not reading costs nothing.
+
+Not seen: a NumPy array over a weight's memory that was made before, and what another thread reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_spmd import _private_api as private
+
+_ABSENT = object()
+Targets = Sequence[Any]
+"""What pending work reads and writes, as it was when the work was put off; empty where there is none."""
+
+
+class Fence:
+    """Around the hooks of one run.
+
+    Args:
+        targets: of the work that is pending now.
+        is_current: whether a run would find the very same objects there now.
+        finish: does the work.
+    """
+
+    def __init__(
+        self, targets: Callable[[], Targets], is_current: Callable[[], bool], finish: Callable[[], None]
+    ) -> None:
+        self._targets = targets
+        self._is_current = is_current
+        self._finish = finish
+        self._fenced: list[FencedHook] = []
+
+    def put_around(self, owner: Any, hook: str) -> None:
+        """From now on a hook runs behind the fence."""
+        fenced = FencedHook(self, owner, hook)
+        vars(owner)[hook] = fenced
+        self._fenced.append(fenced)
+
+    def take_away(self) -> None:
+        """All hooks are what they were."""
+        for fenced in self._fenced:
+            fenced.restore()
+        self._fenced.clear()
+
+    def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a hook behind the fence."""
+        targets = self._targets()
+        if not targets:
+            return hook(*args, **kwargs)
+        watch = _Watch(targets, self._finish)
+        with _SeesFunctions(watch), _SeesOperators(watch):
+            result = hook(*args, **kwargs)
+        if self._targets() is targets and not self._is_current():
+            self._finish()  # something else was put in the place of a tensor; the work is the former one's
+        return result
+
+
+class FencedHook:
+    """A hook of a callback or module, behind a fence; copies and pickles of its owner have their own, without one."""
+
+    def __init__(self, fence: Fence, owner: Any, hook: str) -> None:
+        self._before = vars(owner).get(hook, _ABSENT)
+        self.__wrapped__ = getattr(owner, hook)
+        functools.update_wrapper(self, self.__wrapped__)
+        self._fence, self._owner, self._hook = fence, owner, hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The hook."""
+        return self._fence.call(self.__wrapped__, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        if self._before is _ABSENT:
+            return getattr, (self._owner, self._hook)
+        return _itself, (self._before,)
+
+    def restore(self) -> None:
+        """Let the owner be as it was, unless somebody put something else there."""
+        attributes = vars(self._owner)
+        if attributes.get(self._hook) is not self:
+            return
+        del attributes[self._hook]
+        if self._before is not _ABSENT:
+            attributes[self._hook] = self._before
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _Watch:
+    """Finishes pending work when a tensor that it changes is seen for the first time."""
+
+    def __init__(self, targets: Targets, finish: Callable[[], None]) -> None:
+        self._targets = targets
+        self._finish = finish
+        self._storages: set[int] | None = None
+        self._done = False
+
+    def see(self, arguments: Iterable[Any]) -> None:
+        """Look at the arguments of an operation that has not begun."""
+        if not self._done and any(self._is_pending(tensor) for tensor in _tensors(arguments)):
+            self._done = True  # first: finishing is made of operations, too
+            with torch.no_grad(), private.disable_dispatch_modes(), private.disable_torch_functions():
+                self._finish()
+
+    def _is_pending(self, tensor: Tensor) -> bool:
+        if self._storages is None:
+            self._storages = {s for t in self._targets if isinstance(t, Tensor) for s in _storages(t)}
+        return not self._storages.isdisjoint(_storages(tensor))
+
+
+def _storages(tensor: Tensor) -> list[int]:
+    with private.disable_torch_functions():
+        local = private.local_tensor(tensor)
+        return [private.storage_of(local)] if local.layout is torch.strided else []
+
+
+def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in private.pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+
+
+_ATTRIBUTES = ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda")
+_SAY_NO_VALUES = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size, Tensor.__hash__, Tensor.__len__),
+    )
+)
+"""What callbacks do to weights without looking at them."""
+
+
+class _SeesFunctions(TorchFunctionMode):
+    """Python's calls of torch: also those that reach no kernel, such as ``data_ptr``."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _SAY_NO_VALUES:
+            self._watch.see((args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _SeesOperators(private.TorchDispatchMode):
+    """Kernels: also those that C++ calls."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._watch.see((args, kwargs))
+        return func(*args, **kwargs)

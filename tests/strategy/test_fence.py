@@ -1,0 +1,179 @@
+"""Hooks between batches, with iterations that overlap: whoever looks sees what a run without overlap has there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_spmd.strategy.fence import Fence
+from tests.helpers.modules import samples
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, TrainingCase, assert_bitwise, fit
+from tests.strategy.test_overlap import SMALL, deferring
+
+HOOKS = ("on_train_batch_start", "on_train_batch_end")
+
+
+# ---------------------------------------------------------------------- ways to look
+class Pending:
+    """A layer with an update that is still to be done: all of its values become 1."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 4)
+        self.other = torch.zeros(4, 4)
+        self.alias = self.net.weight.detach()
+        self.times = 0
+        self.targets: list[Any] = [self.net.weight, 0.5, [torch.ones(1)]]
+        self.fence = Fence(lambda: self.targets, lambda: self.net.weight is self.weight, self.finish)
+        self.weight = self.net.weight
+
+    def finish(self) -> None:
+        self.times += 1
+        self.weight.data.fill_(1.0)
+        self.targets = []
+
+
+LOOKS: dict[str, Callable[[Pending], Any]] = {
+    "an operator": lambda p: p.net.weight + 0,
+    "every parameter": lambda p: [q.norm() for q in p.net.parameters()],
+    "state_dict": lambda p: p.net.state_dict()["weight"].clone(),
+    ".data": lambda p: p.net.weight.data.clone(),
+    ".numpy()": lambda p: p.net.weight.detach().numpy().copy(),
+    ".data_ptr()": lambda p: p.net.weight.data_ptr(),
+    ".tolist()": lambda p: p.net.weight.tolist(),
+    "an alias from before": lambda p: p.alias.sum(),
+    "a list operator": lambda p: torch._foreach_norm(list(p.net.parameters())),
+    "a write": lambda p: p.net.weight.data.mul_(1),
+    "other data": lambda p: setattr(p.net.weight, "data", torch.full((4, 4), 2.0)),
+    "deepcopy": lambda p: copy.deepcopy(p.net),
+    "torch.save": lambda p: torch.save(p.net.weight, io.BytesIO()),
+    "pickle": lambda p: pickle.dumps(p.net.weight),
+    "repr": lambda p: repr(p.net.weight),
+    "float": lambda p: float(p.net.weight[0, 0]),
+    "forward": lambda p: p.net(torch.zeros(1, 4)),
+    "dlpack": lambda p: torch.utils.dlpack.to_dlpack(p.net.weight.detach()),
+    "as source of a copy": lambda p: p.other.copy_(p.net.weight),
+    "in no_grad": lambda p: torch.no_grad()(lambda: p.net.weight * 2)(),
+    "in a dictionary": lambda p: torch.utils._pytree.tree_map(torch.sum, {"a": [p.net.weight]}),
+}
+
+
+@pytest.mark.parametrize("way", LOOKS)
+def test_whoever_looks_finds_it_done(way: str) -> None:
+    pending = Pending()
+    pending.fence.call(LOOKS[way], (pending,), {})
+    assert pending.times == 1
+    expected = 2.0 if way == "other data" else 1.0
+    assert torch.equal(pending.net.weight.detach(), torch.full((4, 4), expected))
+
+
+NO_LOOKS: dict[str, Callable[[Pending], Any]] = {
+    "nothing": lambda p: None,
+    "shapes": lambda p: (p.net.weight.shape, p.alias.size(0), p.net.weight.numel(), p.net.weight.dtype, len(p.alias)),
+    "gradients": lambda p: [q.grad for q in p.net.parameters()],
+    "names": lambda p: {q: n for n, q in p.net.named_parameters()},
+    "something else": lambda p: (p.other + 1, p.net.bias.sum(), torch.randn(3)),
+}
+
+
+@pytest.mark.parametrize("way", NO_LOOKS)
+def test_who_does_not_look_leaves_it_for_later(way: str) -> None:
+    pending = Pending()
+    pending.fence.call(NO_LOOKS[way], (pending,), {})
+    assert pending.times == 0
+
+
+def test_a_replaced_parameter_is_not_the_one_that_was_to_be_updated() -> None:
+    pending = Pending()
+    new = nn.Parameter(torch.zeros(4, 4))
+    pending.fence.call(lambda: setattr(pending.net, "weight", new), (), {})
+    assert pending.times == 1
+    assert (float(new.sum()), float(pending.weight.sum())) == (0.0, 16.0)
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def hook(self, step: int = 1) -> int:
+        self.calls += step
+        return self.calls
+
+
+def test_hooks_are_themselves_again_and_copies_have_their_own() -> None:
+    pending, owner, plain = Pending(), Owner(), Owner()
+    plain.hook = own = lambda: 7  # type: ignore[method-assign, assignment]
+    for each in (owner, plain):
+        pending.fence.put_around(each, "hook")
+    twin, unpickled = copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))
+    assert [o.hook(2) for o in (owner, twin, unpickled)] == [2, 2, 2]
+    assert [o.calls for o in (owner, twin, unpickled)] == [2, 2, 2]
+    assert plain.hook() == 7
+    pending.fence.take_away()
+    assert "hook" not in vars(owner)
+    assert plain.hook is own
+
+
+# ---------------------------------------------------------------------- real runs
+class Hooked(L.Callback):
+    """A callback's hooks between batches; in those named it takes the norm of weights, on every rank or the first."""
+
+    def __init__(self, reads: tuple[str, ...] = (), first_only: bool = False, every: int = 1) -> None:
+        self.reads, self.first_only, self.every = reads, first_only, every
+        self.seen: list[tuple[str, int, float]] = []
+
+    def look(self, hook: str, trainer: Any, module: Any) -> None:
+        due = trainer.fit_loop.batch_idx % self.every == 0
+        if hook in self.reads and due and (trainer.is_global_zero or not self.first_only):
+            self.seen.append((hook, trainer.global_step, sum(float(p.norm()) for p in module.parameters())))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.look("on_train_batch_start", trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.look("on_train_batch_end", trainer, pl_module)
+
+
+def trained(overlap: Any, callback: Hooked, **flags: Any) -> tuple[Result, list[Any], int]:
+    """What came of it, what the callback saw, and how many graphs deferred work."""
+    case = TrainingCase("gpt", "adamw", scheduler="one_cycle")
+    data = InOrder(samples("gpt", 16 * 8), 16)
+    strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
+    result, trainer = fit(case.module(), data, strategy, 2, [callback], max_epochs=1, **flags)
+    assert not [hook for hook in HOOKS if hook in vars(callback)], "the callback is the user's own again"
+    return result, callback.seen, deferring(trainer)
+
+
+@pytest.mark.parametrize(
+    ("reads", "first_only", "every", "flags"),
+    [
+        ((), False, 1, {}),
+        (HOOKS, False, 1, {}),
+        (("on_train_batch_end",), False, 3, {}),
+        (("on_train_batch_start",), True, 1, {}),  # one rank finishes alone, the other goes on with it pending
+        (HOOKS, True, 2, {"accumulate_grad_batches": 2}),
+    ],
+    ids=["no look", "all look", "every third", "one rank", "one rank, accumulated"],
+)
+def test_hooks_see_what_they_would_without_overlap(
+    two_ranks: RankPool, reads: tuple[str, ...], first_only: bool, every: int, flags: dict[str, Any]
+) -> None:
+    plain, ours = (
+        two_ranks.run(trained, overlap, Hooked(reads, first_only, every), **flags) for overlap in (False, True)
+    )
+    for (result, seen, deferred), (expected, wanted, undeferred) in zip(ours, plain, strict=True):
+        assert (deferred > 0, undeferred) == (True, 0)
+        assert seen == wanted
+        assert_bitwise(result, expected)
+    assert bool(plain[0][1]) == bool(reads)
+    assert bool(plain[1][1]) == (bool(reads) and not first_only)
