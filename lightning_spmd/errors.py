@@ -75,3 +75,9 @@ class RankLostError(SPMDError):
     The message names the rank and what is known of it: the error that it raised, the signal that ended it. Its own
     output says more. Processes that end without a word were often killed because memory ran out.
     """
+
+
+def portable(problem: SPMDError) -> SPMDError:
+    """The same error without what does not travel between processes (graph nodes)."""
+    kind = type(problem) if type(problem).__module__ == SPMDError.__module__ else ExpansionError
+    return kind(str(problem))

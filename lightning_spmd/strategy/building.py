@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError
+from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
 from lightning_spmd.ir.node_info import info_of, named, spec_of
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.signature import InputRole
@@ -317,7 +317,7 @@ class GraphBuilder:
         problems = [problem]
         if self._context.control is not None:
             tell("agree", None)
-            problems = self._context.control.gather(None if problem is None else _portable(problem))
+            problems = self._context.control.gather(None if problem is None else portable(problem))
         worst = next((p for p in problems if p is not None), None)
         if worst is None:
             if executable is not None:
@@ -389,9 +389,3 @@ class GraphBuilder:
             if stage not in ("setup", "main", "cleanup"):  # each of these is compared with the graph they are made of
                 self._dumped[number] = path
             tell(f"wrote {path}")
-
-
-def _portable(problem: SPMDError) -> SPMDError:
-    """The same error without what does not travel between processes (graph nodes)."""
-    kind = type(problem) if type(problem).__module__ == SPMDError.__module__ else ExpansionError
-    return kind(str(problem))
