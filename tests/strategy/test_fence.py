@@ -177,3 +177,19 @@ def test_hooks_see_what_they_would_without_overlap(
         assert_bitwise(result, expected)
     assert bool(plain[0][1]) == bool(reads)
     assert bool(plain[1][1]) == (bool(reads) and not first_only)
+
+
+class Forgets(Hooked):
+    """After some steps the optimizer's momentum is other tensors, which nobody computed from the old ones."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.fit_loop.batch_idx % 3 == 2:
+            for state in trainer.optimizers[0].state.values():
+                state["exp_avg"] = torch.zeros(state["exp_avg"].shape)
+
+
+def test_what_takes_a_tensors_place_is_not_updated_in_its_stead(two_ranks: RankPool) -> None:
+    plain, ours = (two_ranks.run(trained, overlap, Forgets()) for overlap in (False, True))
+    for (result, _, deferred), (expected, _, _) in zip(ours, plain, strict=True):
+        assert deferred > 0
+        assert_bitwise(result, expected)
