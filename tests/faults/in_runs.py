@@ -13,6 +13,8 @@ from tests.faults.mutant import (
     Mutant,
 )
 
+RECORDED = "tests/stages/runtime/test_cuda_graphs.py"
+
 IN_RUNS: tuple[Mutant, ...] = (
     # ------------------------------------------------------------------ runtime
     Mutant(
@@ -30,6 +32,38 @@ IN_RUNS: tuple[Mutant, ...] = (
         "            write(outputs[position])\n",
         "            pass\n",
         ("tests/strategy/test_first_step.py", f"{ONE_DEVICE}::test_world_size_one"),
+    ),
+    Mutant(
+        "an output stays in the memory of a CUDA graph",
+        RUNTIME,
+        "stages/runtime/recorded_pieces.py",
+        "        if not isinstance(found, Tensor) or not in_recording:\n",
+        "        if not isinstance(found, Tensor) or in_recording:\n",
+        (RECORDED,),
+    ),
+    Mutant(
+        "parameters may move away from under a CUDA graph",
+        RUNTIME,
+        "stages/runtime/cuda_graphs.py",
+        "        if addresses == self._addresses:\n",
+        "        if self._addresses is not None:\n",
+        (RECORDED,),
+    ),
+    Mutant(
+        "what a CUDA graph writes into a copy is lost",
+        RUNTIME,
+        "stages/runtime/recorded_pieces.py",
+        "        if self._piece.written:\n",
+        "        if False:\n",
+        (RECORDED,),
+    ),
+    Mutant(
+        "numbers of a step are recorded in CUDA graphs",
+        RUNTIME,
+        "stages/runtime/recordable.py",
+        "    if any(not _specs(operand) for operand in node.all_input_nodes):\n",
+        "    if False:\n",
+        ("tests/stages/runtime/test_recordable.py", RECORDED),
     ),
     Mutant(
         "all ranks draw the same dropout mask",

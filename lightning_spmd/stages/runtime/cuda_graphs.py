@@ -168,7 +168,7 @@ class RecordedProgram:
         self._owner = owner
         self._python = as_python(step)
         self._runs = 0
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
         self._gaps: dict[int, Gap] = {}
         self._recorded: dict[int, Recorded] = {}
         self._addresses: list[int] | None = None
@@ -184,7 +184,7 @@ class RecordedProgram:
         self._runs += 1
         if self.given_up is not None or self._runs <= WARM_UP:
             return self._python(*inputs)
-        plan = self._plan or self._make_plan()
+        plan = self.plan or self._make_plan()
         if self.given_up is None:
             self._look_where(inputs)
         if self.given_up is not None or self._shares_memory(inputs):
@@ -203,7 +203,7 @@ class RecordedProgram:
         if not plan.recordings:
             first = [f": {named(node)} {why}" for node, why in plan.left_out.items()][:1]
             self._give_up("".join(["nothing in it can be recorded", *first]))
-        self._plan = plan
+        self.plan = plan
         return plan
 
     def _give_up(self, reason: str) -> None:
@@ -292,7 +292,7 @@ class RecordedProgram:
         where = "" if node is None else f"{named(node)}: "
         self._refused.update(piece.nodes if node is None else [node])
         self._drop()
-        self._plan, self._addresses = None, None
+        self.plan, self._addresses = None, None
         text = f"strategy='spmd' keeps an operator out of its CUDA graphs, because recording failed: {where}{said}"
         self._owner.say_once(text, text)
         if isinstance(error, torch.OutOfMemoryError) or self.times_recorded >= TRIES:

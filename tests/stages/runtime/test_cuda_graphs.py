@@ -282,3 +282,18 @@ def test_two_ranks_are_bitwise_as_without(two_ranks: RankPool, model: str, optio
         assert_bitwise(result, reference)
         assert replays >= 3
         assert not given_up
+
+
+class _Breaks(L.Callback):
+    """Another graph's recording was broken off, and replaced what random numbers come from."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.lane.recorder.generation += batch_idx == 6
+
+
+def test_recordings_of_a_generator_that_was_replaced_are_made_anew(lane: Lane) -> None:
+    assert_bitwise(_trained(Small, RECORDED, [_Breaks(lane), Spoils(lane)]), _trained(Small))
+    assert max(program.times_recorded for program in lane.graphs.programs) == 2

@@ -104,16 +104,14 @@ def test_a_recurrent_model(lane: Lane) -> None:
 def test_what_lies_between_regions_is_recorded_with_them(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    class AsOperators(regions.LoweredRegion):
-        """A region whose code the recorder can see."""
-
+    class Counted(regions.LoweredRegion):
         def __init__(self, region: Any) -> None:
             super().__init__(region)
             made.append(region.name)
-            self._code = None
 
-    monkeypatch.setattr(regions, "LoweredRegion", AsOperators)
+    monkeypatch.setattr(regions, "LoweredRegion", Counted)
     monkeypatch.setattr(regions.CODES, "make", lambda region: True)
+    # code that the recorder can see
     monkeypatch.setattr(regions.CODES, "known", lambda region: lambda inputs: region.function(*inputs))
     case = TrainingCase("gpt", "adamw_fused", batches=12, count=16 * 30)
     result = train(case, {"cuda_graphs": True, "lowering": "inductor"}, callbacks=[Spoils(lane)])
@@ -121,6 +119,13 @@ def test_what_lies_between_regions_is_recorded_with_them(lane: Lane, monkeypatch
     assert len(made) > 2
     assert lane.replays >= 3
     assert not lane.given_up
+    assert not [
+        why
+        for program in lane.graphs.programs
+        if program.plan
+        for why in program.plan.left_out.values()
+        if "host" in why
+    ]
 
 
 def _on_a_rank(case: TrainingCase, options: dict[str, Any], *, record: bool, validate: bool) -> tuple[Result, int]:

@@ -182,6 +182,8 @@ class LoweredRegion:
         region: it has code.
     """
 
+    launches_only = True  # nothing that a CUDA graph could not hold
+
     def __init__(self, region: Region) -> None:
         self.__name__ = self.__qualname__ = region.name
         self.__module__ = __name__
