@@ -96,7 +96,7 @@ def assert_as_eager(mode: str = "compiled", **settings: Any) -> Result:
     return ours[0]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "rprop"])
 def test_losses_scale_and_weights_are_those_of_one_device(optimizer: str) -> None:
     assert_as_eager(optimizer=optimizer)
 

@@ -60,15 +60,19 @@ class StepTakenBack:
         lasting = {node for node in nodes if node.op == "placeholder"}
         lasting |= {roots[node] for t in made if (node := self._inputs.recorder.node_of(t)) is not None}
         first_writer: dict[fx.Node, fx.Node] = {}
+        result: dict[fx.Node, fx.Node] = {}  # of the last write, which passes follow
         for node in step:
             for written in written_arguments(node):
-                if roots[written] in lasting:
-                    first_writer.setdefault(roots[written], node)
+                root = roots[written]
+                if root in lasting:
+                    first_writer.setdefault(root, node)
+                    whole = roots[node] is root and node.meta["val"] == root.meta["val"]
+                    result[root] = node if whole else result.get(root, root)
         for target, writer in first_writer.items():
-            fake = self._fake(target)
             with self._graph.inserting_before(writer):
-                kept = fake.clone()
-            torch.where(self._skipped_on(fake.device, step[0]), kept, fake, out=fake)
+                kept = self._fake(target).clone()
+            now = self._fake(result[target])
+            torch.where(self._skipped_on(now.device, step[0]), kept, now, out=now)
 
     def _skipped_on(self, device: torch.device, begins: fx.Node) -> Tensor:
         """Whether the step is skipped, where a counter on the host asks: a copy from the device, as eager's read is.
