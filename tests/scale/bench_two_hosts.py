@@ -6,6 +6,9 @@
 ``simulated``: compute is a sleep (154 ms a step), so the processor is the network's: what is measured is the schedule.
 ``gpt``: compute shares the cores with the network. Both have 5.3 M parameters (21 MB of gradients) and fused AdamW.
 
+``--spmd '{"hooks": "idle"}'`` adds a callback with hooks between batches that look at nothing, ``"reads"`` one that
+takes a weight's norm at the end of each.
+
 ``sent MiB`` is what a host sends a step, as its interface counts it: two hosts that reduce all gradients send 20.
 ``alone`` is the eager step of one host by itself while the other does the same, ``all-reduce alone`` one reduction of
 all gradients at once. No step can be shorter than either, and none needs to be longer than both together.
@@ -14,6 +17,7 @@ all gradients at once. No step can be shorter than either, and none needs to be 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -27,6 +31,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 
 from lightning_spmd.report.compare_table import Comparison
 from lightning_spmd.report.measure import Amount, Build, measure
@@ -40,16 +45,39 @@ MODELS = {
 ROWS = 4
 
 
+class Idle(L.Callback):
+    """Hooks of a user between batches; they look at nothing."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Nothing."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Nothing."""
+
+
+class Reads(Idle):
+    """The same, and after each batch the norm of a weight."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Look at one weight."""
+        float(min(pl_module.parameters(), key=Tensor.numel).norm())
+
+
+HOOKS = {"idle": Idle, "reads": Reads}
+_callbacks: dict[int, L.Callback] = {}  # of strategies, by id
+
+
 def training(model: str) -> Build:
     """Makes the training of that model on this host."""
     kind, batches = MODELS[model]
 
     def build(strategy: Any, flags: dict[str, Any], callbacks: list[L.Callback]) -> tuple[L.Trainer, Any, Any]:
         L.seed_everything(1, verbose=False)
+        users = [_callbacks.pop(id(strategy))] if id(strategy) in _callbacks else []
         trainer = L.Trainer(
             **flags,
             strategy=strategy,
-            callbacks=callbacks,
+            callbacks=[*callbacks, *users],
             accelerator="cpu",
             devices=1,
             num_nodes=1 if isinstance(strategy, SingleDeviceStrategy) else int(os.environ.get("NNODES", "1")),
@@ -84,8 +112,21 @@ def sides_of(names: Sequence[str], variants: Sequence[dict[str, Any]]) -> list[S
     """``alone``, DDP by name, and this strategy with each variant's options."""
     alone = Side("alone", lambda: SingleDeviceStrategy(torch.device("cpu")))
     baselines = [alone if name == "alone" else side_of(name) for name in names]
-    spmd = [spmd_side(" ".join(["spmd", *(f"{k}={v}" for k, v in o.items())]), o) for o in variants]
-    return baselines + spmd
+    return baselines + [_variant(options) for options in variants]
+
+
+def _variant(options: dict[str, Any]) -> Side:
+    name = " ".join(["spmd", *(f"{k}={v}" for k, v in options.items())])
+    side = spmd_side(name, {k: v for k, v in options.items() if k != "hooks"})
+    if "hooks" not in options:
+        return side
+
+    def strategy() -> Any:
+        made = side.strategy()
+        _callbacks[id(made)] = HOOKS[options["hooks"]]()
+        return made
+
+    return dataclasses.replace(side, strategy=strategy)
 
 
 def report(comparison: Comparison, network: float | None) -> None:
