@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.gpu.running import SECONDS
 
 
 class NotRun(Exception):
@@ -30,12 +34,14 @@ class Setting:
         device: ``"cuda"`` or ``"cpu"``.
         result: the file for what it finds.
         traces: folder for Chrome traces.
+        deadline: by ``time.monotonic``, when the part is killed.
     """
 
     toy: bool
     device: str
     result: Path
     traces: Path
+    deadline: float = math.inf
 
     def write(self, data: dict[str, Any]) -> None:
         """Keep what was found so far; a part that is killed later has at least said this."""
@@ -78,7 +84,8 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--toy", action="store_true")
     options = parser.parse_args()
-    setting = Setting(options.toy, "cpu" if options.toy else "cuda", options.result, options.traces)
+    deadline = time.monotonic() + float(os.environ.get(SECONDS, "inf"))
+    setting = Setting(options.toy, "cpu" if options.toy else "cuda", options.result, options.traces, deadline)
     module, _, function = options.function.partition(":")
     compiled = Path(tempfile.mkdtemp(prefix="lightning_spmd_gpu_compiled_"))
     if not options.toy:  # first steps are told as they are without kernels of an earlier run

@@ -20,6 +20,8 @@ from typing import Any
 from tests.gpu.parts import Part
 
 ROOT = Path(__file__).parents[2]
+SECONDS = "LIGHTNING_SPMD_GPU_SECONDS"
+"""Environment variable of a part: the seconds after which it is killed."""
 LAST_LINES = 12
 """Of a failing part's output that go into the report."""
 
@@ -72,7 +74,12 @@ class _Running:
         with self.log.open("w") as log:
             # a session of its own: what it starts (ranks, compilers) ends with it
             self.process = subprocess.Popen(
-                command(part, self.result), stdout=log, stderr=log, cwd=ROOT, env=_environment(), start_new_session=True
+                command(part, self.result),
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env={**_environment(), SECONDS: str(limit)},
+                start_new_session=True,
             )
 
     def outcome(self) -> Outcome | None:
