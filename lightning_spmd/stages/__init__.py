@@ -146,9 +146,9 @@ def lowering(mode: str, company: Company, last: Lowering = as_python) -> Lowerin
     """
     if mode == "none":
         return last
-    from lightning_spmd.stages.runtime.regions.lowering import LoweredStep  # nothing of it runs where nobody asks
+    from lightning_spmd.stages.runtime.regions.lowering import RegionLowering  # nothing of it runs where nobody asks
 
-    return lambda step: LoweredStep(step, mode, company, last)
+    return RegionLowering(mode, company, last)
 
 
 def _guarded(captured: CapturedStep) -> frozenset[tuple[InputRole, tuple[Any, ...]]]:

@@ -16,7 +16,7 @@ from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
-from lightning_spmd.stages.runtime.lowering import Lowering, as_python, is_settled
+from lightning_spmd.stages.runtime.lowering import Lowering, Together, as_python, is_settled
 from lightning_spmd.stages.runtime.profile import RUNS, Profile
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
 from lightning_spmd.stages.runtime.undo import Before, can_be_undone
@@ -133,7 +133,8 @@ class Executable:
 
     def can_follow(self, pending: Pending) -> bool:
         """Whether a run may take over what another iteration left."""
-        return self.is_final and pending.owner.graphs.cleanup is not None
+        decided = not isinstance(self._lower, Together) or self._main.is_settled
+        return self.is_final and decided and pending.owner.graphs.cleanup is not None
 
     @property
     def is_final(self) -> bool:
@@ -241,8 +242,11 @@ class Executable:
             if self.graphs.cleanup is not None:
                 # a rank may clean up alone, and lowering may have to speak with the others
                 self._cleanup = self._program(self.graphs.cleanup, as_python)
-                self._after[id(self)] = (self, self._program(self.graphs.main))
+                self._after[id(self)] = (self, self._program(self.graphs.main, self._lower_following()))
         return outputs
+
+    def _lower_following(self) -> Lowering:
+        return self._lower.following if isinstance(self._lower, Together) else self._lower
 
     def _following(self, owner: Executable) -> Program:
         """This iteration with the work in it that one of ``owner`` left."""
@@ -250,7 +254,7 @@ class Executable:
             if self._follow is None or owner.graphs.cleanup is None:
                 raise ValueError("nothing to follow: check can_follow() first")
             step = self._follow(owner.graphs.cleanup, self.graphs.setup or self.graphs.main)
-            self._after[id(owner)] = (owner, self._program(step))
+            self._after[id(owner)] = (owner, self._program(step, self._lower_following()))
         return self._after[id(owner)][1]
 
     def _execute(

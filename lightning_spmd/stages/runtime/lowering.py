@@ -42,6 +42,22 @@ class Company:
     on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None
 
 
+class Together:
+    """A lowering of which the ranks decide together, in the first runs of one graph of an iteration.
+
+    A rank may finish pending work alone, and then runs ``setup`` while others run ``main``: nobody could wait for it in
+    there. So ``setup`` decides, and no iteration follows another one until it has; ``main`` does as was decided.
+    """
+
+    def __call__(self, step: ShardedStep) -> Callable[..., Sequence[Any]]:
+        """Makes a callable whose first runs decide; all ranks are in them."""
+        raise NotImplementedError
+
+    def following(self, step: ShardedStep) -> Callable[..., Sequence[Any]]:
+        """Makes a callable by what was decided, without a word to the others."""
+        raise NotImplementedError
+
+
 def is_settled(run: Callable[..., Sequence[Any]]) -> bool:
     """Whether a callable only does what its graph says: no more measuring, comparing, recording, asking other ranks."""
     return isinstance(run, FunctionType) or bool(getattr(run, "is_settled", False))

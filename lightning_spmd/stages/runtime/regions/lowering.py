@@ -26,7 +26,7 @@ from lightning_spmd.cache import the_store
 from lightning_spmd.ir.source import function_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.messages import tell, warn
-from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python, is_settled
+from lightning_spmd.stages.runtime.lowering import Company, Lowering, Together, as_python, is_settled
 from lightning_spmd.stages.runtime.profile import RUNS, Profile, agree
 from lightning_spmd.stages.runtime.regions.choice import fitting_regions, worthwhile
 from lightning_spmd.stages.runtime.regions.code import CODES, entry_of
@@ -52,6 +52,8 @@ class LoweredStep:
 
     def __init__(self, step: ShardedStep, mode: str, company: Company, last: Lowering = as_python) -> None:
         self.regions: dict[int, Region] = {}
+        self.kinds: set[str] = set()
+        """Keys of the regions that were chosen wherever they are."""
         self._step = step
         self._mode = mode
         self._company = company
@@ -125,11 +127,12 @@ class LoweredStep:
         for problem, (region, *others) in problems.items():
             more = f" and {len(others)} other regions" if others else ""
             warn(f"strategy='spmd' leaves {region.tag}{more} as operators: {problem}")
+        left = {region.key for number, region in self.regions.items() if number not in chosen}
+        self.kinds = {region.key for region in chosen.values()} - left
         self.regions = chosen
         self._settle(self._as_operators())
         if chosen:
-            module = self._with({number: LoweredRegion(region) for number, region in chosen.items()})
-            step = ShardedStep(module, self._step.signature, self._step.axes)
+            step = with_code(self._step, chosen)
             self._company.on_result("lowered", step)
             self._settle(self._last(step))
             nodes = sum(computing(region.nodes) for region in chosen.values())
@@ -173,6 +176,41 @@ class LoweredStep:
 
     def _as_operators(self) -> Run:
         return self._last(self._step)
+
+
+def with_code(step: ShardedStep, regions: Mapping[int, Region]) -> ShardedStep:
+    """The step with the code of regions in their place."""
+    functions = {number: LoweredRegion(region) for number, region in regions.items()}
+    graph = lowered_graph(step.graph_module.graph, regions, functions)
+    return ShardedStep(private.GraphModule(step.graph_module, graph), step.signature, step.axes)
+
+
+class RegionLowering(Together):
+    """Regions of an iteration's graphs.
+
+    Args:
+        mode: ``"auto"`` or ``"inductor"``.
+        company: the rest of the run.
+        last: what graphs run as when regions are chosen.
+    """
+
+    def __init__(self, mode: str, company: Company, last: Lowering = as_python) -> None:
+        self._mode = mode
+        self._company = company
+        self._last = last
+        self._deciding: LoweredStep | None = None
+
+    def __call__(self, step: ShardedStep) -> LoweredStep:
+        """A callable that chooses regions in its first runs."""
+        self._deciding = LoweredStep(step, self._mode, self._company, self._last)
+        return self._deciding
+
+    def following(self, step: ShardedStep) -> Run:
+        """A callable with the kinds of regions that were chosen in the other graph."""
+        kinds = set[str]() if self._deciding is None else self._deciding.kinds
+        found = fitting_regions(step) if kinds else {}
+        regions = {n: r for n, r in found.items() if r.key in kinds and CODES.known(r) is not None}
+        return self._last(with_code(step, regions) if regions else step)
 
 
 class LoweredRegion:

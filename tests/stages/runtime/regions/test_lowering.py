@@ -16,7 +16,7 @@ from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.runtime.lowering import Company
 from lightning_spmd.stages.runtime.profile import RUNS
 from lightning_spmd.stages.runtime.regions import choice, code, trial
-from lightning_spmd.stages.runtime.regions.lowering import LoweredStep
+from lightning_spmd.stages.runtime.regions.lowering import LoweredStep, RegionLowering
 from tests.stages.runtime.regions.cases import Compiler, Fault, capture, chain, compiler
 
 __all__ = ["compiler"]
@@ -206,6 +206,29 @@ def test_another_environment_is_another_entry(compiler: Compiler, monkeypatch: p
         monkeypatch.setattr(code, "_settings", lambda _threads: f"other {change}")
     run(LoweredStep(step, "inductor", Company()), live)
     assert compiler.compiled == 2 * kinds
+
+
+def test_graphs_that_follow_do_as_was_decided_and_ask_nobody(compiler: Compiler) -> None:
+    (step, live), (other, _) = chain(), chain()
+    right = expected(step, live)
+    asked: list[object] = []
+
+    def gather(value: object) -> list[object]:
+        asked.append(value)
+        return [value]
+
+    lowering = RegionLowering("inductor", Company(gather=gather))
+    deciding = lowering(step)
+    assert isinstance(deciding, LoweredStep)
+    assert not deciding.is_settled
+    run(deciding, live)
+    assert deciding.is_settled
+    before = len(asked)
+    compiler.fault = lambda _inputs, outputs: [output * 1.00001 for output in outputs]
+    with torch.no_grad():
+        got = lowering.following(other)(*live)
+    assert not same(got, right)  # regions ran
+    assert len(asked) == before
 
 
 # ---------------------------------------------------------------- several ranks
