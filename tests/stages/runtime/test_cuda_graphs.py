@@ -297,3 +297,25 @@ class _Breaks(L.Callback):
 def test_recordings_of_a_generator_that_was_replaced_are_made_anew(lane: Lane) -> None:
     assert_bitwise(_trained(Small, RECORDED, [_Breaks(lane), Spoils(lane)]), _trained(Small))
     assert max(program.times_recorded for program in lane.graphs.programs) == 2
+
+
+class Table(Small):
+    """Reads a tensor in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.randn(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0] @ self.table).square().mean()
+
+
+class _Turns(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 6:
+            pl_module.table = pl_module.table.t()  # where it was, the other way round
+
+
+def test_a_tensor_that_is_turned_in_its_place_is_recorded_anew(lane: Lane) -> None:
+    assert_bitwise(_trained(Table, RECORDED, [_Turns(), Spoils(lane)]), _trained(Table, callbacks=[_Turns()]))
+    assert lane.replays >= 3
