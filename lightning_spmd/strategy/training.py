@@ -155,8 +155,6 @@ class Training:
         found = dict(sum(control.gather(side, Place("the choice whether iterations overlap")), []))
         why, unfenced = "their code is around the step itself", [name for name, around in found.items() if around]
         self._fenced = bool(found)
-        if found and self._settings.options.lowering != "none":
-            why, unfenced = "lowering wants all ranks to finish together", list(found)
         if unfenced and self.mode is Mode.COMPILED:
             tell(explain(unfenced, why, insisted=wanted is True))
         if unfenced and wanted is not True:

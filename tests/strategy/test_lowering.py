@@ -130,6 +130,27 @@ def test_lowered_training_on_two_ranks_is_within_1e_4(
     assert one.loaded + other.loaded > 0  # the work is shared
 
 
+class _LooksAlone(L.Callback):
+    """Rank 0 looks at a weight after some batches, and so finishes pending work without the others."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 0 and batch_idx % 3 != 1:
+            float(next(pl_module.parameters()).sum())
+
+
+@needs_compiler
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", ["inductor", "auto"])
+def test_a_rank_that_finishes_alone_waits_for_nobody(two_ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    options = {"overlap_iterations": True, "bucket_size_mb": 0.0005}
+    case = TrainingCase("mlp", "adamw", batches=20, eps=1e-5)
+    two_ranks.run(_start_anew, str(tmp_path / "cache"))
+    reference = train_on(two_ranks, case, options)
+    lowered = train_on(two_ranks, case, {**options, "lowering": mode}, callbacks=[_LooksAlone()], timeout=120)
+    for ours, theirs in zip(lowered, reference, strict=True):
+        close(ours, theirs)
+
+
 @needs_compiler
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
