@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
+from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
@@ -190,10 +191,8 @@ class GraphBuilder:
 
     def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context
-        if context.optimizer is not None:
-            if widen_state(context.optimizer, context.bf16_updates, self._state_mesh):
-                self._tell_once("the optimizer's state has no float32 masters: they begin as the bfloat16 weights")
-            lay_out_state(context.optimizer, self._state_mesh)
+        for text in () if context.optimizer is None else _prepare(context.optimizer, context, self._state_mesh):
+            self._tell_once(text)
         captured = self._without_first_step(lambda: self._capture_following(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
         state = LiveState(
@@ -389,3 +388,13 @@ class GraphBuilder:
             if stage not in ("setup", "main", "cleanup"):  # each of these is compared with the graph they are made of
                 self._dumped[number] = path
             tell(f"wrote {path}")
+
+
+def _prepare(optimizer: Optimizer, context: RunContext, mesh: StateMesh | None) -> list[str]:
+    """Let an optimizer's state be as graphs expect it; what to tell the user of it."""
+    advice = context.scaler.advice(optimizer)
+    texts = [] if advice is None else [advice]
+    if widen_state(optimizer, context.bf16_updates, mesh):
+        texts.append("the optimizer's state has no float32 masters: they begin as the bfloat16 weights")
+    lay_out_state(optimizer, mesh)
+    return texts

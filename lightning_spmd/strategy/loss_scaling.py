@@ -39,6 +39,16 @@ class TrainersScaler:
             return private.found_inf(self(), self._trainer.optimizers[0])
         return private.scaler_tensors(self(), self.device)[name]
 
+    def advice(self, optimizer: Optimizer) -> str | None:
+        """What to tell of an optimizer that could skip steps itself and was not asked to."""
+        could = any(group.get("fused", True) in (None, False) for group in optimizer.param_groups)
+        if self() is None or not could or private.takes_found_inf(optimizer):
+            return None
+        return (
+            f"strategy='spmd' copies what {type(optimizer).__name__} is about to write, for loss scaling may skip the "
+            "step; with fused=True the optimizer skips it itself, and nothing is copied"
+        )
+
     def unscale(self, optimizer: Optimizer, *, on_ranks: bool) -> None:
         """After the backward pass, where hooks come next: as Lightning, unless the optimizer's kernels do it.
 

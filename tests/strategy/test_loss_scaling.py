@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
+from lightning_spmd.strategy import building
 from tests.helpers.modules import OPTIMIZERS, build_optimizer
 from tests.helpers.training import InOrder, Result, assert_bitwise, fit
 from tests.strategy.small import ROWS, Quiet, rows
@@ -120,6 +121,16 @@ def test_clipping_and_accumulation_are_those_of_eager(flags: dict[str, Any]) -> 
 @pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"sgd_fused"}))
 def test_every_optimizer_skips_as_eager_does(optimizer: str) -> None:
     assert_as_eager(optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("optimizer", "told"), [("adamw", 1), ("adamw_fused", 0), ("lion", 0)])
+def test_the_price_of_a_step_that_may_be_skipped_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, told: int
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(building, "tell", said.append)
+    scaled(optimizer=optimizer, max_epochs=1)
+    assert sum("with fused=True the optimizer skips it itself" in text for text in said) == told
 
 
 def test_fused_optimizers_unscale_and_skip_themselves() -> None:
