@@ -6,7 +6,8 @@
     outputs = operator(*tensors)
     loss    = sum of (output * fixed random weights)                     permutations and lost gradients show
 
-What one device computes is the eager step, not its captured graph.
+What one device computes is the eager step, not its captured graph. One device's graph after the passes, as the Python
+that runs, is compared with the captured one beside it: bit for bit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from lightning_spmd._private_api import OpOverload, is_random
 from lightning_spmd.errors import CaptureError, ExpansionError
 from lightning_spmd.ir.placement import REPLICATE, Shard
+from lightning_spmd.ir.source import function_of
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import verify_captured
 from lightning_spmd.parallel.tensor_parallel import ResolvedPlan, TensorParallelPlan
@@ -183,7 +185,25 @@ class Checker:
             self._problem = Outcome(REFUSED, _gist(error))
         except Exception as error:
             self._problem = Outcome(CRASHED, f"capture: {_gist(error)}")
+        else:
+            self._problem = None if quick else self._one_device_after_passes()
         self._seconds = time.process_time() - started
+
+    def _one_device_after_passes(self) -> Outcome | None:
+        """What is wrong with the graph of one device, which must be the captured one to the last bit."""
+        if _draws(self._captured) or self._step.sample.operator in _UNINITIALISED:
+            return None
+        try:
+            step = build(self._captured, ()).main
+            inputs = [v.clone() if isinstance(v, Tensor) else v for v in self._live]
+            with torch.no_grad():
+                outputs = function_of(step.graph_module)(*inputs)
+        except Exception as error:
+            return Outcome(CRASHED, f"one device, after passes: {_gist(error)}")
+        expected = [value for values in run_global(self._captured, self._live) for value in values]
+        pairs = zip([*outputs, *inputs], expected, strict=True)
+        same = all(_same_bits(a, b) for a, b in pairs if isinstance(b, Tensor))
+        return None if same else Outcome(WRONG, "one device, after passes: other bits than the captured graph")
 
     def check(self, split: Split) -> Outcome:
         """What two ranks make of it."""
@@ -254,6 +274,13 @@ class Checker:
             found[f"gradient of {entry.name}" if entry.role == "gradient" else entry.name] = value
         after = zip(signature.inputs, inputs, strict=False)
         return found | {entry.name: value for entry, value in after if entry.name in self._step.buffers}
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    flat = [torch.empty(t.numel(), dtype=t.dtype).copy_(t.flatten()) for t in (one, other)]  # with plain strides
+    return torch.equal(*(t.view(torch.uint8) for t in flat))
 
 
 def _draws(captured: CapturedStep) -> bool:
