@@ -106,7 +106,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_parts_on_two_axes",
         "test_the_scale_goes_through_checkpoints_of_parts",
     ),
-    "tests/strategy/test_fence.py": ("[every third]", "[no look]"),
+    "tests/strategy/test_fence.py": ("[every third]", "[no look]", "sees_the_same[logger]"),
     "tests/strategy/test_rematerialize.py": ("test_training_on_two_ranks_keeps_its_bits[replicate]",),
     "tests/cuda/test_rematerialized.py": ("test_on_gpus_bytes_are_given_back",),
     "tests/strategy/test_evaluation.py": ("test_two_ranks_equal_one_device[24]",),

@@ -39,6 +39,8 @@ def checked_options(
         raise ConfigurationError(f"lowering={lowering!r}: give one of {list(MODES)}")
     if cuda_graphs not in (True, False):
         raise ConfigurationError(f"cuda_graphs={cuda_graphs!r}: give True or False")
+    if isinstance(passes, str):
+        raise ConfigurationError(f"passes={passes!r}: give a list of names, such as [{passes!r}]")
     chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
     give_back = _share_or_bytes(rematerialize)
     if give_back is not None and REMATERIALIZE.name not in [p.name for p in chosen]:
@@ -46,6 +48,17 @@ def checked_options(
             f"rematerialize={rematerialize!r} needs the pass {REMATERIALIZE.name!r}, which passes=[...] leaves out"
         )
     return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering, bool(cuda_graphs))
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Check numbers of ranks.
+
+    Raises:
+        ConfigurationError: one of them is no number of ranks.
+    """
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ConfigurationError(f"{name}={size!r}: give a whole number of at least 1")
 
 
 def checked_updates(kind: Any) -> Updates:

@@ -8,17 +8,24 @@ overlap off. So does lowering, whose first runs all ranks make together, while b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from lightning.pytorch import Callback
+import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
 from lightning_spmd.messages import warn
 
 CONTAINS_THE_STEP = "optimizer_step"
+_SCHEDULERS = "lr_scheduler_step"
 _MODULE_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
@@ -28,7 +35,7 @@ _MODULE_HOOKS = (
     "transfer_batch_to_device",
     "on_after_batch_transfer",
     CONTAINS_THE_STEP,
-    "lr_scheduler_step",
+    _SCHEDULERS,
     "on_validation_model_zero_grad",
     "on_validation_model_eval",
 )
@@ -44,12 +51,15 @@ def finish_in_time(trainer: Any, flush: Callable[[], None]) -> None:
         trainer.callbacks.insert(0, FinishPendingWork(flush))
 
 
-def hooks_between_batches(module: Any, callbacks: list[Any]) -> list[tuple[Any, str]]:
-    """Hooks that run between batches and may read or write weights: whose, and which."""
+def hooks_between_batches(module: Any, trainer: Any) -> list[tuple[Any, str]]:
+    """What runs between batches and may read or write weights: whose method, and which."""
     found = [(module, hook) for hook in _MODULE_HOOKS if is_overridden(hook, module)]
-    for callback in callbacks:
+    if trainer.lr_scheduler_configs and (module, _SCHEDULERS) not in found:
+        found.append((module, _SCHEDULERS))  # with functions of the user's in them
+    for callback in trainer.callbacks:
         found += [(callback, hook) for hook in _CALLBACK_HOOKS if _may_read(callback, hook)]
-    return found
+    foreign = [each for each in trainer.loggers if not type(each).__module__.startswith("lightning.pytorch.loggers")]
+    return found + [(logger, "log_metrics") for logger in foreign]
 
 
 def _may_read(callback: Any, hook: str) -> bool:
@@ -59,6 +69,58 @@ def _may_read(callback: Any, hook: str) -> bool:
     if owner is Callback:
         return False
     return issubclass(owner, _READING_CALLBACKS) or not owner.__module__.startswith(_TRUSTED_PACKAGES)
+
+
+def data_that_knows(module: nn.Module, loaders: Any) -> str | None:
+    """What of the training data, if it is loaded in this process, has the module or a weight of it; its class' name.
+
+    No fence is around loading: it would cost each of its operations some microseconds.
+
+    Args:
+        module: the LightningModule.
+        loaders: the training DataLoaders, nested as the user gave them.
+    """
+    storages = {private.storage_of(private.local_tensor(p.detach())) for p in module.parameters()}
+    for loader in private.pytree.tree_leaves(loaders):
+        parts: list[Any] = [loader]
+        if isinstance(loader, DataLoader):
+            if loader.num_workers > 0:  # its processes have copies
+                continue
+            parts = [loader.dataset, loader.sampler, loader.batch_sampler, loader.collate_fn]
+        for part in parts:
+            if _knows(part, module, storages, 4):
+                return type(part).__name__
+    return None
+
+
+def _knows(value: Any, module: nn.Module, storages: set[int], depth: int) -> bool:
+    if value is module:
+        return True
+    if isinstance(value, Tensor):
+        local = private.local_tensor(value.detach())
+        return local.layout is torch.strided and private.storage_of(local) in storages
+    if depth == 0 or isinstance(value, (str, bytes, int, float, Trainer)) or value is None:
+        return False
+    if isinstance(value, nn.Module):
+        return any(_knows(p, module, storages, 1) for p in value.parameters())
+    inside: list[Any] = []
+    if isinstance(value, (list, tuple, set, frozenset)):
+        inside = list(value)[:_MANY]
+    elif isinstance(value, dict):
+        inside = list(value.values())[:_MANY]
+    elif isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        inside = [value.__self__, value.__func__]
+    elif isinstance(value, FunctionType):
+        inside = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    elif hasattr(value, "__dict__"):
+        inside = list(vars(value).values())
+    return any(_knows(each, module, storages, depth - 1) for each in inside)
+
+
+_MANY = 64
+"""Items of a container that are looked at; a dataset may hold millions."""
 
 
 def explain(hooks: list[str], why: str, *, insisted: bool) -> str:

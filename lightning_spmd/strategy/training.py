@@ -29,7 +29,13 @@ from lightning_spmd.strategy.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.memory import gradients_of
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.newcomers import Newcomers
-from lightning_spmd.strategy.overlap import CONTAINS_THE_STEP, explain, finish_in_time, hooks_between_batches
+from lightning_spmd.strategy.overlap import (
+    CONTAINS_THE_STEP,
+    data_that_knows,
+    explain,
+    finish_in_time,
+    hooks_between_batches,
+)
 from lightning_spmd.strategy.places import compare_training_batches, meet_after_backward, meet_in_training
 from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.replay import StepsInGraphs
@@ -139,7 +145,20 @@ class Training:
             self._decide()
             if self.mode is Mode.EAGER:
                 self.iteration = None
+        self._look_at_data()
         compare_training_batches(self._module, self._ranks.control)
+
+    def _look_at_data(self) -> None:
+        """Data that is loaded between batches and may look at weights keeps iterations apart."""
+        iteration, control = self.iteration, self._ranks.control
+        if iteration is None or control is None or iteration.context.options.overlap_iterations is False:
+            return
+        mine = data_that_knows(self._module, iteration.context.trainer.train_dataloader)
+        names = [name for name in control.gather(mine, Place("a look at the data")) if name is not None]
+        if names:
+            tell(explain(names, "nothing sees what they read", insisted=False))
+            options = dataclasses.replace(iteration.context.options, overlap_iterations=False)
+            self.iteration = TrainingIteration(dataclasses.replace(iteration.context, options=options))
 
     def _overlaps(self, trainer: Any, module: Any) -> bool | str:
         """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
@@ -150,7 +169,7 @@ class Training:
             if wanted is True:
                 tell("strategy='spmd' does not overlap iterations: loss scaling looks at all gradients before a step")
             return False
-        hooks = hooks_between_batches(module, trainer.callbacks)
+        hooks = hooks_between_batches(module, trainer)
         side = [(f"{type(owner).__name__}.{hook}", hook == CONTAINS_THE_STEP) for owner, hook in hooks]
         found = dict(sum(control.gather(side, Place("the choice whether iterations overlap")), []))
         why, unfenced = "their code is around the step itself", [name for name, around in found.items() if around]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -11,9 +12,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_spmd import SPMDStrategy
+from lightning_spmd import _private_api as private
 from lightning_spmd.strategy.fence import Fence
+from lightning_spmd.strategy.overlap import data_that_knows
 from tests.helpers.modules import samples
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, TrainingCase, assert_bitwise, fit
@@ -193,3 +199,92 @@ def test_what_takes_a_tensors_place_is_not_updated_in_its_stead(two_ranks: RankP
     for (result, _, deferred), (expected, _, _) in zip(ours, plain, strict=True):
         assert deferred > 0
         assert_bitwise(result, expected)
+
+
+# ---------------------------------------------------------------------- what is no hook
+class Looked(L.LightningModule):
+    """Six layers; something between batches takes the sum of a weight, and training depends on it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.seen = where, list[float]()
+        self.net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+
+    def look(self) -> float:
+        self.seen.append(float(private.local_tensor(self.net[0].weight.detach()).sum()))
+        return self.seen[-1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self.net(batch) - batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.where != "scheduler":
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 + 0.1 * abs(self.look()))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    def __init__(self, module: Looked) -> None:
+        self.module = module if module.where == "data" else None
+        self.rows = torch.randn(48, 32, generator=torch.Generator().manual_seed(4))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index] if self.module is None else self.rows[index] + 1e-3 * self.module.look()
+
+
+class OwnLogger(Logger):
+    name, version = "own", 0
+
+    def __init__(self, module: Looked) -> None:
+        super().__init__()
+        self.module = module
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+    def log_metrics(self, *_: Any, **__: Any) -> None:
+        self.module.look()
+
+
+def looked(where: str, overlap: bool) -> tuple[list[float], list[Tensor], int]:
+    L.seed_everything(5, verbose=False)
+    module = Looked(where)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, max_epochs=1, log_every_n_steps=1,
+        strategy=SPMDStrategy(overlap_iterations=overlap, bucket_size_mb=SMALL),
+        logger=OwnLogger(module) if where == "logger" else False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Rows(module), batch_size=4))
+    return module.seen, [p.detach() for p in module.parameters()], deferring(trainer)
+
+
+@pytest.mark.parametrize("where", ["scheduler", "logger", "data"])
+def test_what_looks_between_batches_and_is_no_hook_sees_the_same(two_ranks: RankPool, where: str) -> None:
+    ours, plain = (two_ranks.run(looked, where, overlap) for overlap in (True, False))
+    for (seen, weights, deferred), (expected, wanted, _) in zip(ours, plain, strict=True):
+        assert seen == expected
+        assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True))
+        assert bool(deferred) == (where != "data"), "where the data knows the module nothing overlaps"
+    assert plain[0][0]
+
+
+def test_a_weight_is_found_in_data_wherever_it_is_kept() -> None:
+    module = Looked("nowhere")
+    weight = module.net[0].weight
+    ways: list[Any] = [
+        [module], {"a": weight}, functools.partial(print, weight), functools.partial(print, of=weight.detach()[0]),
+        lambda batch: batch + weight, module.look, copy.copy(module.net),
+    ]  # fmt: skip
+    for kept in ways:
+        rows = Rows(module)
+        rows.kept = kept
+        assert data_that_knows(module, DataLoader(rows)) == "Rows"
+    assert data_that_knows(module, {"one": DataLoader(Rows(module)), "two": [DataLoader([1, 2])]}) is None
+    assert data_that_knows(module, DataLoader([1, 2], collate_fn=lambda batch: weight)) == "function"
