@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from lightning_spmd.errors import ConfigurationError
@@ -59,6 +60,17 @@ def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise ConfigurationError(f"{name}={size!r}: give a whole number of at least 1")
+
+
+def checked_folder(folder: Any) -> Path | None:
+    """Where graphs are written.
+
+    Raises:
+        ConfigurationError: it is no path.
+    """
+    if folder is not None and not isinstance(folder, (str, Path)):
+        raise ConfigurationError(f"dump_dir={folder!r}: give the path of a folder, or None")
+    return None if folder is None else Path(folder)
 
 
 def checked_updates(kind: Any) -> Updates:

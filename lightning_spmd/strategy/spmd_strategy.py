@@ -29,7 +29,7 @@ from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import begin_alike, check_initialized
-from lightning_spmd.strategy.options import check_sizes, checked_options, checked_updates
+from lightning_spmd.strategy.options import check_sizes, checked_folder, checked_options, checked_updates
 from lightning_spmd.strategy.overlap import FinishPendingWork
 from lightning_spmd.strategy.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks import Ranks
@@ -132,8 +132,6 @@ class SPMDStrategy(SavingStrategy):
     ) -> None:
         check_data_parallel(data_parallel, data_parallel_shard_size)
         check_sizes(context_parallel_size=context_parallel_size, tensor_parallel_size=tensor_parallel_size)
-        if dump_dir is not None and not isinstance(dump_dir, (str, Path)):
-            raise ConfigurationError(f"dump_dir={dump_dir!r}: give the path of a folder, or None")
         self.layer_sharing = LayerSharing(tensor_parallel_plan, tensor_parallel_size, sequence_parallel)
         self.parallel_options = ParallelOptions(
             data_parallel=data_parallel,
@@ -158,7 +156,7 @@ class SPMDStrategy(SavingStrategy):
         self.build_options = checked_options(
             passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize, lowering, cuda_graphs
         )
-        self.dump_dir = None if dump_dir is None else Path(dump_dir)
+        self.dump_dir = checked_folder(dump_dir)
         self._settings = GraphSettings(
             ranks, self.build_options, self.dump_dir, bf16_updates=checked_updates(bf16_updates)
         )

@@ -403,3 +403,18 @@ def test_batch_error_is_a_value_error() -> None:
     """So that code which knows nothing of this package catches it."""
     assert issubclass(BatchError, ValueError)
     assert issubclass(ConfigurationError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size='2': give a whole number"),
+        ({"tensor_parallel_size": -1}, "tensor_parallel_size=-1: give a whole number"),
+        ({"context_parallel_size": 1.5}, r"context_parallel_size=1\.5: give a whole number"),
+        ({"passes": "fuse"}, r"passes='fuse': give a list of names, such as \['fuse'\]"),
+        ({"dump_dir": 3}, "dump_dir=3: give the path of a folder"),
+    ],
+)
+def test_options_of_another_kind_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        SPMDStrategy(**options)
