@@ -19,10 +19,11 @@ from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.stages.runtime.executor import Pending
 from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.fence import Fence, Targets
+from lightning_spmd.strategy.fence import Fence
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.loss_scaling import TrainersScaler
@@ -86,7 +87,11 @@ class Training:
         self._steps_eagerly = False
         self._held: dict[str, Tensor] = {}
         self._fenced = False  # on some rank
-        self._fence = Fence(self._targets, self._is_current, self.flush)
+        self._fence = Fence(
+            lambda: () if (pending := self._pending()) is None else pending.inputs,
+            lambda: (pending := self._pending()) is None or pending.is_current(),
+            self.flush,
+        )
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
 
     # ------------------------------------------------------------------ the beginning
@@ -184,14 +189,9 @@ class Training:
         finish_in_time(trainer, self.flush)
         return wanted
 
-    def _targets(self) -> Targets:
-        """What pending work takes."""
-        pending = None if self.iteration is None else self.iteration.pending
-        return () if pending is None else pending.inputs
-
-    def _is_current(self) -> bool:
-        pending = None if self.iteration is None else self.iteration.pending
-        return pending is None or pending.is_current()
+    def _pending(self) -> Pending | None:
+        """What the last iteration left for the next one."""
+        return None if self.iteration is None else self.iteration.pending
 
     def end(self) -> None:
         """The run is over: hooks are the user's own again."""
