@@ -146,6 +146,7 @@ def test_it_trains_where_jsonargparse_is_missing(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long
 def test_parts_of_every_kind_pass_at_toy_size(tmp_path: Path) -> None:
     names = ["peak", "main_job", "two_ranks", "small"]
     found = _script(tmp_path / "out", "--parts", ",".join(names))
