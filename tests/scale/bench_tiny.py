@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import time
 import warnings
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_spmd  # noqa: F401 - registers "spmd"
+from tests.scale.bench_step_time import StepTimes
 
 WARM_UP = 50
 
@@ -40,22 +40,6 @@ class Tiny(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class StepTimes(L.Callback):
-    """Seconds from batch start to batch end."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._start = 0.0
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Begin."""
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """End."""
-        self.seconds.append(time.perf_counter() - self._start)
 
 
 def one_fit(strategy: str, devices: int, steps: int) -> list[float]:

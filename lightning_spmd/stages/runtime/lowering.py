@@ -5,6 +5,7 @@ The first runs of a graph go node by node, for layouts and for measurements; onl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -42,20 +43,20 @@ class Company:
     on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None
 
 
-class Together:
+class Together(ABC):
     """A lowering of which the ranks decide together, in the first runs of one graph of an iteration.
 
     A rank may finish pending work alone, and then runs ``setup`` while others run ``main``: nobody could wait for it in
     there. So ``setup`` decides, and no iteration follows another one until it has; ``main`` does as was decided.
     """
 
+    @abstractmethod
     def __call__(self, step: ShardedStep) -> Callable[..., Sequence[Any]]:
         """Makes a callable whose first runs decide; all ranks are in them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def following(self, step: ShardedStep) -> Callable[..., Sequence[Any]]:
         """Makes a callable by what was decided, without a word to the others."""
-        raise NotImplementedError
 
 
 def is_settled(run: Callable[..., Sequence[Any]]) -> bool:
