@@ -23,10 +23,10 @@ from lightning_spmd.stages import BuildOptions, announce, build, finish, lowerin
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.holders import Entry
+from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.rows_of_rank import about_tensors, lists_of_tensors
 from lightning_spmd.stages.capture.state_guard import Change
-from lightning_spmd.stages.capture.trace import parameter_names
 from lightning_spmd.stages.capture.trainer_view import learning_rate_name
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.runtime import cuda_graphs

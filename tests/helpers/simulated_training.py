@@ -20,8 +20,8 @@ from lightning_spmd.parallel.parallel_plan import ParallelPlan, data_parallel_pl
 from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.capture.attempts import capture
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest
-from lightning_spmd.stages.capture.trace import parameter_names
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.strategy.first_step import with_state
 from tests.helpers.simulate import meshes_for, run_ranks

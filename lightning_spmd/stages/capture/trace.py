@@ -9,22 +9,18 @@ part alone.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.ir.aliasing import storage_roots, written_arguments
-from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.guards import BatchGuard, Guards
-from lightning_spmd.ir.layout import densely, has_layout, row_major
+from lightning_spmd.ir.layout import densely
 from lightning_spmd.ir.node_info import Section, TensorSpec
-from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
+from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.appended_lists import Place, lists_followed
@@ -34,13 +30,20 @@ from lightning_spmd.stages.capture.bf16_updates import in_float32
 from lightning_spmd.stages.capture.counted_rows import refuse_counts
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.holders import Attributes
-from lightning_spmd.stages.capture.host_scalar import math_follows_scalars, scalar_of
+from lightning_spmd.stages.capture.host_scalar import math_follows_scalars
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, has_step_of_its_own
 from lightning_spmd.stages.capture.own_backward import check_backward
+from lightning_spmd.stages.capture.packing import (
+    Outputs,
+    in_memory_order_of,
+    parameter_names,
+    remove_dead_nodes,
+    with_mutations,
+)
 from lightning_spmd.stages.capture.python_state import PythonState
 from lightning_spmd.stages.capture.recorder import Recorder, in_section
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
@@ -80,22 +83,6 @@ def trace(request: CaptureRequest) -> Trace:
             return found
 
 
-@dataclass
-class _Outputs:
-    """Graph outputs in the order in which they were asked for."""
-
-    recorder: Recorder
-    nodes: list[Any] = field(default_factory=list)
-    entries: list[GraphOutput] = field(default_factory=list)
-
-    def add(self, value: Any, role: OutputRole, key: tuple[Any, ...], name: str) -> int:
-        self.nodes.append(self.recorder.argument(value))
-        scalar = scalar_of(value)
-        seen = TensorSpec.of(value) if isinstance(value, Tensor) else value if scalar is None else scalar.value
-        self.entries.append(GraphOutput(role, key, name, seen))
-        return len(self.nodes) - 1
-
-
 class _Capture:
     """The state of one capture."""
 
@@ -106,7 +93,7 @@ class _Capture:
         self.fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Recorder(self.fake_mode)
         self.inputs = InputTable(self.recorder, self.fake_mode)
-        self.outputs = _Outputs(self.recorder)
+        self.outputs = Outputs(self.recorder)
         self.logs = LogRecorder(self.outputs.add)
         self.names = parameter_names(request.module, request.optimizer)
         optimizer = request.optimizer
@@ -346,7 +333,7 @@ class _Capture:
         read = [] if request.batch is None else request.batch.guarded_values(self.looks)
         leaves = [BatchGuard(path, value) for path, value in read]
         predicate = program.guard([node for node, _ in inputs]) if program else None
-        signature = Signature(_with_mutations(graph, inputs), tuple(self.outputs.entries))
+        signature = Signature(with_mutations(graph, inputs), tuple(self.outputs.entries))
         module = private.GraphModule(nn.Module(), graph)
         return CapturedStep(
             module,
@@ -358,40 +345,3 @@ class _Capture:
             request.variant,
             {path: place.reader() for path, place in request.moving.items()},
         )
-
-
-def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> dict[int, str]:
-    """Fully qualified name of every parameter, by ``id``; the first name of a shared one."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            names.setdefault(id(parameter), f"optimizer.param_groups.{index}.{position}")
-    return names
-
-
-def in_memory_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in the parameter's memory order, as autograd's accumulation into ``p.grad`` leaves it.
-
-    Of a parameter with gaps, or one that is expanded, it is a plain tensor.
-    """
-    spec = densely(TensorSpec.of(parameter))
-    if has_layout(gradient, spec):
-        return gradient
-    if spec.stride == row_major(spec.shape):
-        return gradient.clone(memory_format=torch.contiguous_format)
-    return gradient.new_empty_strided(spec.shape, spec.stride).copy_(gradient)
-
-
-def remove_dead_nodes(graph: fx.Graph) -> None:
-    """Erase calls that nothing reads and that change nothing; random draws stay, they advance the generator."""
-    for node in reversed(graph.nodes):
-        if node.op != "call_function" or node.users or written_arguments(node):
-            continue
-        if not draws_random(node):
-            graph.erase_node(node)
-
-
-def _with_mutations(graph: fx.Graph, inputs: list[tuple[fx.Node, GraphInput]]) -> tuple[GraphInput, ...]:
-    roots = storage_roots(graph)
-    written = {roots[target] for node in graph.nodes for target in written_arguments(node)}
-    return tuple(dataclasses.replace(entry, mutated=node in written) for node, entry in inputs)

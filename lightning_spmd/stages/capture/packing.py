@@ -1,0 +1,74 @@
+"""What a trace is packed of: outputs, names of parameters, gradients in their layout, a graph without dead nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.effects import draws_random
+from lightning_spmd.ir.layout import densely, has_layout, row_major
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.signature import GraphInput, GraphOutput, OutputRole
+from lightning_spmd.stages.capture.host_scalar import scalar_of
+from lightning_spmd.stages.capture.recorder import Recorder
+
+
+@dataclass
+class Outputs:
+    """Graph outputs in the order in which they were asked for."""
+
+    recorder: Recorder
+    nodes: list[Any] = field(default_factory=list)
+    entries: list[GraphOutput] = field(default_factory=list)
+
+    def add(self, value: Any, role: OutputRole, key: tuple[Any, ...], name: str) -> int:
+        """Append an output; gives its position."""
+        self.nodes.append(self.recorder.argument(value))
+        scalar = scalar_of(value)
+        seen = TensorSpec.of(value) if isinstance(value, Tensor) else value if scalar is None else scalar.value
+        self.entries.append(GraphOutput(role, key, name, seen))
+        return len(self.nodes) - 1
+
+
+def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> dict[int, str]:
+    """Fully qualified name of every parameter, by ``id``; the first name of a shared one."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            names.setdefault(id(parameter), f"optimizer.param_groups.{index}.{position}")
+    return names
+
+
+def in_memory_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the parameter's memory order, as autograd's accumulation into ``p.grad`` leaves it.
+
+    Of a parameter with gaps, or one that is expanded, it is a plain tensor.
+    """
+    spec = densely(TensorSpec.of(parameter))
+    if has_layout(gradient, spec):
+        return gradient
+    if spec.stride == row_major(spec.shape):
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient.new_empty_strided(spec.shape, spec.stride).copy_(gradient)
+
+
+def remove_dead_nodes(graph: fx.Graph) -> None:
+    """Erase calls that nothing reads and that change nothing; random draws stay, they advance the generator."""
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node.users or written_arguments(node):
+            continue
+        if not draws_random(node):
+            graph.erase_node(node)
+
+
+def with_mutations(graph: fx.Graph, inputs: list[tuple[fx.Node, GraphInput]]) -> tuple[GraphInput, ...]:
+    """The inputs, each with whether the graph writes into it."""
+    roots = storage_roots(graph)
+    written = {roots[target] for node in graph.nodes for target in written_arguments(node)}
+    return tuple(dataclasses.replace(entry, mutated=node in written) for node, entry in inputs)
