@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
-from lightning_spmd.ir.node_info import info_of, named, spec_of
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.state import StateMesh
-from lightning_spmd.stages import BuildOptions, announce, build, finish, lowering
+from lightning_spmd.stages import BuildOptions, build, finish, lowering
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.holders import Entry
@@ -37,10 +36,10 @@ from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
-from lightning_spmd.strategy.graph_table import creates_state
 from lightning_spmd.strategy.memory import check_writes, has_shared_writes, lay_out_state
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
+from lightning_spmd.strategy.telling import Telling
 from lightning_spmd.strategy.wide_state import widen_state
 
 Tell = Callable[[str, int | None], None]
@@ -68,7 +67,7 @@ class GraphBuilder:
         self._state_mesh = None if context.mesh is None else StateMesh(context.mesh)
         self._last_lowering = self._recorded()
         self._numbers = MovingNumbers()
-        self._told: set[str] = set()
+        self._telling = Telling()
         self._dumped: dict[int, Any] = {}
 
     def build(self, request: StepRequest, split: tuple[int, ...]) -> Executable:
@@ -176,23 +175,14 @@ class GraphBuilder:
         numbers = self._numbers
         before = set(numbers.refused)
         captured = capture_following(self._capture_request(request, split, {}), numbers)
-        for path in numbers.refused.keys() - before:
-            tell(f"strategy='spmd' builds a graph for each new value of {path}: {numbers.refused[path]}")
-        for path in captured.host_values.keys() - self._told:
-            self._told.add(path)
-            tell(f"strategy='spmd' makes {path} an input of the graph, for it changes often")
-        unseen = {} if captured.guards.state is None else captured.guards.state.unseen
-        for path in unseen.keys() - self._told:
-            self._told.add(path)
-            tell(
-                f"strategy='spmd' may miss changes of {path}, which {unseen[path]}; a tensor in a buffer is always seen"
-            )
+        refused = {path: numbers.refused[path] for path in numbers.refused.keys() - before}
+        self._telling.of_numbers(refused, captured)
         return captured
 
     def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context
         for text in () if context.optimizer is None else _prepare(context.optimizer, context, self._state_mesh):
-            self._tell_once(text)
+            self._telling.once(text)
         captured = self._without_first_step(lambda: self._capture_following(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
         state = LiveState(
@@ -212,7 +202,7 @@ class GraphBuilder:
             context.plan(captured.variant),
             lambda stage: tell(stage, None),
             lambda stage, step: self._dump(stage, step.graph_module, step.signature),
-            self._tell_about_fallback,
+            self._telling.of_fallback,
         )
         if whole := state.whole_ones(graphs.main):
             raise ConfigurationError(
@@ -221,9 +211,9 @@ class GraphBuilder:
                 "data_parallel='replicate' or 'zero2'"
             )
         captured.guards.values.append(state.layout_guard(graphs.main))
-        self._tell_about_passes(captured, graphs)
+        self._telling.of_passes(captured, graphs)
         if not graphs.deferrable:
-            self._tell_about_overlap(captured, graphs)
+            self._telling.of_overlap(captured, graphs)
         finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
         executable = Executable(
             captured,
@@ -236,7 +226,7 @@ class GraphBuilder:
                 context.company(captured.variant.method, self._dump_of(self.captures)),
                 self._last_lowering,
             ),
-            on_repairs=self._tell_about_repairs,
+            on_repairs=self._telling.of_repairs,
             asks=self._last_lowering is as_python,
         )
         if context.mesh is not None:
@@ -265,8 +255,7 @@ class GraphBuilder:
         entries = zip(placeholders, captured.signature.inputs, strict=True)
         read = [e.name for node, e in entries if e.role is InputRole.BATCH and node.users]
         for path in lists_of_tensors(batch.tree, batch.rows()):
-            if path not in self._told and any(name.startswith(f"batch{path}[") for name in read):
-                self._told.add(path)
+            if any(name.startswith(f"batch{path}[") for name in read) and self._telling.is_new(path):
                 warn(about_tensors(path, batch.rows()))
 
     def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
@@ -298,7 +287,7 @@ class GraphBuilder:
             self._dump_of(number),
         )
         self._check_agreement(graphs.main, captured)
-        self._tell_about_overlap(captured, graphs)
+        self._telling.of_overlap(captured, graphs)
         return graphs
 
     def _follow(self, captured: CapturedStep, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
@@ -336,46 +325,7 @@ class GraphBuilder:
         readers["trainer.current_epoch"] = lambda: trainer.current_epoch
         return readers
 
-    # ------------------------------------------------------------------ telling
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            tell(text)
-
-    def _tell_about_overlap(self, captured: CapturedStep, graphs: IterationGraphs) -> None:
-        """Once, and not for the graph of the first step."""
-        gist = graphs.notes.partition(" (")[0].partition(":")[0]  # without the times, which differ a graph
-        if not graphs.notes or creates_state(captured) or not captured.variant.apply or gist in self._told:
-            return
-        self._told.add(gist)
-        tell(f"strategy='spmd' overlaps iterations: {graphs.notes}")
-
-    def _tell_about_passes(self, captured: CapturedStep, graphs: IterationGraphs) -> None:
-        """Once, and not for the graph of the first step."""
-        for remark in graphs.remarks:
-            gist = remark.partition(":")[0]
-            if not creates_state(captured) and gist not in self._told:
-                self._told.add(gist)
-                tell(f"strategy='spmd', {remark}")
-
-    def _tell_about_repairs(self, nodes: Sequence[fx.Node]) -> None:
-        """Copies that come in because a shape function of torch's is wrong, once an operator and place."""
-        for node in nodes:
-            gist = f"{node.target} {info_of(node).module}"
-            if gist not in self._told:
-                self._told.add(gist)
-                tell(
-                    f"strategy='spmd' copies {spec_of(node).bytes} bytes a step: {named(node)} lays its result out in "
-                    "memory otherwise than torch's shape function says"
-                )
-
-    def _tell_about_fallback(self, line: str) -> None:
-        """Once an operator and place, not for each shape again."""
-        gist = line.partition(" bytes")[0].rpartition(",")[0]
-        if gist not in self._told:
-            self._told.add(gist)
-            announce(line)
-
+    # ------------------------------------------------------------------ dumps
     def _dump_of(self, number: int) -> Callable[[str, ShardedStep], None]:
         return lambda stage, step: self._dump(stage, step.graph_module, step.signature, number)
 
