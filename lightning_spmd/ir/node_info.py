@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+
+TERM = "term"
+"""Key in ``node.meta``: in a graph of a rank's own batch, :class:`Term`: what leaves it for all ranks."""
 
 
 class Section(enum.StrEnum):
@@ -37,6 +40,19 @@ class NodeInfo:
     section: Section
     module: str = ""
     source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A value of a rank's own batch is this rank's term of a reduction over all ranks.
+
+    Args:
+        op: the reduction.
+        name: of the result, the same on all ranks whatever their graphs look like.
+    """
+
+    op: Literal["sum", "max", "min"]
+    name: str
 
 
 @dataclass(frozen=True, slots=True)

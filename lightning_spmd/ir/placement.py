@@ -13,6 +13,8 @@ A *placement* describes one (tensor, mesh axis) pair; a tensor on an n-axis mesh
 ``Chunk(dim)``                 rank r holds the r-th of ``torch.chunk``'s pieces of ``dim``, whatever the batch's split:
                                how sharded state (ZeRO) lies; the last ranks may hold less, or nothing
 ``Partial("sum")``             the tensor is the sum over the ranks of what they hold
+``Own()``                      every rank has a tensor of its own, which says nothing of the others': what its own batch
+                               gives (local batches). No change leads to or from it
 =============================  =======================================================================
 
 GSPMD (arXiv:2105.04663) and DTensor use the same algebra; ``Chunk`` is DTensor's ``Shard``, and ``outer`` is its
@@ -74,6 +76,14 @@ class Partial:
         return "P" if self.op == "sum" else f"P({self.op})"
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Every rank of the axis has a whole tensor of its own, of a shape of its own."""
+
+    def __str__(self) -> str:
+        return "O"
+
+
 def blocks_of(sizes: Sequence[int]) -> Blocks:
     """The normal form of consecutive blocks of these sizes."""
     if len(set(sizes)) == 1:
@@ -90,11 +100,12 @@ def block_sizes(size: int, blocks: Blocks) -> tuple[int, ...] | None:
     return tuple(size // total * part for part in blocks) if size % total == 0 else None
 
 
-Placement: TypeAlias = Replicate | Shard | Chunk | Partial
+Placement: TypeAlias = Replicate | Shard | Chunk | Partial | Own
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
 CHUNK = Chunk()
+OWN = Own()
 
 
 @dataclass(frozen=True)

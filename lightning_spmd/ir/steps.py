@@ -24,6 +24,7 @@ class Variant:
         expose_gradients: gradients leave the graph reduced over the ranks, for hooks that read or change ``p.grad``.
         backward: False: the step method alone, without gradients (validation, test, predict).
         method: the LightningModule's method that is the forward part.
+        own_batch: the batch is this rank's own, no part of one that all ranks see.
     """
 
     forward: bool = True
@@ -32,6 +33,7 @@ class Variant:
     expose_gradients: bool = False
     backward: bool = True
     method: str = "training_step"
+    own_batch: bool = False
 
     @classmethod
     def evaluation(cls, method: str) -> Variant:
@@ -42,7 +44,11 @@ class Variant:
         if not self.backward:
             return self.method
         parts = [("forward", self.forward), ("accumulate", self.accumulated), ("apply", self.apply)]
-        return "+".join(name for name, present in parts if present) + (" (split)" if self.expose_gradients else "")
+        return (
+            "+".join(name for name, present in parts if present)
+            + (" (split)" if self.expose_gradients else "")
+            + (" of a local batch" if self.own_batch else "")
+        )
 
 
 class OutputRef:
@@ -104,6 +110,19 @@ class RecordedCall:
     source: str = ""
 
 
+@dataclass(frozen=True)
+class OwnBatchFacts:
+    """What is known of a graph of a rank's own batch.
+
+    Args:
+        rows: position of the output that says how many rows the batches of all ranks have.
+        weighed: how this rank's batch is weighed against the others', for the user.
+    """
+
+    rows: int
+    weighed: str
+
+
 @dataclass
 class CapturedStep:
     """One training iteration as a global-view graph: the one-device program on the global batch.
@@ -121,6 +140,7 @@ class CapturedStep:
         returned: what the step method returned, with the same replacements as in recorded calls.
         variant: the part of an iteration that the graph holds.
         host_values: readers of the Python numbers that are inputs of this graph alone, by name.
+        own_batch: of a graph of a rank's own batch; None of others.
     """
 
     graph_module: fx.GraphModule
@@ -131,6 +151,7 @@ class CapturedStep:
     returned: Any = None
     variant: Variant = Variant()
     host_values: dict[str, Callable[[], Any]] = field(default_factory=dict[str, Callable[[], Any]])
+    own_batch: OwnBatchFacts | None = None
 
 
 @dataclass

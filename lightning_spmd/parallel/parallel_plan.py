@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from lightning_spmd.errors import BatchError, ConfigurationError
+from lightning_spmd.errors import BatchError, ConfigurationError, ExpansionError
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.placement import CHUNK, PARTIAL, REPLICATE, Partial, Placement, Shard, ShardAxis
+from lightning_spmd.ir.placement import CHUNK, OWN, PARTIAL, REPLICATE, Partial, Placement, Shard, ShardAxis
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole
 
 
@@ -203,6 +203,66 @@ def data_parallel_plan(name: str, *, reduce_gradients: bool) -> ParallelPlan:
     return DATA_PARALLEL_PLANS[name](reduce_gradients)
 
 
+@runtime_checkable
+class HasOwnBatches(Protocol):
+    """What a plan may say in addition, for axes whose ranks work on batches of their own."""
+
+    def has_own_batches(self, axis: ShardAxis) -> bool:
+        """Whether the ranks of an axis have graphs of their own up to the gradients."""
+        ...
+
+
+def own_batches(plan: ParallelPlan, axis: ShardAxis) -> bool:
+    """Whether the plan says that ranks of an axis have batches of their own, which are no parts of one batch."""
+    return isinstance(plan, HasOwnBatches) and plan.has_own_batches(axis)
+
+
+@dataclass(frozen=True)
+class OwnBatchPlan:
+    """Another plan, for graphs of a rank's own batch: what the batch gives is the rank's own, state lies as it does.
+
+    Args:
+        plan: of parameters, gradients and state.
+    """
+
+    plan: ParallelPlan
+
+    @property
+    def needs_graphs(self) -> bool:
+        """As the other plan."""
+        return self.plan.needs_graphs
+
+    @property
+    def shards_parameters(self) -> bool:
+        """As the other plan."""
+        return self.plan.shards_parameters
+
+    def input_placement(self, axis: ShardAxis, entry: GraphInput) -> Placement:
+        """Batch, buffers and other tensors of the module are the rank's own."""
+        if entry.role in _OWN_INPUTS and isinstance(entry.value, TensorSpec):
+            return OWN
+        return self.plan.input_placement(axis, entry)
+
+    def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
+        """What is the rank's own stays so; reductions over the ranks are whole on all of them."""
+        if current == OWN:
+            if entry.role in (OutputRole.OPTIMIZER_STATE, OutputRole.HYPER_PARAMETER):
+                raise ExpansionError(f"{entry.name} is a rank's own: it would be another one on each of them")
+            return OWN
+        return self.plan.output_placement(axis, entry, current)
+
+    def shards_state(self, axis: ShardAxis) -> bool:
+        """As the other plan."""
+        return self.plan.shards_state(axis)
+
+    def has_own_batches(self, axis: ShardAxis) -> bool:
+        """That is what it is for."""
+        return True
+
+
+_OWN_INPUTS = (InputRole.BATCH, InputRole.SHARED_BATCH, InputRole.BUFFER, InputRole.CONSTANT)
+
+
 @dataclass(frozen=True)
 class MeshPlan:
     """Another plan on every axis of a mesh.
@@ -242,3 +302,7 @@ class MeshPlan:
     def splits_sequence(self, axis: ShardAxis) -> int | None:
         """What the axis' plan says."""
         return sequence_dim(self.axes[axis.name], axis)
+
+    def has_own_batches(self, axis: ShardAxis) -> bool:
+        """What the axis' plan says."""
+        return own_batches(self.axes[axis.name], axis)

@@ -26,10 +26,12 @@ class Outputs:
     recorder: Recorder
     nodes: list[Any] = field(default_factory=list)
     entries: list[GraphOutput] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
 
     def add(self, value: Any, role: OutputRole, key: tuple[Any, ...], name: str) -> int:
         """Append an output; gives its position."""
         self.nodes.append(self.recorder.argument(value))
+        self.values.append(value)
         scalar = scalar_of(value)
         seen = TensorSpec.of(value) if isinstance(value, Tensor) else value if scalar is None else scalar.value
         self.entries.append(GraphOutput(role, key, name, seen))

@@ -37,6 +37,7 @@ from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, has_step_of_its_own
 from lightning_spmd.stages.capture.own_backward import check_backward
+from lightning_spmd.stages.capture.own_batch import OwnBatch
 from lightning_spmd.stages.capture.packing import (
     Outputs,
     in_memory_order_of,
@@ -110,6 +111,10 @@ class _Capture:
         self.recorder.watch = self.python.watch
         self.recorder.functions.on_values = self.python.content_of
         self.returned: Any = None
+        self._fakes: list[Tensor] = []  # of the batch
+        self.own: OwnBatch | None = None
+        if request.batch is not None and request.variant.own_batch:
+            self.own = OwnBatch(request.batch, request.device, self.recorder.node_of, self.outputs.add)
 
     def _host_value(self, name: str, value: Any) -> Any:
         return self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
@@ -179,6 +184,7 @@ class _Capture:
             role = InputRole.SHARED_BATCH if shared else InputRole.BATCH
             fake = self.inputs.fresh_tensor(spec, role, (position,), f"batch{batch.paths[index]}")
             fakes[index] = fake.requires_grad_(live.requires_grad)
+        self._fakes = list(fakes.values())
         return batch.rebuild(fakes, self.looks)
 
     def _trained_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
@@ -259,7 +265,10 @@ class _Capture:
             )
         if not loss.requires_grad:
             raise CaptureError("the loss that training_step returns does not depend on any trained parameter")
-        self.outputs.add(loss.detach(), OutputRole.LOSS, (), "loss")
+        shown = loss.detach()
+        if self.own is not None:
+            loss, shown, returned = self.own.weigh(loss, returned, self.logs.calls, self.outputs.values, self._fakes)
+        self.outputs.add(shown, OutputRole.LOSS, (), "loss")
         self.returned = self.logs.lift(returned, OutputRole.STEP_OUTPUT, "training_step")
         return loss if request.loss_divisor == 1 else loss / request.loss_divisor
 
@@ -275,7 +284,7 @@ class _Capture:
                     if private.storage_of(owned) in taken:  # two parameters, one gradient tensor: clipping writes twice
                         owned = owned.clone()
                     taken.add(private.storage_of(owned))
-                    gradients[name] = owned
+                    gradients[name] = owned if self.own is None else self.own.term(owned, f"gradient of {name}")
         return gradients
 
     def _add_accumulated(self, gradients: dict[str, Tensor], trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -344,4 +353,5 @@ class _Capture:
             self.returned,
             request.variant,
             {path: place.reader() for path, place in request.moving.items()},
+            None if self.own is None else self.own.facts,
         )

@@ -18,7 +18,7 @@ from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arg
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
-from lightning_spmd.ir.placement import REPLICATE, Chunk, Placement, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.placement import REPLICATE, Chunk, Own, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.parallel.pieces import local_shape, local_spec
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
@@ -176,7 +176,7 @@ class Emitter:
             split = [
                 (axis, layout.outputs)
                 for axis, layout in zip(self.axes, layouts, strict=True)
-                if any(isinstance(p, (Shard, Chunk)) for p in layout.outputs)
+                if any(isinstance(p, (Shard, Chunk, Own)) for p in layout.outputs)
             ]
             new.meta["random"] = tuple(axis_of_pieces(axis, outputs).name for axis, outputs in split)
         self._bind_outputs(node, new)

@@ -12,7 +12,7 @@ from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, named, spec_of
 from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, Signature
-from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
+from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between, own_batches
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.activations import ActivationRules, split_table_gradients
 from lightning_spmd.stages.expand.axis_plan import Aliasing, AxisPlan
@@ -78,6 +78,7 @@ class Placing:
         self.early_casts = {cast for n in self.parameters for cast in casts_to_less(n)}
         self.updated_whole: set[fx.Node] = set()
         self.shards_state = plan.shards_state(axis)
+        self.own_batches = own_batches(plan, axis)
         self.outer = outer
         self.splits_sequences = starts is not None
         self.forced: dict[fx.Node, Placement] = dict(starts or {})

@@ -32,10 +32,11 @@ from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
-from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Replicate, Shard
+from lightning_spmd.ir.placement import OWN, REPLICATE, Partial, Placement, Replicate, Shard
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is_tensor
+from lightning_spmd.stages.expand.own_batches import layout_of_own
 from lightning_spmd.stages.expand.placing import UPDATE, Placing, StartAgain
 from lightning_spmd.stages.expand.redistribute import goes_through_whole
 from lightning_spmd.stages.expand.registered import registered_layouts
@@ -105,6 +106,8 @@ class Propagation(Placing):
         call = OpCall(node, self.axis, lambda n: seen.get(n) or self._seen_by(node, n))
         call.forced, call.splits_sequences = self.forced.get(node), self.splits_sequences
         self.result.operands[node] = call.operands
+        if self.own_batches and self._place_own(call):
+            return
         everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))
         written = written_arguments(node)
         whole = call.forced is None and all(isinstance(p, Replicate) for p in call.current)
@@ -129,6 +132,30 @@ class Propagation(Placing):
             self._choose_writing(call, options, written)
         else:
             self._choose(call, min(options, key=lambda c: self._cost(call, c)))
+
+    def _place_own(self, call: OpCall) -> bool:
+        """What depends on a rank's own batch is the rank's own; see ``own_batches``. Whether this does."""
+        layout = layout_of_own(call, updating=self.updating)
+        if layout is None:
+            return False
+        for operand in written_arguments(call.node):
+            if self._current(operand) != OWN:
+                self._create_as_own(operand, call.node)
+        self._choose(call, layout)
+        for operand in written_arguments(call.node):
+            self._written(operand, OWN, call.node)
+        return True
+
+    def _create_as_own(self, operand: fx.Node, writer: fx.Node) -> None:
+        """What a rank's own values are written into is its own from its creation on."""
+        root = self.aliasing.roots[operand]
+        if root.op == "placeholder":
+            raise ExpansionError(
+                f"{named(writer)} writes what this rank's own batch gives into {root.name}, which is the same on all "
+                "ranks: keep it in a buffer, of which each rank has one of its own"
+            )
+        self.forced[root] = OWN
+        raise StartAgain
 
     def _prepare(self, node: fx.Node) -> dict[fx.Node, Placement]:
         """Reduce and gather operands as the rules for activations say; operands that ``node`` sees differently."""

@@ -16,7 +16,7 @@ from torch import fx
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.known_results import BY_PLACE
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.placement import Placement, Replicate
+from lightning_spmd.ir.placement import Own, Placement, Replicate
 from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.program import LocalProgram
 
@@ -70,7 +70,7 @@ class Storages:
             return new
         root = self._roots[node]
         spec = root.meta["val"]
-        if not isinstance(spec, TensorSpec) or not all(isinstance(p, Replicate) for p in placements):
+        if not isinstance(spec, TensorSpec) or not all(isinstance(p, (Replicate, Own)) for p in placements):
             raise ExpansionError("what it reads by place lies in another order here than at capture")
         if root in self._mutated:
             raise ExpansionError("what it reads by place was gathered, and somebody writes into it: write to a copy")
