@@ -49,7 +49,16 @@ class BatchError(SPMDError, ValueError):
     """The batch cannot be split over the data-parallel ranks.
 
     Its tensors have no common first dimension, or the ranks hold tensors that differ in more than the batch dimension.
+    ``SPMDStrategy(batch="local")`` takes each rank's batch as it is.
+
+    Args:
+        message: what does not fit, and the fix.
+        is_ragged: each rank's batch is one by itself, though together they are none.
     """
+
+    def __init__(self, message: str, *, is_ragged: bool = False) -> None:
+        super().__init__(message)
+        self.is_ragged = is_ragged
 
 
 class ExpansionError(SPMDError):

@@ -16,6 +16,9 @@ from torch import Tensor, fx
 TERM = "term"
 """Key in ``node.meta``: in a graph of a rank's own batch, :class:`Term`: what leaves it for all ranks."""
 
+SUBJECT = "subject"
+"""Key in ``node.meta`` of a collective: what it moves, by names that are the same on ranks with other graphs."""
+
 
 class Section(enum.StrEnum):
     """Part of the training iteration that a node belongs to."""

@@ -136,6 +136,10 @@ class Mesh:
         """Whether a rank works on a part of each sequence."""
         return any(kind.batch_dim == 1 for kind in AXIS_KINDS if self.size(kind.name) > 1)
 
+    def batches_of_ranks(self) -> list[int]:
+        """Which batch each rank has, by rank."""
+        return [self._batch_of(rank) for rank in range(math.prod(self.sizes.values()))]
+
     def _batch_of(self, rank: int) -> int:
         return batch_coordinates(self.sizes, rank)[1]
 

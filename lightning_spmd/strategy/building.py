@@ -29,7 +29,7 @@ from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.capture.trainer_view import learning_rate_name
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.runtime import cuda_graphs
-from lightning_spmd.stages.runtime.agreement import agree_on
+from lightning_spmd.stages.runtime.agreement import agree_on, agree_on_collectives
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
@@ -70,12 +70,20 @@ class GraphBuilder:
         self._telling = Telling()
         self._dumped: dict[int, Any] = {}
 
-    def build(self, request: StepRequest, split: tuple[int, ...]) -> Executable:
-        """A graph for a step, the same on all ranks.
+    def build(
+        self,
+        request: StepRequest,
+        split: tuple[int, ...],
+        known: Executable | None = None,
+        refusal: str | None = None,
+    ) -> Executable:
+        """A graph for a step: on all ranks the same, or of each rank's own batch.
 
         Args:
             request: the step.
-            split: rows of the global batch by data rank.
+            split: rows of the global batch by data rank; empty for a batch of this rank's own.
+            known: what this rank has for its own batch already; others build.
+            refusal: why this rank can have no further graph, or None.
 
         Raises:
             CannotBeBuilt: on all ranks, with the reason of the first one that has one.
@@ -90,18 +98,23 @@ class GraphBuilder:
 
         if self._context.newcomers is not None:
             self._context.newcomers.share()
-        executable, problem = None, None
-        tell("capture")
+        executable, problem = known, None
+        if known is None:
+            tell("capture")
         try:
             self.check_same_batch(request)
-            executable = self._capture_and_build(request, split, tell)
+            if refusal is not None:
+                raise CaptureError(refusal)
+            if known is None:
+                executable = self._capture_and_build(request, split, tell)
         except SPMDError as error:
             problem = error
         self._agree(executable, problem, tell)
         if executable is None:
             raise RuntimeError("unreachable: without an executable the ranks agreed to fall back")
-        self.captures += 1
-        tell("ready", len(executable.graphs.main.graph_module.graph.nodes))
+        if known is None:
+            self.captures += 1
+            tell("ready", len(executable.graphs.main.graph_module.graph.nodes))
         return executable
 
     def follow_numbers(self, changes: Sequence[Change], executables: Sequence[Executable]) -> None:
@@ -158,7 +171,7 @@ class GraphBuilder:
             variant=request.variant,
             batch=request.batch,
             arguments=dict(request.arguments),
-            rows=None if context.mesh is None else sum(split),
+            rows=None if context.mesh is None or request.variant.own_batch else sum(split),
             loss_divisor=context.trainer.accumulate_grad_batches,
             accumulators=frozenset(self._gradients),
             clip=request.clip,
@@ -222,7 +235,7 @@ class GraphBuilder:
             finish_graphs,
             functools.partial(self._follow, captured),
             lowering(
-                context.options.lowering,
+                "none" if captured.variant.own_batch else context.options.lowering,
                 context.company(captured.variant.method, self._dump_of(self.captures)),
                 self._last_lowering,
             ),
@@ -240,6 +253,8 @@ class GraphBuilder:
     def _options(self, captured: CapturedStep, state: LiveState) -> BuildOptions:
         """How this step is built. Passes take inputs to be apart; on one device they need not be."""
         options = self._context.options
+        if captured.variant.own_batch:  # ranks measure other graphs, and would decide otherwise
+            return dataclasses.replace(options, overlap_iterations=False)
         if self._context.mesh is not None:
             return options
         readers = zip(
@@ -297,8 +312,13 @@ class GraphBuilder:
         return step
 
     def _check_agreement(self, step: ShardedStep, captured: CapturedStep) -> None:
-        if self._context.control is not None:
-            agree_on(self._context.control, step, captured)
+        control, mesh = self._context.control, self._context.mesh
+        if control is None or mesh is None:
+            return
+        if not captured.variant.own_batch:
+            agree_on(control, step, captured)
+        elif difference := agree_on_collectives(control, step, captured, mesh.batches_of_ranks()):
+            raise CannotBeBuilt(difference)
 
     def _agree(self, executable: Executable | None, problem: SPMDError | None, tell: Tell) -> None:
         """All ranks go on with the graph, or all of them raise the same."""

@@ -79,12 +79,13 @@ def _shape(table: GraphTable, request: StepRequest) -> int:
     """A hash of what the batches of all ranks, and what is to be done with them, must have in common."""
     batch = request.batch
     looks = None if batch is None else (batch.shared_key(), batch.shared_values())
-    known = _hash_of_step(table.step_key(request), looks)
+    known = hash_of_step(table.step_key(request), looks)
     return stable_hash((known, *request.numbers.items())) if request.numbers else known
 
 
 @functools.lru_cache(maxsize=256)
-def _hash_of_step(key: tuple[Any, ...], looks: tuple[Any, ...] | None) -> int:
+def hash_of_step(key: tuple[Any, ...], looks: tuple[Any, ...] | None) -> int:
+    """A hash of what is to be done with the batches of all ranks, and of what is known of these."""
     return stable_hash((key, looks))
 
 
@@ -112,6 +113,16 @@ def _check_numbers(control: ControlPlane, numbers: Mapping[str, Any]) -> None:
                 )
 
 
+def check_same_part(control: ControlPlane, table: GraphTable, request: StepRequest) -> None:
+    """Say what is not the same on ranks that are about to run steps on batches of their own.
+
+    Raises:
+        RankDisagreementError: on every rank.
+    """
+    _check_numbers(control, request.numbers)
+    _reconcile(control, table, dataclasses.replace(request, batch=None), None)
+
+
 def _reconcile(control: ControlPlane, table: GraphTable, request: StepRequest, problem: BatchError | None) -> None:
     """Make batches that differ in nothing but their memory order alike.
 
@@ -120,13 +131,14 @@ def _reconcile(control: ControlPlane, table: GraphTable, request: StepRequest, p
         RankDisagreementError: on every rank, if they would run different parts of the iteration.
     """
     batch = request.batch
-    told = None if problem is None else str(problem)
+    told = None if problem is None else (str(problem), problem.is_ragged)
     look = ("no batch",) * 2 if batch is None else (batch.describe(layout=False), batch.describe())
     sides = control.gather((told, *table.step_key(request), *look))
     problems = {rank: side[0] for rank, side in enumerate(sides) if side[0] is not None}
     if problems:
-        rank, text = min(problems.items())
-        raise BatchError(text if len(problems) == len(sides) else f"on rank {rank}: {text}")
+        rank, (text, is_ragged) = min(problems.items())
+        text = text if len(problems) == len(sides) else f"on rank {rank}: {text}"
+        raise BatchError(text, is_ragged=is_ragged)
     rank = next((rank for rank, side in enumerate(sides) if side[:-1] != sides[0][:-1]), None)
     if rank is None:
         if batch is not None:
@@ -145,5 +157,7 @@ def _reconcile(control: ControlPlane, table: GraphTable, request: StepRequest, p
     raise BatchError(
         "the ranks hold batches that differ in more than the number of rows:\n"
         f"  rank 0: {sides[0][-1]}\n  rank {rank}: {sides[rank][-1]}\n"
-        "make every batch of the same tensors, padded to the same shape (in the collate function)"
+        "make every batch of the same tensors, padded to the same shape (in the collate function); or let each rank "
+        "have a batch of its own, SPMDStrategy(batch='local')",
+        is_ragged=len(set(control.gather(() if batch is None else batch.kinds()))) == 1,
     )

@@ -58,7 +58,8 @@ class GraphTable:
     def find(self, request: StepRequest, split: tuple[int, ...]) -> Found:
         """Look for a graph whose guards hold."""
         batch = request.batch
-        key = (*self.step_key(request), None if batch is None else batch.cache_key(), split)
+        shapes = None if batch is None else batch.own_key() if request.variant.own_batch else batch.cache_key()
+        key = (*self.step_key(request), shapes, split)
         tensors = [] if batch is None else batch.tensor_values
         reason: str | None = None
         for index in reversed(self._indices.get(key, [])):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import ConfigurationError, StaleGraphError
+from lightning_spmd.errors import BatchError, ConfigurationError, StaleGraphError
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, tell, warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
@@ -25,6 +25,8 @@ from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder
 from lightning_spmd.strategy.choice import Ballot
 from lightning_spmd.strategy.graph_table import Found, GraphTable
+from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
+from lightning_spmd.strategy.own_graphs import OwnBallot, OwnGraphs
 from lightning_spmd.strategy.places import Moment, training_moment
 from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import replay, resolve
@@ -48,6 +50,14 @@ class TrainingIteration:
         self._pending: Pending | None = None
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.rechecks = Rechecks(context, self._builder)
+        self.own_batches = OwnBatches(context.batch)
+        self._own = OwnGraphs(
+            context,
+            self._builder,
+            GraphTable(context.trainer, self.gradients),
+            Rechecks(context, self._builder, self.rechecks.schedule),
+            self.flush,
+        )
 
     @property
     def captures(self) -> int:
@@ -72,20 +82,31 @@ class TrainingIteration:
         Raises:
             FellBack: the iteration must run eagerly; nothing has been changed.
         """
-        batch = Batch(batch_tree, self._shared, part=self._has_part)
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
         with speaking_of(variant.method):
-            request = self._request(batch, arguments, variant, clip)
-            ballot = self._ballot(request)
-            ahead = self._run_ahead(ballot, batch.tensor_values)
-            if ahead is None:
-                executable, rows = self._executable(request, ballot)
-                outputs = self._run(executable, batch.tensor_values)
-            else:
-                executable, rows, outputs = ahead
+            try:
+                executable, outputs, batch, rows = self._step(batch_tree, arguments, variant, clip)
+            except NoGlobalBatch as reason:
+                self.own_batches.begin(str(reason))
+                executable, outputs, batch, rows = self._step(batch_tree, arguments, variant, clip)
         self._after(variant)
         return self._answer(executable, outputs, batch, rows)
+
+    def _step(
+        self, batch_tree: Any, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
+    ) -> tuple[Executable, Sequence[Any], Batch, int]:
+        """The graph that was run, its outputs, the batch, and the rows of the global batch."""
+        own = self.own_batches.are_used and variant.backward
+        batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
+        request = self._request(batch, arguments, dataclasses.replace(variant, own_batch=own), clip)
+        ballot = self._ballot(request)
+        ahead = self._run_ahead(ballot, batch.tensor_values)
+        if ahead is not None:
+            executable, rows, outputs = ahead
+            return executable, outputs, batch, rows
+        executable, rows = self._executable(request, ballot)
+        return executable, self._run(executable, batch.tensor_values), batch, rows
 
     @ends_no_loop
     def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:
@@ -122,8 +143,15 @@ class TrainingIteration:
             CaptureError: the step cannot be one graph.
         """
         batch, mesh = Batch(batch_tree, part=self._has_part), self.context.mesh
-        rows = (batch.rows(),) * (1 if mesh is None else mesh.batch_size)
-        request = self._request(batch, arguments, dataclasses.replace(variant, accumulated=False), None)
+        own = self.own_batches.are_used
+        try:
+            rows = () if own else (batch.rows(),) * (1 if mesh is None else mesh.batch_size)
+        except BatchError as error:
+            if not (error.is_ragged and self.own_batches.may_be_used):
+                raise
+            own, rows = True, ()
+        batch = Batch(batch_tree) if own else batch
+        request = self._request(batch, arguments, dataclasses.replace(variant, accumulated=False, own_batch=own), None)
         return self._builder.capture(request, rows)
 
     # ------------------------------------------------------------------ pieces
@@ -147,15 +175,17 @@ class TrainingIteration:
             return moment
         return Moment(Place("the update after training", moment.place.epoch, moment.place.batch))
 
-    def _ballot(self, request: StepRequest) -> Ballot | None:
+    def _ballot(self, request: StepRequest) -> Ballot | OwnBallot | None:
         """The choice of a graph, begun; None where there is nobody to ask."""
         context = self.context
         if context.control is None or context.mesh is None:
             return None
+        if request.variant.own_batch:
+            return self._own.ballot(context.control, request, self._moment(request))
         return Ballot(context.control, context.mesh, self.table, request, self._moment(request))
 
     def _run_ahead(
-        self, ballot: Ballot | None, tensors: Sequence[Tensor]
+        self, ballot: Ballot | OwnBallot | None, tensors: Sequence[Tensor]
     ) -> tuple[Executable, int, Sequence[Any]] | None:
         """Begin to run what this rank would run while the others say what they would; None if that cannot be.
 
@@ -163,8 +193,11 @@ class TrainingIteration:
         """
         if ballot is None or ballot.found.index is None or self._pending is not None:
             return None
-        found, executable = ballot.found, self.table.executables[ballot.found.index]
-        if not executable.can_ask or self.rechecks.is_due(ballot.found.index):
+        table, rechecks = self.table, self.rechecks
+        if isinstance(ballot, OwnBallot):
+            table, rechecks = self._own.table, self._own.rechecks
+        found, executable = ballot.found, table.executables[ballot.found.index]
+        if not executable.can_ask or rechecks.is_due(ballot.found.index):
             return None
 
         def agree() -> None:
@@ -175,16 +208,18 @@ class TrainingIteration:
             outputs, self._pending = executable.run(tensors, None, agree)
         except Outvoted:
             return None
-        self.rechecks.count_use(ballot.found.index)
+        rechecks.count_use(ballot.found.index)
         return executable, sum(found.split), outputs
 
-    def _executable(self, request: StepRequest, ballot: Ballot | None) -> tuple[Executable, int]:
+    def _executable(self, request: StepRequest, ballot: Ballot | OwnBallot | None) -> tuple[Executable, int]:
         """The graph of a step, found or built, and the rows of the global batch."""
         table = self.table
+        if isinstance(ballot, OwnBallot):
+            return self._own_executable(request, ballot), 0
         if ballot is None:
             found = table.find(request, () if request.batch is None else request.batch.first_sizes())
         else:
-            found = ballot.result()
+            found = self._elected(request, ballot)
         if found.index is not None and self._is_up_to_date(found, request):
             return table.executables[found.index], sum(found.split)
         if self._new_shared_leaves(request, found.split):
@@ -198,9 +233,37 @@ class TrainingIteration:
         try:
             executable = self._builder.build(request, found.split)
         except CannotBeBuilt as error:
+            self._may_go_local(request, str(error))
             self._fall_back(str(error))
         self.rechecks.begin(table.add(found.key, executable))
         return executable, sum(found.split)
+
+    def _elected(self, request: StepRequest, ballot: Ballot) -> Found:
+        try:
+            return ballot.result()
+        except BatchError as error:  # on all ranks
+            if error.is_ragged:
+                self._may_go_local(request, str(error))
+            raise
+
+    def _may_go_local(self, request: StepRequest, reason: str) -> None:
+        """What cannot be done on a batch of all ranks may be done on each rank's own.
+
+        Raises:
+            NoGlobalBatch: on all ranks; it is going to be.
+        """
+        variant = request.variant
+        if self.context.mesh is not None and variant.forward and variant.backward and self.own_batches.may_be_used:
+            raise NoGlobalBatch(reason)
+
+    def _own_executable(self, request: StepRequest, ballot: OwnBallot) -> Executable:
+        try:
+            executable = self._own.executable(request, ballot)
+        except CannotBeBuilt as error:
+            self._fall_back(str(error))
+        self.flush()  # what another iteration left is not compared here
+        self.own_batches.announce(executable)
+        return executable
 
     def _new_shared_leaves(self, request: StepRequest, split: tuple[int, ...]) -> bool:
         """Whether leaves of the batch turned out to be the same for every sample."""
@@ -259,6 +322,9 @@ class TrainingIteration:
 
     def _answer(self, executable: Executable, outputs: Sequence[Any], batch: Batch, rows: int) -> Any:
         captured = executable.captured
+        if captured.own_batch is not None:
+            found = outputs[captured.own_batch.rows]
+            rows = int(found) if found.device.type == "cpu" else found  # a GPU need not be waited for
         with self.context.step_context(captured.variant.method):
             is_global = self.context.control is not None
             results = replay(self.context.module, captured.calls, outputs, batch.values, rows, is_global=is_global)

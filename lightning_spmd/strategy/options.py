@@ -11,6 +11,7 @@ from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.bf16_updates import KINDS, Updates
 from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, REMATERIALIZE, select
 from lightning_spmd.stages.runtime.lowering import MODES
+from lightning_spmd.strategy.own_batches import BATCH_MODES, BatchMode
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")\s*")
@@ -82,6 +83,17 @@ def checked_updates(kind: Any) -> Updates:
     if kind not in KINDS:
         raise ConfigurationError(f"bf16_updates={kind!r}: give one of {', '.join(map(repr, KINDS))}")
     return kind
+
+
+def checked_batch(mode: Any) -> BatchMode:
+    """Whether the ranks have one batch together or a batch each.
+
+    Raises:
+        ConfigurationError: no such choice.
+    """
+    if mode not in BATCH_MODES:
+        raise ConfigurationError(f"batch={mode!r}: give one of {', '.join(map(repr, BATCH_MODES))}")
+    return mode
 
 
 def _share_or_bytes(value: Any) -> float | int | None:

@@ -164,6 +164,8 @@ class ProcessStrategy(ParallelStrategy):
     @names_lost_ranks
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the ranks; inside training_step values are global already and come back as they are."""
+        if isinstance(tensor, Tensor) and self._ranks.traced_split == () and self.is_distributed:
+            raise _not_of_all_ranks("strategy.reduce")
         if not isinstance(tensor, Tensor) or self._ranks.traced_split is not None:
             return tensor
         self._ranks.meet("a reduction over all ranks", group)
@@ -192,6 +194,8 @@ class ProcessStrategy(ParallelStrategy):
             return super().all_gather(tensor, self._ranks.of_all_batches(group), sync_grads)
         if not self.is_distributed:
             return tensor
+        if not split:
+            raise _not_of_all_ranks("self.all_gather")
         if tensor.ndim == 0 or tensor.shape[0] != sum(split):
             return tensor.unsqueeze(0).expand(len(split), *tensor.shape)
         if len(set(split)) > 1:
@@ -201,3 +205,11 @@ class ProcessStrategy(ParallelStrategy):
                 user_location(),
             )
         return tensor.reshape(len(split), split[0], *tensor.shape[1:])
+
+
+def _not_of_all_ranks(method: str) -> CaptureError:
+    return CaptureError(
+        f"{the_step()} calls {method} on a batch of this rank's own: there is no batch of all ranks in which it could "
+        "be seen (batch='global' has one)",
+        user_location(),
+    )

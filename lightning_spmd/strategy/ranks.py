@@ -19,7 +19,7 @@ from lightning_spmd.ir.steps import Variant
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, ParallelOptions
 from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mesh_sizes, shard_size
-from lightning_spmd.parallel.parallel_plan import MeshPlan, ParallelPlan
+from lightning_spmd.parallel.parallel_plan import MeshPlan, OwnBatchPlan, ParallelPlan
 from lightning_spmd.parallel.shared_groups import Lease, lease_groups, make_host_group
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
@@ -201,6 +201,8 @@ class Ranks:
             for kind in AXIS_KINDS
             if kind is DATA or kind.size(self.options) != 1
         }
+        if variant.own_batch:
+            plans[DATA.name] = OwnBatchPlan(plans[DATA.name])
         return MeshPlan(plans) if len(plans) > 1 else plans[DATA.name]
 
     def streams(self, seed: int) -> RandomStreams | None:

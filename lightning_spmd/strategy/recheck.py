@@ -116,10 +116,12 @@ class Stale:
     Args:
         text: the difference, for the user.
         harmless: whether no step can have used what is out of date.
+        here: whether it is this rank's graph; ranks with graphs of their own may differ in that.
     """
 
     text: str
     harmless: bool
+    here: bool = True
 
 
 class Rechecks:
@@ -128,10 +130,11 @@ class Rechecks:
     Args:
         context: what they were made in.
         builder: what they were made by.
+        schedule: shared with other graphs of the run.
     """
 
-    def __init__(self, context: RunContext, builder: GraphBuilder) -> None:
-        self.schedule = Schedule()
+    def __init__(self, context: RunContext, builder: GraphBuilder, schedule: Schedule | None = None) -> None:
+        self.schedule = schedule or Schedule()
         self._context = context
         self._builder = builder
         self._watches: dict[int, Watch] = {}
@@ -153,11 +156,13 @@ class Rechecks:
         """A graph is used once more; all ranks count alike."""
         self.schedule.count_use(self._watches[index])
 
-    def look(self, index: int, executable: Executable, request: StepRequest, split: tuple[int, ...]) -> Stale | None:
+    def look(
+        self, index: int | None, executable: Executable | None, request: StepRequest, split: tuple[int, ...]
+    ) -> Stale | None:
         """Trace a step again, whose guards hold, and compare; all ranks do so together and get the same answer.
 
         Args:
-            index: of the graph that would run it.
+            index: of the graph that would run it; None: this rank has nothing to look at, others do.
             executable: that graph.
             request: the step.
             split: rows of the global batch by data rank.
@@ -165,22 +170,25 @@ class Rechecks:
         Raises:
             BatchError: on all ranks; some that must hold the same batch do not.
         """
-        control, watch = self._context.control, self._watches[index]
+        control = self._context.control
+        watch = Watch(0, 0) if index is None else self._watches[index]
         begun = time.perf_counter()
         self._builder.check_same_batch(request)
-        found = self._difference(executable, request, split)
+        found = None if executable is None else self._difference(executable, request, split)
         now = time.perf_counter()
-        mine = (now - begun, now - (self._started or begun), None if found is None else str(found))
+        harmless = watch.uses == watch.right + 1
+        mine = (now - begun, now - (self._started or begun), None if found is None else str(found), harmless)
         sides = [mine] if control is None else control.gather(mine)
-        texts = {rank: text for rank, (_, _, text) in enumerate(sides) if text is not None}
+        texts = {rank: text for rank, (_, _, text, _) in enumerate(sides) if text is not None}
         if not texts:
             trainer = self._context.trainer
-            seconds = max(seconds for seconds, _, _ in sides)
+            seconds = max(seconds for seconds, *_ in sides)
             self.schedule.looked(watch, trainer.global_step, trainer.current_epoch, seconds, sides[0][1])
             return None
         rank, text = min(texts.items())
         where = "" if len(texts) == len(sides) else f" (on rank {rank})"
-        return Stale(self._told(request, watch, text, where), watch.uses == watch.right + 1)
+        all_harmless = all(sides[r][3] for r in texts)
+        return Stale(self._told(request, watch, text, where), all_harmless, here=found is not None)
 
     def tell(self) -> None:
         """At the end of a run: how often that was, and what it cost."""

@@ -24,6 +24,7 @@ from lightning_spmd.stages.runtime.lowering import Company
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.newcomers import Newcomers
+from lightning_spmd.strategy.own_batches import BatchMode
 from lightning_spmd.strategy.ranks import Ranks
 
 
@@ -67,6 +68,7 @@ class RunContext:
         newcomers: what joins the module in mid-run; None where nobody has to share it.
         bf16_updates: how weights of bfloat16 are updated.
         fenced: some rank may finish pending work alone, when a hook of its looks at a weight.
+        batch: whether the ranks have one batch together or a batch each.
         came_late: says what came since the mode of the run was chosen and asks for another one, or None.
     """
 
@@ -84,6 +86,7 @@ class RunContext:
     newcomers: Newcomers | None = None
     bf16_updates: Updates = "plain"
     fenced: bool = False
+    batch: BatchMode = "global"
     came_late: Callable[[], str | None] = lambda: None
 
     @property
@@ -134,6 +137,7 @@ class GraphSettings:
         dump_dir: where every stage's graph is written, or None.
         listeners: called with each BuildEvent.
         bf16_updates: how weights of bfloat16 are updated.
+        batch: whether the ranks of training have one batch together or a batch each.
     """
 
     ranks: Ranks
@@ -141,6 +145,7 @@ class GraphSettings:
     dump_dir: Path | None
     listeners: list[Callable[[BuildEvent], None]] = field(default_factory=list[Callable[[BuildEvent], None]])
     bf16_updates: Updates = "plain"
+    batch: BatchMode = "auto"
 
     def of_training(
         self,
@@ -159,7 +164,8 @@ class GraphSettings:
             newcomers: what joins the module in mid-run.
             overlaps: whether iterations may overlap, or ``"auto"``.
         """
-        return self._context(module, optimizer, streams, self.dump_dir, overlaps, newcomers)
+        context = self._context(module, optimizer, streams, self.dump_dir, overlaps, newcomers)
+        return dataclasses.replace(context, batch=self.batch)
 
     def of_evaluation(self, module: Any, streams: RandomStreams | None) -> RunContext:
         """What graphs of evaluation steps are made in."""

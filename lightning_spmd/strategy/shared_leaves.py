@@ -38,7 +38,8 @@ def check_shared(control: ControlPlane, batch: Batch) -> None:
         if rank is not None:
             raise BatchError(
                 f"batch{path} belongs to no sample ({_why(batch, path)}), so it must be the same on all ranks, but on "
-                f"ranks 0 and {rank} it differs; give it one entry a sample, along dimension 0"
+                f"ranks 0 and {rank} it differs; give it one entry a sample, along dimension 0",
+                is_ragged=True,
             )
 
 

@@ -29,7 +29,7 @@ from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import begin_alike, check_initialized
-from lightning_spmd.strategy.options import check_sizes, checked_folder, checked_options, checked_updates
+from lightning_spmd.strategy.options import check_sizes, checked_batch, checked_folder, checked_options, checked_updates
 from lightning_spmd.strategy.overlap import FinishPendingWork
 from lightning_spmd.strategy.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks import Ranks
@@ -56,6 +56,10 @@ class SPMDStrategy(SavingStrategy):
         precision_plugin: set by the Trainer.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
+        batch: ``"global"``: the batches of all data-parallel ranks are one batch, and training is that of one device on
+            it. ``"local"``: each rank's batch is a graph of its own, of any shape, and gradients are averaged over the
+            ranks, weighed by batch size (``batch_size=`` of ``self.log`` in the step, else the first tensor's first
+            dimension): DDP's semantics, weighed. ``"auto"``: global where that is possible, else local, with a warning.
         data_parallel: what each rank keeps. ``"replicate"``: parameters, gradients and optimizer state, whole;
             ``"zero2"``: its part of gradients and optimizer state; ``"zero3"``: its part of the parameters too.
         data_parallel_size: number of ranks among which the batch is split; ``"auto"``: all that the other axes leave.
@@ -112,6 +116,7 @@ class SPMDStrategy(SavingStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = private.default_process_group_timeout,
+        batch: Literal["auto", "global", "local"] = "auto",
         data_parallel: Literal["replicate", "zero2", "zero3"] = "replicate",
         data_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_shard_size: int | Literal["auto", "node"] = "auto",
@@ -133,13 +138,9 @@ class SPMDStrategy(SavingStrategy):
         check_data_parallel(data_parallel, data_parallel_shard_size)
         check_sizes(context_parallel_size=context_parallel_size, tensor_parallel_size=tensor_parallel_size)
         self.layer_sharing = LayerSharing(tensor_parallel_plan, tensor_parallel_size, sequence_parallel)
-        self.parallel_options = ParallelOptions(
-            data_parallel=data_parallel,
-            data_parallel_size=data_parallel_size,
-            context_parallel_size=context_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            layers=self.layer_sharing.plan,
-        )
+        layers = self.layer_sharing.plan
+        sizes = (data_parallel_size, context_parallel_size, tensor_parallel_size)
+        self.parallel_options = ParallelOptions(data_parallel, *sizes, layers)
         ranks = Ranks(self.parallel_options, data_parallel_shard_size, timeout)
         super().__init__(
             ranks,
@@ -157,9 +158,8 @@ class SPMDStrategy(SavingStrategy):
             passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize, lowering, cuda_graphs
         )
         self.dump_dir = checked_folder(dump_dir)
-        self._settings = GraphSettings(
-            ranks, self.build_options, self.dump_dir, bf16_updates=checked_updates(bf16_updates)
-        )
+        updates, batches = checked_updates(bf16_updates), checked_batch(batch)
+        self._settings = GraphSettings(ranks, self.build_options, self.dump_dir, [], updates, batches)
         steps = StepsInGraphs()
         self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random)
         self._evaluation = Evaluation(self._layout, steps, self._new_evaluation)

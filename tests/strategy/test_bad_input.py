@@ -197,10 +197,10 @@ def test_one_rank_that_falls_back_takes_the_others_along(two_ranks: RankPool) ->
 
 
 # ---------------------------------------------------------------------- errors on every rank
-def _error(make: Callable[[], L.LightningModule], **settings: Any) -> tuple[str, str]:
+def _error(make: Callable[[], L.LightningModule], strategy: Any = "spmd", **settings: Any) -> tuple[str, str]:
     """(type, message) of what the run raises."""
     try:
-        run(make, "spmd", 2, **settings)
+        run(make, strategy, 2, **settings)
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
@@ -235,7 +235,7 @@ def _mismatched() -> Any:
 
 
 def test_a_batch_without_a_common_first_dimension_names_its_tensors(two_ranks: RankPool) -> None:
-    for kind, message in two_ranks.run(_error, TakesDict, data=_mismatched):
+    for kind, message in two_ranks.run(_error, TakesDict, {"batch": "global"}, data=_mismatched):
         assert kind == "BatchError"
         assert re.search(r"batch\['image'\]: \(8, 6\), batch\['label'\]: \(7,\).*dimension 0", message)
 
@@ -260,7 +260,7 @@ class AnyWidth(Quiet):
 
 
 def test_ranks_with_different_shapes_are_an_error_on_every_rank(two_ranks: RankPool) -> None:
-    for kind, message in two_ranks.run(_error, AnyWidth, data=RankShapes):
+    for kind, message in two_ranks.run(_error, AnyWidth, {"batch": "global"}, data=RankShapes):
         assert kind == "BatchError"
         assert re.search(r"rank 0: .*\[8, 6\].*rank 1: .*\[8, 7\].*pad", message, re.DOTALL)
 

@@ -187,7 +187,7 @@ def _modes() -> list[tuple[str, str, list[str]]]:
     found = []
     for name, look in STEPS.items():
         module = type("Counting", (Counts,), {"look": staticmethod(look)})()
-        result = fit(module, Data(), "spmd", 2, max_steps=1)[0]
+        result = fit(module, Data(), {"batch": "global"}, 2, max_steps=1)[0]
         found.append((name, result.mode, result.warnings))
     return found
 

@@ -181,11 +181,14 @@ class Batch:
             return sizes.pop()
         shapes = ", ".join(f"batch{self.paths[i]}: {tuple(self.values[i].shape)}" for i in self.tensors)
         if not sizes:
-            raise BatchError(f"the batch holds no tensor with a batch dimension ({shapes or 'no tensor at all'})")
+            text = f"the batch holds no tensor with a batch dimension ({shapes or 'no tensor at all'})"
+            raise BatchError(text, is_ragged=True)
         raise BatchError(
             f"the tensors of the batch have no common first dimension: {shapes}. The batch is split over the devices "
             "along dimension 0 of every tensor; make the collate function return tensors with the batch first, or keep "
-            "values that are the same for every sample 0-dimensional or on the module"
+            "values that are the same for every sample 0-dimensional or on the module; or let each rank have a batch "
+            "of its own, SPMDStrategy(batch='local')",
+            is_ragged=True,
         )
 
     def first_sizes(self) -> tuple[int, ...]:
@@ -199,6 +202,18 @@ class Batch:
             for i, t in zip(self.tensors, self.tensor_values, strict=True)
         )
         return (structure(self.tree), tuple(self.tensors), described)
+
+    def own_key(self) -> tuple[Any, ...]:
+        """What must be equal for two batches of this rank to run the same graph, where the batch is the rank's own."""
+        described = tuple((t.shape, t.dtype, t.device, t.requires_grad, _order(t)) for t in self.tensor_values)
+        return (structure(self.tree), tuple(self.tensors), described)
+
+    def kinds(self) -> tuple[Any, ...]:
+        """What the tensors are but for their sizes."""
+        return tuple(
+            (_without_addresses(self.paths[i]), t.ndim, t.dtype, t.device.type, t.requires_grad)
+            for i, t in zip(self.tensors, self.tensor_values, strict=True)
+        )
 
     def _sizes(self, index: int) -> tuple[Any, ...]:
         """Shape of a tensor leaf without its rows."""

@@ -24,6 +24,7 @@ from lightning_spmd.parallel.pieces import local_shape, local_spec
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.call import Layout, LocalCall, axis_of_pieces, flatten_values, is_tensor
 from lightning_spmd.stages.expand.memory import as_captured, looks_at_memory
+from lightning_spmd.stages.expand.own_batches import subject_of
 from lightning_spmd.stages.expand.program import LocalProgram
 from lightning_spmd.stages.expand.redistribute import cost, redistribute
 from lightning_spmd.stages.expand.rules import LOCALIZERS, lookup
@@ -246,6 +247,7 @@ class Emitter:
             return sum(cost(spec, h, w, section, a) for h, w, a in zip(have, want, self.axes, strict=True))
 
         have = min(versions, key=distance)
+        self.program.subject = subject_of(node)
         versions.update(redistribute(self.program, versions[have], spec, have, want))
         if want not in versions:
             raise ExpansionError(f"no way from {have} to {want} for {node.name}")

@@ -8,6 +8,8 @@ on they are partial sums like any other, and everything behind them is as on a b
 
 from __future__ import annotations
 
+from torch import fx
+
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.node_info import TERM, Term, named
 from lightning_spmd.ir.placement import OWN, REPLICATE, Own, Partial
@@ -38,3 +40,17 @@ def layout_of_own(call: OpCall, *, updating: bool) -> Layout | None:
     result = OWN if term is None else Partial(term.op)
     inputs = tuple(OWN if mine else REPLICATE for mine in own)
     return Layout(inputs, (result,) * max(len(call.outputs), 1))
+
+
+def subject_of(node: fx.Node) -> str:
+    """What a value is, by a name that is the same on ranks with other graphs: of the term or input that it is made of.
+
+    Graphs of ranks' own batches need not be alike, but what they exchange must be, in the same order.
+    """
+    while True:
+        term: Term | None = node.meta.get(TERM)
+        if term is not None:
+            return term.name
+        if not node.all_input_nodes:
+            return node.name if node.op == "placeholder" else str(node.target)
+        node = node.all_input_nodes[0]

@@ -20,7 +20,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import aliased_argument
 from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.layout import is_plain, row_major
-from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of
+from lightning_spmd.ir.node_info import SUBJECT, NodeInfo, Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
 from lightning_spmd.stages.expand.fakes import Fakes
 
@@ -46,6 +46,8 @@ class LocalProgram:
         self.class_sums: dict[fx.Node, fx.Node] = {}
         """gradient of scores whose classes are split → its sum over all classes, if known without a collective"""
         self.info: NodeInfo | None = None
+        self.subject = ""
+        """what the next collective moves"""
         self._place: fx.Node | None = None
         self._choices = Counter[fx.Node | None]()
         self._fakes = Fakes(has_rows=all(axis.split[axis.rank] or not axis.total for axis in axes))
@@ -123,7 +125,7 @@ class LocalProgram:
         shape = tuple(shape)
         result = TensorSpec(shape, row_major(shape), source.dtype, source.device)
         started = self._append(op, (operand, *args), {}, result)
-        started.meta["info"] = self._communicating()
+        started.meta.update({"info": self._communicating(), SUBJECT: (self.subject,)})
         return started
 
     def wait(self, started: fx.Node) -> fx.Node:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of, spec_of
+from lightning_spmd.ir.node_info import SUBJECT, NodeInfo, Section, TensorSpec, info_of, spec_of
 from lightning_spmd.ir.verify import starts_collective
 from lightning_spmd.stages.passes.bucket_operands import after_getitems, move_behind, shaping
 from lightning_spmd.stages.passes.flat_buffers import (
@@ -184,6 +184,7 @@ def _start(graph: fx.Graph, memory: Memory, bucket: Bucket) -> None:
         ranks = first.start.args[-2]
         result = contiguous((size * ranks if target is ALL_GATHER else size // ranks,), spec_of(operand))  # type: ignore[operator]
     bucket.started = call(graph, bucket.info, result, target, operand, *first.start.args[1:])
+    bucket.started.meta[SUBJECT] = tuple(name for m in bucket.layout for name in m.start.meta.get(SUBJECT, ("",)))
 
 
 def _fill(graph: fx.Graph, memory: Memory, bucket: Bucket) -> fx.Node:

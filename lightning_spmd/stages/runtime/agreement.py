@@ -15,15 +15,18 @@ from torch.fx.node import map_aggregate
 
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.ir.effects import mentions
-from lightning_spmd.ir.node_info import info_of
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.node_info import SUBJECT, info_of, spec_of
 from lightning_spmd.ir.placement import Chunk
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
+from lightning_spmd.ir.verify import starts_collective
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLACE = "  # "
 """Between what a node does and where the code says so."""
+TENSOR = "tensor_parallel"
 
 
 def agree_on(control: ControlPlane, step: ShardedStep, captured: CapturedStep) -> None:
@@ -44,6 +47,65 @@ def agree_on(control: ControlPlane, step: ShardedStep, captured: CapturedStep) -
         return
     everyone = control.gather((*lines, [axis.split for axis in step.axes]))
     raise RankDisagreementError(_explain(everyone))
+
+
+def collectives(step: ShardedStep) -> list[str]:
+    """One line a collective: what ranks must have in common whose graphs are of batches of their own."""
+    groups = {part.group: part.name for axis in step.axes for part in axis.parts}
+    lines: list[str] = []
+    for node in step.graph_module.graph.nodes:
+        if starts_collective(node):
+            arguments = [groups.get(a, a) if isinstance(a, str) else a for a in node.args if not isinstance(a, fx.Node)]
+            # what tensor-parallel ranks exchange among themselves has the size of their batch
+            size = "" if TENSOR in map(str, arguments) else f" of {_spec_in_words(node)}"
+            lines.append(f"{node.target}{tuple(map(str, arguments))}{size}: {', '.join(node.meta.get(SUBJECT, ()))}")
+    return lines
+
+
+def agree_on_collectives(
+    control: ControlPlane, step: ShardedStep, captured: CapturedStep, mates: Sequence[int]
+) -> str | None:
+    """Compare what ranks with graphs of their own will exchange, before the first collective of them runs.
+
+    Args:
+        control: the other ranks.
+        step: this rank's graph.
+        captured: what it was made of.
+        mates: by rank, the number of the batch that it has; ranks with the same one must have the same graph.
+
+    Returns:
+        what differs, on every rank; None if nothing does.
+
+    Raises:
+        RankDisagreementError: on every rank; some that have the same batch made different graphs of it.
+    """
+    lines = collectives(step)
+    alone = len(set(mates)) == len(mates)
+    graph = [] if alone else [*describe_capture(captured), *describe(step)]
+    sides = control.gather((stable_hash(lines), stable_hash([_without_place(line) for line in graph])))
+    if len({(mate, side[1]) for mate, side in zip(mates, sides, strict=True)}) > len(set(mates)):
+        everyone = control.gather((describe_capture(captured), describe(step), [axis.split for axis in step.axes]))
+        pairs = itertools.combinations(range(len(mates)), 2)
+        pair = first((p for p in pairs if _differ(p, mates, sides)), "pair of ranks that differ")
+        raise RankDisagreementError(_explain([everyone[rank] for rank in pair]))
+    if len({digest for digest, _ in sides}) == 1:
+        return None
+    everyone = control.gather(lines)
+    return (
+        "the ranks' own batches lead to different exchanges between the ranks; the first difference is\n"
+        f"{_first_difference(everyone)}\na layer that only some batches use, or an order of layers that a batch "
+        "decides, makes it so: use every layer for every batch (if need be on an empty tensor)"
+    )
+
+
+def _differ(pair: tuple[int, int], mates: Sequence[int], sides: Sequence[tuple[int, int]]) -> bool:
+    one, other = pair
+    return mates[one] == mates[other] and sides[one][1] != sides[other][1]
+
+
+def _spec_in_words(node: fx.Node) -> str:
+    spec = spec_of(node)
+    return f"{str(spec.dtype)[6:]}{list(spec.shape)}"
 
 
 def describe(step: ShardedStep) -> list[str]:

@@ -1,0 +1,157 @@
+"""Graphs of this rank's own batches: chosen by each rank for itself, built while the others wait, never in step.
+
+Before each step the ranks exchange whether one of them has to build a graph, or to trace one again, and a hash of what
+they will exchange in it. Mostly nobody has: then each runs its own. Otherwise all of them meet; those that have their
+graph already wait for the others, and afterwards all compare what they are about to exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from lightning_spmd.errors import StaleGraphError
+from lightning_spmd.messages import tell, warn
+from lightning_spmd.stages.runtime.agreement import collectives
+from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.building import GraphBuilder
+from lightning_spmd.strategy.choice import check_same_part, hash_of_step
+from lightning_spmd.strategy.graph_table import Found, GraphTable
+from lightning_spmd.strategy.places import Moment
+from lightning_spmd.strategy.recheck import Rechecks
+from lightning_spmd.strategy.run_context import RunContext, StepRequest
+
+
+class OwnGraphs:
+    """The graphs of this rank's own batches of one run.
+
+    Args:
+        context: what they are made in.
+        builder: what makes them.
+        table: where they are kept.
+        rechecks: looks after them.
+        flush: finishes what another iteration left.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        builder: GraphBuilder,
+        table: GraphTable,
+        rechecks: Rechecks,
+        flush: Callable[[], None],
+    ) -> None:
+        self.table = table
+        self.rechecks = rechecks
+        self._context = context
+        self._builder = builder
+        self._flush = flush
+        self._exchanges: dict[int, int] = {}
+
+    def ballot(self, control: ControlPlane, request: StepRequest, moment: Moment) -> OwnBallot:
+        """The exchange before a step, begun."""
+        found = self.table.find(request, ())
+        ready = found.index is not None and not self.rechecks.is_due(found.index)
+        return OwnBallot(control, self.table, request, moment, found, self._exchanged(found) if ready else None)
+
+    def executable(self, request: StepRequest, ballot: OwnBallot) -> Executable:
+        """This rank's graph of a step, found or built.
+
+        Raises:
+            CannotBeBuilt: on all ranks; one of them has none, or they would not exchange the same.
+            StaleGraphError: on all ranks; a graph is out of date, and steps have run with it.
+        """
+        found = ballot.found
+        if ballot.result().index is not None and found.index is not None:
+            self.rechecks.count_use(found.index)
+            return self.table.executables[found.index]
+        self._flush()
+        found, refusal = self._looked_at(request, found)
+        known = None if found.index is None else self.table.executables[found.index]
+        if known is None:
+            refusal = refusal or self.table.surplus(found)
+            if found.reason is not None and not self.table.follows_a_first_step(found.key):
+                tell(f"strategy='spmd' builds another graph: {found.reason}")
+        changes = [] if known is not None else self.table.changes(found)
+        self._builder.follow_numbers(changes, self.table.executables)
+        executable = self._builder.build(request, (), known, refusal)
+        if found.index is None:
+            self.rechecks.begin(self.table.add(found.key, executable))
+        else:
+            self.rechecks.count_use(found.index)
+        return executable
+
+    # ------------------------------------------------------------------ pieces
+    def _exchanged(self, found: Found) -> int | None:
+        """A hash of what a graph exchanges with the other ranks."""
+        if found.index is None:
+            return None
+        if found.index not in self._exchanges:
+            step = self.table.executables[found.index].graphs.main
+            self._exchanges[found.index] = stable_hash(collectives(step))
+        return self._exchanges[found.index]
+
+    def _looked_at(self, request: StepRequest, found: Found) -> tuple[Found, str | None]:
+        """Ranks for which it is time trace their graph again; (the graph if it is right, why none may be built)."""
+        control = self._context.control
+        due = found.index is not None and self.rechecks.is_due(found.index)
+        if control is None or not any(control.gather(due)):
+            return found, None
+        index = found.index if due else None
+        executable = None if index is None else self.table.executables[index]
+        stale = self.rechecks.look(index, executable, request, ())
+        if stale is None:
+            return found, None
+        if not stale.harmless:
+            raise StaleGraphError(stale.text)
+        warn(f"strategy='spmd' builds a graph anew before it was ever used with an old value: {stale.text}")
+        if not stale.here:
+            return found, None
+        refusal = None if self.table.drop(found) else stale.text
+        return dataclasses.replace(found, index=None, reason=None), refusal
+
+
+class OwnBallot:
+    """The exchange before a step on batches of the ranks' own.
+
+    Args:
+        control: messages among the ranks.
+        table: the graphs.
+        request: the step.
+        moment: where in the run it is.
+        found: what this rank would run.
+        exchanged: a hash of what it exchanges in it; None where the ranks have to meet first.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        table: GraphTable,
+        request: StepRequest,
+        moment: Moment,
+        found: Found,
+        exchanged: int | None,
+    ) -> None:
+        self.found = found
+        self._control, self._table, self._request, self._moment = control, table, request, moment
+        known = hash_of_step(table.step_key(request), None)
+        shape = stable_hash((known, *request.numbers.items())) if request.numbers else known
+        self._count = control.cast(moment.place, exchanged, 0, shape, ends=moment.ends, stop=moment.told_to_stop)
+        self._answer: Found | None = None
+
+    def result(self) -> Found:
+        """What this rank would run; without an index where the ranks meet first.
+
+        Raises:
+            RankDisagreementError: on every rank; they are not at the same batch, or about to do different things.
+            SIGTERMException: on every rank; one of them was told to stop.
+        """
+        if self._answer is None:
+            vote = self._count()
+            self._moment.check(self._control, vote)
+            if vote.shape[0] != vote.shape[1]:
+                check_same_part(self._control, self._table, self._request)
+            together = not vote.missing and vote.graph[0] == vote.graph[1]
+            self._answer = self.found if together else dataclasses.replace(self.found, index=None)
+        return self._answer
