@@ -77,6 +77,13 @@ from lightning_spmd._private_api.operator_names import (
     mutated_arguments,
     returns_alias,
 )
+from lightning_spmd._private_api.optimization_by_hand import (
+    attributes_kept,
+    backward_replaced,
+    count_step,
+    optimization_replaced,
+    step_replaced,
+)
 from lightning_spmd._private_api.torch_names import (
     NAMES_OF_DTENSORS,
     GraphModule,
@@ -113,6 +120,11 @@ from lightning_spmd._private_api.torch_names import (
 
 __all__ = [
     "SCALERS",
+    "attributes_kept",
+    "backward_replaced",
+    "count_step",
+    "optimization_replaced",
+    "step_replaced",
     "check_gradients",
     "found_inf",
     "is_unscaled",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -271,7 +271,8 @@ def prepared_hooks(module: nn.Module, optimizer: Any) -> Callable[[], list[Any]]
     slots = tensor_slots(module).values()
     tables = [getattr(m, t) for m in module.modules() for t in _MODULE_HOOKS]
     tables += [_torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks]
-    tables += [] if optimizer is None else _step_hook_tables(optimizer)
+    parts: Sequence[Any] = () if optimizer is None else getattr(optimizer, "parts", (optimizer,))
+    tables += [table for part in parts for table in _step_hook_tables(part)]
 
     def hooks() -> list[Any]:
         tensors = [t for table, key in slots if (t := table.get(key)) is not None]

@@ -25,6 +25,7 @@ class Variant:
         backward: False: the step method alone, without gradients (validation, test, predict).
         method: the LightningModule's method that is the forward part.
         own_batch: the batch is this rank's own, no part of one that all ranks see.
+        by_hand: the step method makes backward passes and optimizer steps itself; ``p.grad`` are inputs and outputs.
     """
 
     forward: bool = True
@@ -34,15 +35,23 @@ class Variant:
     backward: bool = True
     method: str = "training_step"
     own_batch: bool = False
+    by_hand: bool = False
 
     @classmethod
     def evaluation(cls, method: str) -> Variant:
         """``validation_step``, ``test_step`` or ``predict_step`` alone."""
         return cls(apply=False, backward=False, method=method)
 
+    @classmethod
+    def optimized_by_hand(cls) -> Variant:
+        """``training_step`` of a module with ``automatic_optimization = False``; ``p.grad`` is what users look at."""
+        return cls(expose_gradients=True, by_hand=True)
+
     def __str__(self) -> str:
         if not self.backward:
             return self.method
+        if self.by_hand:
+            return "optimization by hand"
         parts = [("forward", self.forward), ("accumulate", self.accumulated), ("apply", self.apply)]
         return (
             "+".join(name for name, present in parts if present)
@@ -141,6 +150,7 @@ class CapturedStep:
         variant: the part of an iteration that the graph holds.
         host_values: readers of the Python numbers that are inputs of this graph alone, by name.
         own_batch: of a graph of a rank's own batch; None of others.
+        cleared: names of parameters whose ``p.grad`` is None after the step, and was not before.
     """
 
     graph_module: fx.GraphModule
@@ -152,6 +162,7 @@ class CapturedStep:
     variant: Variant = Variant()
     host_values: dict[str, Callable[[], Any]] = field(default_factory=dict[str, Callable[[], Any]])
     own_batch: OwnBatchFacts | None = None
+    cleared: tuple[str, ...] = ()
 
 
 @dataclass

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
@@ -36,11 +35,11 @@ from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
-from lightning_spmd.strategy.memory import check_writes, has_shared_writes, lay_out_state
+from lightning_spmd.strategy.memory import check_writes, has_shared_writes
+from lightning_spmd.strategy.prepared_optimizers import prepare
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
 from lightning_spmd.strategy.telling import Telling
-from lightning_spmd.strategy.wide_state import widen_state
 
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
@@ -59,12 +58,14 @@ class GraphBuilder:
         gradients: those held of earlier micro-batches, by name; the live dictionary.
     """
 
-    def __init__(self, context: RunContext, arguments: Mapping[str, Any], gradients: dict[str, Tensor]) -> None:
+    def __init__(
+        self, context: RunContext, arguments: Mapping[str, Any], gradients: MutableMapping[str, Tensor]
+    ) -> None:
         self.captures = 0
         self._context = context
         self._arguments = arguments
         self._gradients = gradients
-        self._state_mesh = None if context.mesh is None else StateMesh(context.mesh)
+        self.state_mesh = None if context.mesh is None else StateMesh(context.mesh)
         self._last_lowering = self._recorded()
         self._numbers = MovingNumbers()
         self._telling = Telling()
@@ -194,7 +195,7 @@ class GraphBuilder:
 
     def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context
-        for text in () if context.optimizer is None else _prepare(context.optimizer, context, self._state_mesh):
+        for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
             self._telling.once(text)
         captured = self._without_first_step(lambda: self._capture_following(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
@@ -205,7 +206,7 @@ class GraphBuilder:
             {**self._host_values(), **captured.host_values},
             self._gradients,
             context.streams,
-            None if self._state_mesh is None else self._state_mesh.wrap,
+            None if self.state_mesh is None else self.state_mesh.wrap,
             context.scaler.tensor,
         )
         graphs = build(
@@ -281,7 +282,7 @@ class GraphBuilder:
             return captured
         names = parameter_names(context.module, context.optimizer)
         parameters = {names[id(p)]: p for group in context.optimizer.param_groups for p in group["params"]}
-        plan, mesh = context.plan(captured.variant), self._state_mesh
+        plan, mesh = context.plan(captured.variant), self.state_mesh
 
         def lay_out(entry: tuple[str, str], value: Tensor) -> Tensor:
             return value if mesh is None else mesh.shard(value, placements_of_state(plan, mesh, *entry, value))
@@ -358,13 +359,3 @@ class GraphBuilder:
             if stage not in ("setup", "main", "cleanup"):  # each of these is compared with the graph they are made of
                 self._dumped[number] = path
             tell(f"wrote {path}")
-
-
-def _prepare(optimizer: Optimizer, context: RunContext, mesh: StateMesh | None) -> list[str]:
-    """Let an optimizer's state be as graphs expect it; what to tell the user of it."""
-    advice = context.scaler.advice(optimizer)
-    texts = [] if advice is None else [advice]
-    if widen_state(optimizer, context.bf16_updates, mesh):
-        texts.append("the optimizer's state has no float32 masters: they begin as the bfloat16 weights")
-    lay_out_state(optimizer, mesh)
-    return texts

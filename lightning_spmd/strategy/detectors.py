@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.several_optimizers import shared_parameters
 from lightning_spmd.messages import place_of
 
 
@@ -47,16 +49,22 @@ def _overrides(context: Context, hooks: Iterable[str]) -> str | None:
 
 def gradient_hooks(context: Context) -> str | None:
     """Hooks that look at gradients between backward and step."""
+    if not context.module.automatic_optimization:
+        return None
     return _overrides(context, _GRADIENT_HOOKS)
 
 
 def clipping_override(context: Context) -> str | None:
-    """Clipping of the user's own."""
+    """Clipping of the user's own; by hand it is called by the user alone."""
+    if not context.module.automatic_optimization:
+        return None
     return _overrides(context, ("configure_gradient_clipping",))
 
 
 def zero_grad_override(context: Context) -> str | None:
-    """Zeroing of gradients in a way of its own."""
+    """Zeroing of gradients in a way of its own; by hand nobody calls that."""
+    if not context.module.automatic_optimization:
+        return None
     return _overrides(context, ("optimizer_zero_grad",))
 
 
@@ -73,6 +81,10 @@ def autograd_hooks(context: Context) -> str | None:
 
 def optimizer_hooks(context: Context) -> str | None:
     """Hooks around ``optimizer.step()``."""
+    return _step_hooks(context) if context.module.automatic_optimization else None
+
+
+def _step_hooks(context: Context) -> str | None:
     hooked = [(o, hook) for o in context.optimizers for hook in private.step_hooks(o)]
     return f"{type(hooked[0][0]).__name__} has step hooks{place_of(hooked[0][1])}" if hooked else None
 
@@ -90,12 +102,21 @@ def needs_closure(context: Context) -> str | None:
     return None
 
 
-def manual_optimization(context: Context) -> str | None:
-    """``automatic_optimization=False``."""
+def by_hand_eagerly(context: Context) -> str | None:
+    """What keeps optimization by hand (``automatic_optimization=False``) from being a graph."""
     module = context.module
     if module.automatic_optimization:
         return None
-    return f"{type(module).__name__}.training_step{place_of(module.training_step)} optimizes manually"
+    found = _overrides(context, _GRADIENT_HOOKS[1:]) or _step_hooks(context)  # nothing calls on_before_zero_grad
+    if found is None and getattr(context.trainer.precision_plugin, "scaler", None) is not None:
+        found = "the precision scales the loss"
+    if found is None and not any(isinstance(o, torch.optim.Optimizer) for o in context.optimizers):
+        found = f"configure_optimizers{place_of(module.configure_optimizers)} returned no optimizer"
+    if found is None and (shared := shared_parameters(context.optimizers)):
+        names = [name for name, p in module.named_parameters() if p is shared[0]]
+        found = f"{first(names, 'name') if names else 'a parameter'} is in two optimizers"
+    where = f"{type(module).__name__}.training_step{place_of(module.training_step)}"
+    return None if found is None else f"{where} optimizes manually, and {found}"
 
 
 def no_optimizer(context: Context) -> str | None:
@@ -182,6 +203,8 @@ _LATE_HOOKS = (
 
 def late_gradient_readers(context: Context) -> str | None:
     """Hooks between two steps whose code, or a function of the user's that it calls, names ``.grad``."""
+    if not context.module.automatic_optimization:
+        return None
     for owner in (context.module, *context.trainer.callbacks):
         for hook in _LATE_HOOKS:
             method = getattr(getattr(owner, hook, None), "__func__", None)

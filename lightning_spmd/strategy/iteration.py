@@ -7,7 +7,7 @@ rank that has none makes all of them build (``building.py``). ``graph_table.py``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder
+from lightning_spmd.strategy.by_hand import LiveGradients
 from lightning_spmd.strategy.choice import Ballot
 from lightning_spmd.strategy.graph_table import Found, GraphTable
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
@@ -43,7 +44,8 @@ class TrainingIteration:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
-        self.gradients: dict[str, Tensor] = {}
+        by_hand = context.optimizer is not None and not context.module.automatic_optimization
+        self.gradients: MutableMapping[str, Tensor] = LiveGradients(context.module) if by_hand else {}
         self.table = GraphTable(context.trainer, self.gradients)
         self._arguments: dict[str, Any] = {}  # of the step that runs; graphs read them from here
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
@@ -84,13 +86,15 @@ class TrainingIteration:
         """
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
+        if isinstance(self.gradients, LiveGradients):
+            self.gradients.look_again(self._builder.state_mesh)
         with speaking_of(variant.method):
             try:
                 executable, outputs, batch, rows = self._step(batch_tree, arguments, variant, clip)
             except NoGlobalBatch as reason:
                 self.own_batches.begin(str(reason))
                 executable, outputs, batch, rows = self._step(batch_tree, arguments, variant, clip)
-        self._after(variant)
+        self._after(executable.captured)
         return self._answer(executable, outputs, batch, rows)
 
     def _step(
@@ -123,7 +127,7 @@ class TrainingIteration:
         request = self._request(None, {}, variant, clip)
         executable, _ = self._executable(request, self._ballot(request))
         self._run(executable, ())
-        self._after(executable.captured.variant)
+        self._after(executable.captured)
 
     def flush(self) -> None:
         """Do what the last iteration left for the next one, if anything: now parameters and state are up to date."""
@@ -315,8 +319,10 @@ class TrainingIteration:
             self._fall_back(str(error))
         return outputs
 
-    def _after(self, variant: Variant) -> None:
-        if variant.apply and self.context.optimizer is not None:
+    def _after(self, captured: CapturedStep) -> None:
+        for name in captured.cleared:
+            del self.gradients[name]
+        if captured.variant.apply and not captured.variant.by_hand and self.context.optimizer is not None:
             self.gradients.clear()
             private.mark_stepped(self.context.optimizer)
 

@@ -22,6 +22,7 @@ from lightning_spmd.errors import BatchError, CaptureError
 from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.strategy.by_hand import replayed
 
 
 def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: Sequence[Any] = ()) -> Any:
@@ -65,7 +66,9 @@ def replay(
         target = module.get_submodule(call.target) if call.target else module
         args = resolve(call.args, outputs, leaves, results)
         kwargs = resolve(call.kwargs, outputs, leaves, results)
-        if call.method == "append":
+        if (by_hand := replayed(module, call.method)) is not None:
+            results.append(by_hand(*args, **kwargs))
+        elif call.method == "append":
             results.append(getattr(target, args[0]).append(args[1]))
         elif is_global and call.method == "log":
             results.append(_log_global(target, args, kwargs, rows))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.first import first
+from lightning_spmd.ir.several_optimizers import SeveralOptimizers, parts_of
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
@@ -128,7 +130,9 @@ class Training:
         if self.mode is Mode.EAGER:
             return
         overlaps, streams = self._overlaps(trainer, module), self._random.streams
-        context = self._settings.of_training(module, trainer.optimizers[0], streams, self._newcomers, overlaps)
+        context = self._settings.of_training(
+            module, _as_one(trainer.optimizers, module), streams, self._newcomers, overlaps
+        )
         self.iteration = TrainingIteration(dataclasses.replace(context, came_late=self._came_late, fenced=self._fenced))
 
     def _came_late(self) -> str | None:
@@ -169,6 +173,10 @@ class Training:
         """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
         wanted, control = self._settings.options.overlap_iterations, self._ranks.control
         if control is None or wanted is False:
+            return False
+        if not module.automatic_optimization:  # weights change in the middle of a step
+            if wanted is True:
+                tell("strategy='spmd' does not overlap iterations: training_step optimizes by hand")
             return False
         if TrainersScaler(trainer)() is not None:  # every update waits for a look at the last gradient
             if wanted is True:
@@ -218,6 +226,8 @@ class Training:
             meet_in_training(self._module, self._ranks.control, self._newcomers)
             return self._eagerly(eager, args, kwargs)
         variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
+        if not self._module.automatic_optimization:
+            variant = Variant.optimized_by_hand()
         self._drop_zeroed_gradients(iteration)
         arguments = self._arguments(iteration.context.module.training_step, args, kwargs)
         batch = arguments.pop(first(arguments, "argument of training_step"))
@@ -245,7 +255,7 @@ class Training:
     def _follow_optimizer(self) -> None:
         """Graphs are made for one optimizer; a hook may have given the Trainer another one."""
         iteration, trainer = self.iteration, self._module.trainer
-        if iteration is None or trainer.optimizers[0] is iteration.context.optimizer:
+        if iteration is None or _same(trainer.optimizers, iteration.context.optimizer, self._module):
             return
         iteration.flush()
         self._layout.shard_optimizers(self._module, trainer.optimizers)
@@ -276,7 +286,12 @@ class Training:
     def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
         """Lightning zeroes gradients before the first backward of an accumulation, step or no step."""
         trainer = iteration.context.trainer
-        if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+        automatic = iteration.context.module.automatic_optimization
+        if (
+            automatic
+            and self.mode is Mode.COMPILED
+            and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        ):
             iteration.gradients.clear()
 
     def _clip(self, optimizer: Optimizer) -> None:
@@ -328,7 +343,8 @@ class Training:
             model: as Lightning passes it.
             kwargs: likewise.
         """
-        if self.iteration is None:
+        if self.iteration is None or not self._module.automatic_optimization:  # by hand: in a hook
+            self.flush()
             return eager(optimizer, closure if self._ranks.mesh is None else synced(closure), model, **kwargs)
         self._stepping, self._ran_forward = True, False
         try:
@@ -356,3 +372,15 @@ class Training:
         if self._steps_eagerly:
             scaler.step(optimizer)
         scaler.update()
+
+
+def _as_one(optimizers: Sequence[Optimizer], module: Any) -> Optimizer:
+    """What graphs take for the optimizer; of a module that optimizes by hand, all of them."""
+    return optimizers[0] if module.automatic_optimization else SeveralOptimizers(optimizers)
+
+
+def _same(optimizers: Sequence[Optimizer], known: Optimizer | None, module: Any) -> bool:
+    """Whether graphs were made for these optimizers."""
+    now = optimizers[:1] if module.automatic_optimization else optimizers
+    before = () if known is None else parts_of(known)
+    return len(now) == len(before) and all(map(operator.is_, now, before))

@@ -143,25 +143,6 @@ class Lbfgs(Quiet):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-class Manual(Quiet):
-    """Two optimizers, stepped in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()[batch_idx % 2]
-        loss = self.loss(batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return {"loss": loss.detach()}
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.first.parameters(), lr=0.1), torch.optim.SGD(self.last.parameters(), lr=0.1)]
-
-
 class NoOptimizer(Quiet):
     def configure_optimizers(self) -> None:
         return None
@@ -177,7 +158,6 @@ EAGER: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "backward overridden": (OwnBackward, {}),
     "autograd hooks": (WatchedGradients, {}),
     "LBFGS": (Lbfgs, {}),
-    "manual optimization": (Manual, {}),
     "no optimizer": (NoOptimizer, {}),
     "dataloader_iter": (OwnIterator, {}),
     "detect_anomaly": (Quiet, {"detect_anomaly": True}),

@@ -42,6 +42,9 @@ class Manual(Quiet):
         self.manual_backward(self.loss(batch))
         optimizer.step()
 
+    def on_after_backward(self) -> None:
+        pass
+
 
 class Hooked(Quiet):
     def __init__(self) -> None:

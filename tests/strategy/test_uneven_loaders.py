@@ -80,7 +80,12 @@ class Manual(Quiet):
 
 
 class OnceMore(Manual):
+    """With a hook on gradients it is no graph."""
+
     once_more = True
+
+    def on_after_backward(self) -> None:
+        pass
 
 
 class SkipsEpoch(Quiet):

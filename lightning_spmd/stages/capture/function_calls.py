@@ -7,6 +7,8 @@ asked for. Names do.
 
 *Numbers that become tensors, tensors that become Python's.* ``torch.tensor(x)`` and ``torch.as_tensor(x)`` of a
 recorded number stay connected to it; ``tolist()`` of a tensor from outside the graph is told.
+
+*Tensors that become others.* ``p.data = x`` is no operator.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.host_scalar import SYMBOLS, HostScalar, scalar_of
+from lightning_spmd.stages.capture.user_code import user_location
 
 _AS_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__}
+_SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _MAKES_TENSORS = {torch.tensor, torch.as_tensor}
 _DTYPES = {int: torch.int64, bool: torch.bool}
 
@@ -49,6 +55,12 @@ class FunctionCalls(TorchFunctionMode):
                 return torch.scalar_tensor(args[0], dtype=dtype, device=kwargs.get("device"))
         else:
             self._function, self._args, self._kwargs = "", (), {}
+            if func == _SET_DATA and isinstance(args[0], private.FakeTensor):
+                raise CaptureError(
+                    f"{the_step()} assigns `.data` of a tensor, which no operator shows: the graph would go on with "
+                    "what it was; write into it instead (p.copy_(value), p.data.mul_(0.9))",
+                    user_location(),
+                )
             if func in _AS_PYTHON and not isinstance(args[0], private.FakeTensor):
                 self.on_values(args[0])
                 with private.disable_dispatch_modes():

@@ -14,8 +14,8 @@ from torch import nn
 from lightning_spmd.stages.capture.user_code import is_user_class
 
 TORCH_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-BOOKKEEPING = frozenset({"_current_fx_name", "_trainer", "_fabric", "log", "print"})
-"""Lightning's own: the hook that runs (set around each), and what capture replaces."""
+BOOKKEEPING = frozenset({"_current_fx_name", "_trainer", "_fabric", "_param_requires_grad_state", "log", "print"})
+"""Lightning's own: the hook that runs (set around each), what toggled parameters were, and what capture replaces."""
 SWAPPED = frozenset({"param_groups", "state"})
 LIGHTNING = ("lightning", "pytorch_lightning")
 WRAPPERS = ("collections", "weakref", "queue")  # their data lies in attributes that no user's code names

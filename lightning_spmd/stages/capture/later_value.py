@@ -23,13 +23,13 @@ class LaterValue:
     """The value of one metric.
 
     Args:
-        reference: to what the recorded call returns, or to a part of it.
+        reference: to what the recorded call returns, or to a part of it; None: it may not be logged either.
         metric: its name, for messages.
     """
 
     is_tree_leaf = True
 
-    def __init__(self, reference: CallRef, metric: str) -> None:
+    def __init__(self, reference: CallRef | None, metric: str) -> None:
         object.__setattr__(self, "_reference", reference)
         object.__setattr__(self, "_metric", metric)
 
@@ -113,5 +113,12 @@ class LaterValues(LaterValue, Mapping[str, LaterValue]):  # type: ignore[misc]
 
 
 def reference_to(value: LaterValue) -> CallRef:
-    """What stands for it in recorded calls."""
-    return object.__getattribute__(value, "_reference")
+    """What stands for it in recorded calls.
+
+    Raises:
+        CaptureError: it may not be logged either.
+    """
+    reference: CallRef | None = object.__getattribute__(value, "_reference")
+    if reference is None:
+        raise value.misuse()
+    return reference

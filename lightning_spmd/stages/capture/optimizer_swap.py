@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,12 +31,14 @@ class OptimizerSwap:
         optimizer: the live optimizer.
         names: fully qualified name of every live parameter, by ``id``.
         inputs: where fake twins and recorded numbers come from.
+        first_group: number of its first group among those of all optimizers.
     """
 
-    def __init__(self, optimizer: Optimizer, names: dict[int, str], inputs: InputTable) -> None:
+    def __init__(self, optimizer: Optimizer, names: dict[int, str], inputs: InputTable, first_group: int = 0) -> None:
         self.optimizer = optimizer
         self.names = names
         self.inputs = inputs
+        self._first_group = first_group
         self._live_groups = optimizer.param_groups
         self._live_state = optimizer.state
         self.groups: list[dict[str, Any]] = []
@@ -47,7 +49,7 @@ class OptimizerSwap:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The optimizer works on fakes inside; the live groups and state come back whatever happens."""
-        self.groups = [self._group(i, g) for i, g in enumerate(self._live_groups)]
+        self.groups = [self._group(i, g) for i, g in enumerate(self._live_groups, self._first_group)]
         self._handed = [dict(group) for group in self.groups]
         for group in self._live_groups:
             for parameter in group["params"]:
@@ -105,6 +107,7 @@ class OptimizerSwap:
     def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
         """(role, key, name, value) of state and hyper-parameters that the optimizer created or rebound."""
         for group_index, (live, swapped) in enumerate(zip(self._live_groups, self.groups, strict=True)):
+            number = self._first_group + group_index
             for parameter in live["params"]:
                 owner = self.names[id(parameter)]
                 for key, value in self.state.get(self._fake(parameter), {}).items():
@@ -114,7 +117,7 @@ class OptimizerSwap:
                 scalar = scalar_of(value)
                 changed = value is not self._handed[group_index].get(key, _ABSENT)
                 if key != "params" and changed and (scalar is None or not _is_input(scalar, self.inputs)):
-                    yield OutputRole.HYPER_PARAMETER, (group_index, key), f"group {group_index}/{key}", value
+                    yield OutputRole.HYPER_PARAMETER, (number, key), f"group {number}/{key}", value
 
     def _same(self, value: Any, owner: str, key: str) -> bool:
         scalar, before = scalar_of(value), scalar_of(self._before.get((owner, key)))
@@ -196,3 +199,43 @@ def has_step_of_its_own(optimizer: Any) -> bool:
         return getattr(function, "__func__", function)
 
     return innermost(step) is not innermost(type(optimizer).step)
+
+
+class OptimizerSwaps:
+    """Several optimizers on fake tensors.
+
+    Args:
+        optimizers: the live ones.
+        names: fully qualified name of every live parameter, by ``id``.
+        inputs: where fake twins and recorded numbers come from.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: dict[int, str], inputs: InputTable) -> None:
+        self.optimizers = tuple(optimizers)
+        self.stepped: set[int] = set()
+        """Numbers of those whose ``step`` ran."""
+        self._swaps: list[OptimizerSwap] = []
+        for optimizer in self.optimizers:
+            groups = sum(len(swap.optimizer.param_groups) for swap in self._swaps)
+            self._swaps.append(OptimizerSwap(optimizer, names, inputs, groups))
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The optimizers work on fakes inside."""
+        with contextlib.ExitStack() as stack:
+            for swap in self._swaps:
+                stack.enter_context(swap.active())
+            yield
+
+    def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
+        """What each of them created or rebound."""
+        for swap in self._swaps:
+            yield from swap.changes()
+
+    def guards(self, *, stepped: bool) -> list[ValueGuard]:
+        """Guards on the groups of all; on the state's entries of those that stepped."""
+        return [
+            guard
+            for index, swap in enumerate(self._swaps)
+            for guard in swap.guards(stepped=stepped and index in self.stepped)
+        ]

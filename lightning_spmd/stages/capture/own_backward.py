@@ -46,6 +46,19 @@ def check_backward(loss: Tensor, trained: Iterable[Tensor]) -> None:
             )
 
 
+def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that ``backward`` of the roots would give a gradient, in the order in which they are met."""
+    found: dict[int, Tensor] = {}
+    for root in roots:
+        if root.grad_fn is None and root.requires_grad:
+            found[id(root)] = root
+        for node in _from_the_loss(root.grad_fn):
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor):
+                found[id(leaf)] = leaf
+    return list(found.values())
+
+
 def _from_the_loss(root: Any) -> list[Any]:
     """All nodes of the backward pass, each before those that come after it."""
     order: list[Any] = []

@@ -75,6 +75,10 @@ class Recorder(private.TorchDispatchMode):
         entry = self._nodes.get(id(tensor))
         return None if entry is None else entry[1]
 
+    def storages(self) -> set[int]:
+        """Identities of the storages of all values so far."""
+        return {private.storage_of(tensor) for tensor, _ in self._nodes.values()}
+
     def shadow(self, tensor: Tensor, real: Tensor) -> None:
         """Give a single-element tensor its true value, so that ``.item()`` on what is computed from it is known."""
         self._shadows[id(tensor)] = real

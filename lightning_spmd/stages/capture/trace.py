@@ -20,6 +20,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.guards import BatchGuard, Guards
 from lightning_spmd.ir.layout import densely
 from lightning_spmd.ir.node_info import Section, TensorSpec
+from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import the_step
@@ -27,6 +28,7 @@ from lightning_spmd.stages.capture.appended_lists import Place, lists_followed
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, modules_followed, random_state_kept
 from lightning_spmd.stages.capture.batch import Looks
 from lightning_spmd.stages.capture.bf16_updates import in_float32
+from lightning_spmd.stages.capture.by_hand import ByHand, check_by_hand
 from lightning_spmd.stages.capture.counted_rows import refuse_counts
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.holders import Attributes
@@ -35,7 +37,7 @@ from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
-from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, has_step_of_its_own
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, has_step_of_its_own
 from lightning_spmd.stages.capture.own_backward import check_backward
 from lightning_spmd.stages.capture.own_batch import OwnBatch
 from lightning_spmd.stages.capture.packing import (
@@ -98,7 +100,14 @@ class _Capture:
         self.logs = LogRecorder(self.outputs.add)
         self.names = parameter_names(request.module, request.optimizer)
         optimizer = request.optimizer
-        self.swap = None if optimizer is None else OptimizerSwap(optimizer, self.names, self.inputs)
+        self.swap: OptimizerSwap | OptimizerSwaps | None = None
+        self.by_hand: ByHand | None = None
+        if optimizer is not None and request.variant.by_hand:
+            check_by_hand(request)
+            self.swap = OptimizerSwaps(parts_of(optimizer), self.names, self.inputs)
+            self.by_hand = ByHand(request.trainer, self.swap, self.names, self.inputs, self.logs)
+        elif optimizer is not None:
+            self.swap = OptimizerSwap(optimizer, self.names, self.inputs)
         self.scaling = LossScaling(request.scaler, request.device, self.inputs)
         self.python = PythonState(
             request.module,
@@ -115,9 +124,12 @@ class _Capture:
         self.own: OwnBatch | None = None
         if request.batch is not None and request.variant.own_batch:
             self.own = OwnBatch(request.batch, request.device, self.recorder.node_of, self.outputs.add)
+        self.cleared: tuple[str, ...] = ()
 
     def _host_value(self, name: str, value: Any) -> Any:
-        return self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
+        found = self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
+        steps = 0 if self.by_hand is None or name != "trainer.global_step" else self.by_hand.steps
+        return found + steps if steps else found
 
     def run(self) -> Trace:
         request = self.request
@@ -140,15 +152,23 @@ class _Capture:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.tracing_context())
             batch = self._fake_batch()
-            trained = [] if request.optimizer is None else self._trained_parameters(request.optimizer)
+            automatic = None if self.by_hand is not None else request.optimizer
+            trained = [] if automatic is None else self._trained_parameters(automatic)
             stack.enter_context(self.python.observed())
             if not request.variant.backward:  # in training, what is appended would carry autograd's history
                 stack.enter_context(lists_followed(request.module, self.grown, self._appended))
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
+            if self.by_hand is not None:
+                for part in self.by_hand.optimizers:
+                    self.python.sightings.root(Attributes, part, "optimizer").see("step")
+                stack.enter_context(self.by_hand.active())
             with explained(self.recorder, self._what):
                 with self.python.watch.active(), self.looks.followed():
-                    if request.optimizer is None:
+                    if self.by_hand is not None:
+                        with torch.enable_grad():
+                            self._step_alone(batch)
+                    elif request.optimizer is None:
                         self._step_alone(batch)
                     else:
                         self._iteration(batch, trained, request.optimizer)
@@ -203,7 +223,7 @@ class _Capture:
 
     # ------------------------------------------------------------------ the iteration
     def _step_alone(self, batch: Any) -> None:
-        """Validation, test, predict: what the method returns leaves the graph as it is, whatever it is."""
+        """Validation, test, predict, or training by hand: what the method returns leaves the graph, whatever it is."""
         method = self.request.variant.method
         self.returned = self.logs.lift(self._call(batch), OutputRole.STEP_OUTPUT, method)
 
@@ -230,7 +250,8 @@ class _Capture:
             return
         for name, parameter in trained:
             parameter.grad = gradients.get(name)
-        with in_float32(request.bf16_updates, self.swap, self.recorder):
+        swap = self.swap if isinstance(self.swap, OptimizerSwap) else None
+        with in_float32(request.bf16_updates, swap, self.recorder):
             with in_section(self.recorder, Section.CLIP):
                 self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
                 if request.clip is not None:
@@ -313,6 +334,7 @@ class _Capture:
             now = tensors.get(key)
             if now is not replacement and isinstance(now, Tensor):
                 self.outputs.add(now.detach(), OutputRole.BUFFER, (fqn,), fqn)
+        self.cleared = () if self.by_hand is None else self.by_hand.collect(self.outputs)
         if self.request.variant.apply and self.swap is not None:
             for role, key, name, value in self.swap.changes():
                 self.outputs.add(value, role, key, name)
@@ -325,6 +347,8 @@ class _Capture:
         simplify_strided_gradients(graph)
         share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
         remove_dead_nodes(graph)
+        if self.by_hand is not None:
+            self.by_hand.mark_updates(graph)
         self.inputs.drop_unused(keep=program.inputs if program else ())
         graph.lint()
         inputs = self.inputs.in_order()
@@ -338,6 +362,7 @@ class _Capture:
             *([hooks_guard(request.module, request.optimizer, request.trainer)] if request.variant.backward else []),
             *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
             *([] if self.swap is None else self.scaling.guards()),
+            *([] if self.by_hand is None else [self.by_hand.guard()]),
         ]
         read = [] if request.batch is None else request.batch.guarded_values(self.looks)
         leaves = [BatchGuard(path, value) for path, value in read]
@@ -354,4 +379,5 @@ class _Capture:
             request.variant,
             {path: place.reader() for path, place in request.moving.items()},
             None if self.own is None else self.own.facts,
+            self.cleared,
         )

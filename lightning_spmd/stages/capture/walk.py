@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture import contents, kinds
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of, line_that_changes
@@ -126,7 +127,7 @@ class Walk(Walker):
 
     def _optimizer(self, value: Optimizer, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
         optimizer = self.sightings.optimizer
-        if value is optimizer:
+        if optimizer is not None and any(value is part for part in (optimizer, *parts_of(optimizer))):
             holder = self.sightings.root(Attributes, value, "optimizer")
             for name in (facts.names & value.__dict__.keys()) - kinds.SWAPPED:
                 self._see(holder, name, facts, depth)

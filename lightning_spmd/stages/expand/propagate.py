@@ -100,8 +100,11 @@ class Propagation(Placing):
     # ------------------------------------------------------------------ one operator
 
     def _operator(self, node: fx.Node) -> None:
-        if not self.updating and info_of(node).section in UPDATE:
-            self._begin_update()
+        if info_of(node).section in UPDATE:
+            if not self.updating:
+                self._begin_update()
+        else:
+            self.updating = False  # a step in the middle of training_step: what follows reads whole parameters again
         seen = self._prepare(node)
         call = OpCall(node, self.axis, lambda n: seen.get(n) or self._seen_by(node, n))
         call.forced, call.splits_sequences = self.forced.get(node), self.splits_sequences

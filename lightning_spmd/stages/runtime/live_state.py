@@ -8,7 +8,7 @@ checkpoints in the middle of a run. The look-ups are prepared once a graph. Of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.ir.layout import has_layout
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Chunk, Placement, Shard
+from lightning_spmd.ir.several_optimizers import group_of, optimizer_of
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
@@ -54,7 +55,7 @@ class LiveState:
         optimizer: Optimizer | None,
         names: dict[int, str],
         host_values: dict[str, Reader],
-        gradients: dict[str, Tensor],
+        gradients: MutableMapping[str, Tensor],
         streams: RandomStreams | None,
         wrap: Wrap | None = None,
         loss_scale: Callable[[str], Tensor] | None = None,
@@ -103,7 +104,8 @@ class LiveState:
             case InputRole.CONSTANT:
                 return constants[key[0]]
             case InputRole.OPTIMIZER_STATE:
-                parameter, optimizer, name = self._parameters[key[0]], self.optimizer, key[1]
+                parameter, name = self._parameters[key[0]], key[1]
+                optimizer = optimizer_of(self.optimizer, parameter)
                 return lambda: optimizer.state[parameter][name]
             case InputRole.HYPER_PARAMETER:
                 return self._hyper_parameter(key)
@@ -119,11 +121,11 @@ class LiveState:
         raise ValueError(f"graph input {entry.name!r} of role {entry.role} has no live value")
 
     def _hyper_parameter(self, key: tuple[Any, ...]) -> Reader:
-        optimizer = self.optimizer
+        optimizer, group = group_of(self.optimizer, key[0])
         if len(key) == 3:
-            group, name, index = key
+            _, name, index = key
             return lambda: optimizer.param_groups[group][name][index]
-        group, name = key
+        name = key[1]
         return lambda: optimizer.param_groups[group][name]
 
     def whole_ones(self, step: ShardedStep) -> list[str]:
@@ -185,11 +187,12 @@ class LiveState:
     def _writer(self, entry: GraphOutput) -> Callable[[Any], None] | None:
         key = entry.key
         if entry.role is OutputRole.OPTIMIZER_STATE:
-            parameter, optimizer, name = self._parameters[key[0]], self.optimizer, key[1]
-            return lambda value: optimizer.state[parameter].__setitem__(name, value)
+            parameter, name = self._parameters[key[0]], key[1]
+            owner = optimizer_of(self.optimizer, parameter)
+            return lambda value: owner.state[parameter].__setitem__(name, value)
         if entry.role is OutputRole.HYPER_PARAMETER:
-            group, name = key
-            return lambda value: self.optimizer.param_groups[group].__setitem__(name, value)
+            optimizer, group = group_of(self.optimizer, key[0])
+            return lambda value: optimizer.param_groups[group].__setitem__(key[1], value)
         if entry.role is OutputRole.GRADIENT:
             return lambda value: self.gradients.__setitem__(key[0], value)
         if entry.role is OutputRole.BUFFER:
