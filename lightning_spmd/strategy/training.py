@@ -286,12 +286,9 @@ class Training:
     def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
         """Lightning zeroes gradients before the first backward of an accumulation, step or no step."""
         trainer = iteration.context.trainer
-        automatic = iteration.context.module.automatic_optimization
-        if (
-            automatic
-            and self.mode is Mode.COMPILED
-            and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        ):
+        if not iteration.context.module.automatic_optimization:
+            return
+        if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             iteration.gradients.clear()
 
     def _clip(self, optimizer: Optimizer) -> None:
