@@ -1,6 +1,7 @@
 """``lightning-spmd fit|validate|test|predict``: Lightning's own command line, with ``strategy: spmd`` known to it.
 
-``lightning-spmd compare`` trains under several strategies in turn (``cli.compare``).
+``lightning-spmd compare`` trains under several strategies in turn (``cli.compare``); ``lightning-spmd plan`` predicts
+memory, communication and time (``cli.plan``).
 """
 
 import sys
@@ -11,12 +12,13 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_spmd  # noqa: F401  (registers the strategies that a recipe names)
-from lightning_spmd.cli import compare
+from lightning_spmd.cli import compare, plan
 from lightning_spmd.cli.recipe_cli import RecipeCLI, with_class_for_name
 
 DESCRIPTION = (
     "Train, validate, test or predict what a recipe describes: lightning-spmd fit --config RECIPE; or train it under "
-    "several strategies in turn: lightning-spmd compare --config RECIPE"
+    "several strategies in turn: lightning-spmd compare --config RECIPE; or predict memory, communication and time for "
+    "any devices: lightning-spmd plan --config RECIPE"
 )
 
 
@@ -41,6 +43,9 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if args is None else list(args)
     if arguments[:1] == ["compare"]:
         compare.main(arguments[1:])
+        return
+    if arguments[:1] == ["plan"]:
+        plan.main(arguments[1:])
         return
     # A mistake is answered with usage and message: the full usage, 60 lines of options, would hide the message.
     usage = {name: {"usage": f"lightning-spmd {name} --config RECIPE [options]"} for name in LightningCLI.subcommands()}

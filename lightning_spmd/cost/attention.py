@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_spmd.cost.collectives import LINKS, Link, seconds
+from lightning_spmd.cost.collectives import LINKS, Link, kind_of, seconds
 
 HOP_NODES = 16
 """Operators of a hop of the ring besides the kernel: cutting, merging, packing."""
@@ -48,7 +48,7 @@ MACHINES = {
 
 def machine_of(device: torch.device) -> Machine:
     """A rank whose tensors live on ``device``; unknown accelerators count as CUDA devices."""
-    return MACHINES["cpu" if device.type == "cpu" else "cuda"]
+    return MACHINES[kind_of(device)]
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,15 @@ all-reduce algorithms for clusters of workstations").
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+DeviceKind = Literal["cpu", "cuda"]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 MIB = 1 << 20
@@ -64,9 +68,27 @@ LINKS = {
 }
 
 
+_DECIDED_FOR: ContextVar[DeviceKind | None] = ContextVar("decided_for", default=None)
+
+
+@contextlib.contextmanager
+def decided_for(kind: DeviceKind) -> Iterator[None]:
+    """Inside, what is decided by the kind of device is decided for this one, wherever the tensors lie (``plan``)."""
+    token = _DECIDED_FOR.set(kind)
+    try:
+        yield
+    finally:
+        _DECIDED_FOR.reset(token)
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """The kind of device for which to decide; unknown accelerators count as CUDA devices."""
+    return _DECIDED_FOR.get() or ("cpu" if device.type == "cpu" else "cuda")
+
+
 def link_of(device: torch.device) -> Link:
     """The link between ranks whose tensors live on ``device``; unknown accelerators count as CUDA devices."""
-    return LINKS["cpu" if device.type == "cpu" else "cuda"]
+    return LINKS[kind_of(device)]
 
 
 def wire_bytes(kind: Kind, size: int, ranks: int) -> float:

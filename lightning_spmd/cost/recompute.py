@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from lightning_spmd._private_api import OpOverload
+from lightning_spmd.cost.collectives import kind_of
 from lightning_spmd.ir.aliasing import aliased_argument, written_arguments
 from lightning_spmd.ir.node_info import TensorSpec
 
@@ -82,7 +83,7 @@ def recompute_cost(node: fx.Node, numel: Callable[[fx.Node], int]) -> int | None
 # ---------------------------------------------------------------- pieces
 def _flops_per_byte(node: fx.Node) -> int:
     spec = next(_specs(node.meta.get("val")), None)
-    return _GPU_FLOPS_PER_BYTE if spec is None else FLOPS_PER_BYTE.get(spec.device.type, _GPU_FLOPS_PER_BYTE)
+    return _GPU_FLOPS_PER_BYTE if spec is None else FLOPS_PER_BYTE.get(kind_of(spec.device), _GPU_FLOPS_PER_BYTE)
 
 
 def _itemsize(node: fx.Node) -> int:

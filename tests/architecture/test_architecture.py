@@ -27,6 +27,7 @@ LAYERS = {
     "stages": 3,
     "strategy": 4,
     "examples": 4,
+    "planning": 5,
     "report": 5,
     "": 5,  # lightning_spmd/__init__.py: the public names
     "cli": 6,

@@ -1,0 +1,273 @@
+"""``lightning-spmd plan --config RECIPE``: what a training will need and how long it will take, before it runs.
+
+The recipe is captured in this process on tensors without memory, and laid out for as many devices as are asked for; no
+device and no other process is needed. ``docs/plan.md`` says what is counted, and how far to trust it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser
+from rich.console import Console
+
+from lightning_spmd.cli.compare import Recipe
+from lightning_spmd.cli.one_line import OneLineParser
+from lightning_spmd.cli.recipe_cli import named_options, with_class_for_name
+from lightning_spmd.cost.hardware import DEVICES, LINKS, Machines
+from lightning_spmd.errors import ConfigurationError, SPMDError
+from lightning_spmd.planning.capturing import Capture, capture_iteration, without_memory
+from lightning_spmd.planning.facts import facts_of
+from lightning_spmd.planning.hardware_file import Hardware, read_hardware
+from lightning_spmd.planning.layout import Layout
+from lightning_spmd.planning.outlook import Outlook, outlook_of
+from lightning_spmd.planning.tables import print_plan
+
+DESCRIPTION = "Predict memory, communication and time of what a recipe describes, for any devices, without any."
+WIDTH = 120
+_PACKAGE = str(Path(__file__).parents[1])
+_ALONE: Mapping[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,
+    "fast_dev_run": False,
+    "profiler": None,
+}
+"""Flags of the Trainer under which the step is captured."""
+
+
+class _ModelError(ConfigurationError):
+    """The model's class raised."""
+
+
+class PlanRecipe(Recipe):
+    """A recipe whose model is made without memory."""
+
+    in_memory = False
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what ``plan`` itself takes."""
+        parser.add_argument(
+            "--devices", type=int | None, default=None, help="Devices of a node; by default the recipe's"
+        )
+        parser.add_argument("--num_nodes", type=int | None, default=None, help="Nodes; by default the recipe's")
+        parser.add_argument("--device_type", type=str, default="h100", help=f"One of {', '.join(DEVICES)}")
+        parser.add_argument("--within", type=str | None, default=None, help=f"Link in a node: {', '.join(LINKS)}")
+        parser.add_argument("--between", type=str | None, default=None, help="Link between nodes; likewise")
+        parser.add_argument("--hardware", type=str | None, default=None, help="YAML file of devices and links")
+        parser.add_argument("--json", type=str | None, default=None, help="File that receives everything as JSON")
+
+    def before_instantiate_classes(self) -> None:
+        """Make modules without memory; Lightning has its own way registered by now, which this replaces."""
+        super().before_instantiate_classes()
+        self.parser.add_instantiator(self._make_module, L.LightningModule, subclasses=True)
+
+    def _make_module(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module without memory; with it where its code looks at the values of its tensors."""
+        reason = None
+        if not self.in_memory:
+            try:
+                with without_memory():
+                    return kind(*args, **kwargs)
+            except Exception as error:
+                reason = error
+        try:
+            module = kind(*args, **kwargs)
+        except Exception as error:
+            raise _ModelError(f"model: {_in_short(error)}") from error
+        if reason is not None:
+            _say(f"the model is made with memory, for without it cannot be made: {_in_short(reason)}")
+        return module
+
+    def capture(self, layout: Layout) -> Capture:
+        """The iteration of the training, captured.
+
+        Raises:
+            SPMDError: it cannot be a graph.
+        """
+        updates = layout.options.get("bf16_updates", "plain")
+        try:
+            return capture_iteration(self._alone, layout.batches, updates)
+        except (SPMDError, MisconfigurationException):
+            raise
+        except Exception as error:
+            if (failure := _model_error(error)) is not None:
+                raise failure from error
+            reason = error
+        self.in_memory = True
+        found = capture_iteration(self._alone, layout.batches, updates)
+        _say(f"the training is set up with memory, for without it cannot be: {_in_short(reason)}")
+        return found
+
+    def _alone(self, strategy: Any) -> tuple[L.Trainer, L.LightningModule, Any]:
+        return self.build(strategy, dict(_ALONE), [])
+
+    def layout(self) -> Layout:
+        """Where the training is to run.
+
+        Raises:
+            ConfigurationError: a number is none, or the axes do not fill the ranks.
+        """
+        trainer = self.config["trainer"]
+        devices = self._count("devices", trainer["devices"])
+        nodes = self._count("num_nodes", trainer["num_nodes"])
+        layout = Layout(self.spmd_options(), devices, nodes)
+        named = trainer["strategy"]
+        if isinstance(named, str) and named != "auto" and named_options(named) is None:
+            _say(f"the recipe names strategy {named!r}; planned is strategy 'spmd' with its defaults")
+        layout.mesh()
+        return layout
+
+    def _count(self, name: str, of_recipe: Any) -> int:
+        """A number of devices or nodes; ``auto`` and lists of devices are the recipe's own machine's."""
+        given = self.config[name]
+        if given is not None:
+            if given < 1:
+                raise ConfigurationError(f"--{name} {given}: give a whole number of at least 1")
+            return given
+        if isinstance(of_recipe, list):
+            return len(of_recipe)
+        text = str(of_recipe)
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+        raise ConfigurationError(f"trainer.{name} of the recipe is {of_recipe!r}: say how many with --{name} NUMBER")
+
+    def machines(self, hardware: Hardware, layout: Layout) -> Machines:
+        """The devices and links to plan for.
+
+        Raises:
+            ConfigurationError: a name is unknown.
+        """
+        config = self.config
+        device = hardware.device(config["device_type"], "--device_type")
+        within = hardware.link(config["within"] or device.link, "--within")
+        usual = "ethernet-10" if device.kind == "cpu" else "infiniband-ndr"
+        between = hardware.link(config["between"] or usual, "--between")
+        return Machines(device, layout.devices, layout.nodes, within, between)
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        args: The arguments after ``plan``.
+
+    Raises:
+        SystemExit: With 2 where an argument or the recipe is wrong, with 1 where the training cannot be planned.
+    """
+    with _quiet():
+        recipe = _read(args)
+        try:
+            layout = recipe.layout()
+            machines = recipe.machines(read_hardware(recipe.config["hardware"]), layout)
+        except ConfigurationError as error:
+            _stop(error, 2)
+        try:
+            outlook = outlook_of(recipe.capture(layout), layout, machines)
+        except (ConfigurationError, MisconfigurationException) as error:
+            _stop(error, 2)
+        except SPMDError as error:
+            _stop(error, 1)
+        except Exception as error:  # the user's own code, which has not trained yet
+            _stop(ConfigurationError(f"{_in_short(error)}{_place(error)}"), 1)
+        _report(outlook, recipe.config)
+
+
+def _read(args: Sequence[str]) -> PlanRecipe:
+    given = [_with_underscores(argument) for argument in args]
+    return PlanRecipe(
+        args=with_class_for_name(given),
+        run=False,
+        save_config_callback=None,
+        parser_class=OneLineParser,
+        parser_kwargs={
+            "prog": "lightning-spmd plan",
+            "description": DESCRIPTION,
+            "usage": "lightning-spmd plan --config RECIPE [--devices 8] [--num-nodes 16] [--device-type h100]",
+        },
+    )
+
+
+def _with_underscores(argument: str) -> str:
+    """``--num-nodes=2`` as ``--num_nodes=2``."""
+    for name in ("num-nodes", "device-type"):
+        if argument == f"--{name}" or argument.startswith(f"--{name}="):
+            return argument.replace(name, name.replace("-", "_"), 1)
+    return argument
+
+
+def _report(outlook: Outlook, config: Any) -> None:
+    console = Console()
+    facts = facts_of(outlook)
+    print_plan(facts, console if console.is_terminal else Console(width=WIDTH))
+    if config["json"] is not None:
+        _write(config["json"], json.dumps(facts), "--json")
+
+
+def _write(name: str, text: str, option: str) -> None:
+    file = Path(name).expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:
+        _stop(ConfigurationError(f"{option} {name}: {error}"), 2)
+    _say(f"written to {file}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning's banners are about this process, not about the training that is planned."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _model_error(error: BaseException | None) -> _ModelError | None:
+    """What the model's class raised, behind what jsonargparse made of it."""
+    while error is not None and not isinstance(error, _ModelError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _place(error: BaseException) -> str:
+    """The line of the user's code that raised, if it was that."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_PACKAGE)]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _in_short(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _stop(error: BaseException, status: int) -> NoReturn:
+    _say("lightning-spmd plan: error: " + " ".join(str(error).split()))
+    raise SystemExit(status)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

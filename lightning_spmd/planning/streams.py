@@ -1,0 +1,163 @@
+"""When a rank computes and when it communicates: the graphs of an iteration, played with times instead of tensors.
+
+The host issues one operator after the other; on a GPU the device runs them in a stream behind it, on a CPU the host is
+the device. A collective begins when it is issued, its operand is there and the one before it in its group has ended; a
+wait holds the device up until it has ended. What an iteration leaves under way is waited for in the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from lightning_spmd._private_api import OpOverload
+from lightning_spmd.cost.hardware import Machines
+from lightning_spmd.ir.first import last
+from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.ir.verify import is_wait, starts_collective
+
+COMPUTE = "compute"
+"""The stream of the device; the others are named after process groups."""
+
+
+@dataclass
+class Span:
+    """Something that takes time.
+
+    Args:
+        node: what runs.
+        stream: where: ``COMPUTE``, or the name of a process group.
+        begin: seconds since the first graph began.
+        end: likewise.
+    """
+
+    node: fx.Node
+    stream: str
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.begin
+
+
+@dataclass
+class Played:
+    """One run of a graph.
+
+    Args:
+        name: of the phase.
+        begin: when it began, in seconds since the first graph began.
+        spans: what began in it.
+        carried: collectives that began in the run before and end in this one.
+        waited: seconds in which the device waited for a collective, by what started it.
+        end: when the device was done.
+        at: by position in the graph, when the device was done with the node.
+    """
+
+    name: str
+    begin: float
+    spans: list[Span] = field(default_factory=list[Span])
+    carried: list[Span] = field(default_factory=list[Span])
+    waited: dict[fx.Node, float] = field(default_factory=dict[fx.Node, float])
+    end: float = 0.0
+    at: list[float] = field(default_factory=list[float])
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.begin
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device waited for a collective."""
+        return sum(self.waited.values(), 0.0)
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which the device computes."""
+        return sum(s.seconds for s in self.spans if s.stream == COMPUTE)
+
+    @property
+    def communicating(self) -> float:
+        """Seconds of all collectives, one after the other."""
+        return sum(s.seconds for s in self.spans if s.stream != COMPUTE)
+
+
+class Player:
+    """The streams of a rank, over any number of graphs.
+
+    Args:
+        machines: what it runs on.
+    """
+
+    def __init__(self, machines: Machines) -> None:
+        self._launch = machines.device.launch
+        self._on_host = machines.device.kind == "cpu"
+        self._host = self._device = 0.0
+        self._free: dict[str, float] = {}
+        self._pending: dict[tuple[Any, ...], Span] = {}
+
+    def play(self, name: str, step: ShardedStep, seconds: Mapping[str, float]) -> Played:
+        """Run a graph.
+
+        Args:
+            name: of the phase.
+            step: the graph.
+            seconds: of every node, by name.
+        """
+        played = Played(name, self._device)
+        due: dict[fx.Node, Span] = {}
+        graph = step.graph_module.graph
+        for node, entry in zip(graph.find_nodes(op="placeholder"), step.signature.inputs, strict=True):
+            if entry.role is InputRole.PENDING and entry.key in self._pending:
+                due[node] = self._pending[entry.key]
+                played.carried.append(due[node])
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._run(node, seconds.get(node.name, 0.0), due, played)
+            played.at.append(self._device)
+        outputs: Any = last(graph.nodes, "output").args[0]
+        handed_on = step.signature.outputs_of(OutputRole.PENDING)
+        self._pending = {entry.key: due[outputs[i]] for i, entry in handed_on if outputs[i] in due}
+        # Lightning reads the loss at the end of a step at the latest, so the host does not run further ahead.
+        self._host = self._device = max(self._host, self._device)
+        played.end = self._device
+        return played
+
+    def _run(self, node: fx.Node, seconds: float, due: dict[fx.Node, Span], played: Played) -> None:
+        if isinstance(node.target, OpOverload):
+            self._host += self._launch
+        if self._on_host:
+            self._host = self._device = max(self._host, self._device)
+        ready = max(self._host, self._device)
+        if starts_collective(node):
+            group = str(node.args[-1])
+            begin = max(ready, self._free.get(group, 0.0))
+            self._free[group] = begin + seconds
+            due[node] = Span(node, group, begin, begin + seconds)
+            played.spans.append(due[node])
+        elif is_wait(node):
+            self._wait(due.get(node.all_input_nodes[0]), played)
+        elif seconds > 0:
+            self._device = ready + seconds
+            played.spans.append(Span(node, COMPUTE, ready, self._device))
+        else:  # perhaps taken out of a box in which something under way was handed on
+            known = [due[n] for n in node.all_input_nodes if n in due]
+            if known:
+                due[node] = known[0]
+
+    def _wait(self, flight: Span | None, played: Played) -> None:
+        if flight is None:
+            return
+        held = flight.end - max(self._device, self._host)
+        if held > 0:
+            played.waited[flight.node] = played.waited.get(flight.node, 0.0) + held
+            self._device = flight.end
+            if self._on_host:
+                self._host = flight.end

@@ -1,0 +1,94 @@
+"""``lightning-spmd plan`` from the recipes, and what it answers to mistakes: one line each, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_spmd.cli import main as cli
+
+from .recipe import RECIPE, tiny
+
+pytest.importorskip("jsonargparse")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process; gives its exit status, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lightning-spmd"])
+        status = 0
+        try:
+            cli.main(arguments)
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 1
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_bytes(bytes(range(32, 127)) * 40)
+    return folder
+
+
+def test_the_main_recipe_is_planned_for_1024_devices(run: Run, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    arguments = tiny(text, tmp_path / "runs", "--devices", "8", "--num-nodes=128", "--json", str(out))
+    status, printed, error = run("plan", *arguments)
+    assert status == 0, error
+    for word in ("1024 × h100", "Memory of a rank", "Collectives of an iteration", "MFU", "infiniband-ndr"):
+        assert word in printed
+    facts = json.loads(out.read_text())
+    assert facts["run"]["mesh"]["data_parallel"] == 1024
+    assert facts["run"]["global_rows"] == 2 * 1024
+    assert facts["time"]["step"] > 0
+    assert not (tmp_path / "runs").exists(), "a plan writes no logs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "0"], ["--devices 0", "at least 1"]),
+        (["--devices", "x"], ["devices: x", "a whole number"]),
+        (["--devises", "8"], ["--devises", "Did you mean --devices?"]),
+        (["--trainer.devices", "auto"], ["trainer.devices", "--devices NUMBER"]),
+        (["--device_type", "h300"], ["--device_type", "'h300'", "Did you mean 'h200'?"]),
+        (["--between", "wifi"], ["--between", "'wifi'", "infiniband-ndr"]),
+        (["--hardware", "/nowhere.yaml"], ["--hardware /nowhere.yaml"]),
+        (["--trainer.strategy.tensor_parallel_size", "2"], ["tensor_parallel_size=2", "tensor_parallel_plan"]),
+        (["--trainer.strategy.context_parallel_size", "3"], ["context_parallel_size", "1 devices"]),
+        (["--trainer.strategy.data_parallel", "zero4"], ["data_parallel takes replicate, zero2, zero3"]),
+        (["--model.widht", "4"], ["model:", "no 'widht'", "Did you mean 'width'?"]),
+        (["--model.width", "wide"], ["model.width:", "a whole number"]),
+        (["--trainer.precision", "7"], ["trainer.precision: 7", "bf16-mixed"]),
+        (["--config", "/nowhere.yaml"], ["config", "/nowhere.yaml"]),
+        (["--model.width", "15"], ["model: ValueError: GPTBytes(width=15", "heads must divide width"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_is_allowed(run: Run, arguments: list[str], words: list[str]) -> None:
+    status, _, error = run("plan", "--config", RECIPE, *arguments)
+    assert status in (1, 2), error
+    assert len(error.strip().splitlines()) == 1, error
+    for word in words:
+        assert word in error, error
+
+
+def test_a_model_of_any_size_is_planned_without_memory(run: Run, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    arguments = tiny(text, tmp_path / "runs", "--devices", "8", "--json", str(out), "--model.width", str(1 << 14))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status, _, error = run("plan", *arguments)
+    assert status == 0, error
+    assert json.loads(out.read_text())["memory"]["parameters"] > 3e9, "12 GiB of weights"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024

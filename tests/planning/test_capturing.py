@@ -1,0 +1,115 @@
+"""Capture for a plan: as in training, on parameters without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_spmd._private_api import FakeTensor
+from lightning_spmd.errors import CaptureError, ConfigurationError
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.signature import InputRole
+
+from .common import ROWS, WIDTH, Tied, captured
+
+NUMBERS = WIDTH * WIDTH + WIDTH + 1
+
+
+def _bytes(part: Any, role: InputRole) -> int:
+    """Of the inputs of a role, step counters left out."""
+    entries = [e.value for _, e in part.captured.signature.inputs_of(role)]
+    return sum(spec.bytes for spec in entries if isinstance(spec, TensorSpec) and spec.shape)
+
+
+def test_parameters_have_no_memory_and_state_is_that_of_a_later_step() -> None:
+    found = captured()
+    assert all(isinstance(p.data, FakeTensor) for p in found.module.parameters())
+    (part,) = found.parts
+    assert _bytes(part, InputRole.PARAMETER) == 4 * NUMBERS
+    assert _bytes(part, InputRole.OPTIMIZER_STATE) == 2 * 4 * NUMBERS
+
+
+def test_state_that_begins_as_the_gradient_is_an_input() -> None:
+    (part,) = captured(make=lambda: Tied(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))).parts
+    assert _bytes(part, InputRole.OPTIMIZER_STATE) == 4 * NUMBERS
+
+
+def test_the_batch_is_that_of_all_data_ranks() -> None:
+    found = captured(batches=8)
+    ((_, batch),) = found.parts[0].captured.signature.inputs_of(InputRole.BATCH)
+    assert batch.value.shape == (8 * ROWS, WIDTH)
+    assert (found.rows, found.global_rows) == (ROWS, 8 * ROWS)
+
+
+def test_what_is_shared_stays_shared_when_the_precision_converts() -> None:
+    (part,) = captured(precision="bf16-true").parts
+    assert _bytes(part, InputRole.PARAMETER) == 2 * NUMBERS
+
+
+@pytest.mark.parametrize(("pieces", "times"), [(2, [1, 1]), (5, [1, 3, 1])])
+def test_accumulated_batches_are_parts_of_one_iteration(pieces: int, times: list[int]) -> None:
+    found = captured(accumulate_grad_batches=pieces)
+    assert [part.times for part in found.parts] == times
+    assert [part.variant.apply for part in found.parts] == [False] * (len(times) - 1) + [True]
+    assert _bytes(found.parts[-1], InputRole.GRADIENT) == 4 * NUMBERS
+
+
+class Watched(Tied):
+    """Looks at gradients before the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        sum(float(p.grad.sum()) for p in self.parameters() if p.grad is not None)
+
+
+def test_hooks_that_see_gradients_split_the_iteration() -> None:
+    found = captured(make=Watched)
+    assert [(p.variant.forward, p.variant.apply) for p in found.parts] == [(True, False), (False, True)]
+    assert _bytes(found.parts[1], InputRole.OPTIMIZER_STATE) == 2 * 4 * NUMBERS
+
+
+class ByHand(Tied):
+    """Trains eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_a_training_that_runs_eagerly_cannot_be_planned() -> None:
+    with pytest.raises(ConfigurationError, match="runs eagerly"):
+        captured(make=ByHand)
+
+
+class Looks(Tied):
+    """Decides by a value."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 0 else -loss
+
+
+def test_a_step_that_is_no_graph_is_named() -> None:
+    with pytest.raises(CaptureError, match="item"):
+        captured(make=Looks)
+
+
+class Late(L.LightningModule):
+    """Makes its layers where Lightning wants large ones."""
+
+    def configure_model(self) -> None:
+        self.head = nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_layers_of_configure_model_have_no_memory() -> None:
+    found = captured(make=Late)
+    assert all(isinstance(p.data, FakeTensor) for p in found.module.parameters())
