@@ -24,6 +24,8 @@ from torch.overrides import _get_current_function_mode_stack
 # Capture computes on true values while its own modes are active (step counters); without it they would be recorded.
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_spmd._private_api.module_names import conversions_that_change_nothing
+
 # What is on every DTensor, and nobody's own.
 NAMES_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
 disable_dispatch_modes = _disable_current_modes
@@ -166,7 +168,8 @@ def module_tensors_replaced(module: nn.Module, twin: Any) -> Iterator[list[tuple
                         fqn = f"{path}.{key}" if path else key
                         tensors[key] = replacement = twin(kind, fqn, tensor)
                         slots.append((tensors, key, fqn, replacement))
-        yield slots
+        with conversions_that_change_nothing():
+            yield slots
     finally:
         for tensors, before in saved:
             tensors.clear()

@@ -28,7 +28,11 @@ STATELESS = (
     types.CodeType,
     type(NotImplemented),
 )
-WITHOUT_STATE = frozenset({"builtins", "_thread", "torch", "torch._C", "typing", "types", "functools", "operator"})
+WITHOUT_STATE = frozenset(
+    {"builtins", "_thread", "torch", "torch._C", "typing", "types", "functools", "operator", "inspect", "dataclasses",
+     "_contextvars"}
+)  # fmt: skip
+"""Where classes come from whose objects do not change: ``inspect.Signature``, ``dataclasses.Field``, tokens."""
 PLAIN_DATA = (types.SimpleNamespace, argparse.Namespace)
 CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 ITERATORS = (

@@ -36,8 +36,9 @@ from lightning_spmd.stages.capture.holders import (
 )
 from lightning_spmd.stages.capture.host_scalar import Number, scalar_of
 from lightning_spmd.stages.capture.kinds import BOOKKEEPING, TORCH_INTERNALS
+from lightning_spmd.stages.capture.module_effects import module_unchanged
 from lightning_spmd.stages.capture.same_state import is_simple
-from lightning_spmd.stages.capture.side_effects import Effect, is_of_capture, module_unchanged, undo_effects
+from lightning_spmd.stages.capture.side_effects import Effect, is_of_capture, undo_effects
 from lightning_spmd.stages.capture.sightings import EMPTY, Sightings
 from lightning_spmd.stages.capture.state_guard import StateGuard
 from lightning_spmd.stages.capture.trainer_view import TrainerView
@@ -107,9 +108,10 @@ class PythonState:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """What the step does to the module and to random numbers is undone, and an error."""
-        with module_unchanged(self.module, self.watch.codes):
+        """What the step does to modules is undone, and in ``effects`` then; a draw of Python's is an error."""
+        with module_unchanged(self.module, self.watch.codes) as found:
             yield
+        self.effects = [*found, *self.effects]
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:

@@ -102,6 +102,8 @@ class Walk(Walker):
     # ------------------------------------------------------------------ modules and optimizers
     def _module(self, value: nn.Module, path: str, place: Entry | None, facts: CodeFacts, depth: int) -> None:
         known = id(value) in self.sightings.modules
+        if "_modules" not in value.__dict__:  # the step is making it, and this is the frame of its __init__
+            return
         if known:
             holder = self.sightings.root(Attributes, value, self.sightings.modules[id(value)] or "self")
         else:

@@ -1,0 +1,51 @@
+"""``python -m tests.compatibility``: train every model of the table on one process and on two, print what came of it.
+
+Fails if one is not what was promised. Models of packages that are not installed are left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.compatibility.all_rows import all_rows
+from tests.compatibility.result import Result
+from tests.compatibility.running import results
+from tests.compatibility.table import table
+from tests.helpers.ranks import RankPool
+
+
+def main() -> int:
+    """Make the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=__doc__)
+    parser.add_argument("--only", default="", metavar="REGEX", help="models in whose name this is found")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table into this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    asked = [row for row in all_rows() if re.search(options.only, row.name)]
+    missing = sorted({row.needs for row in asked if not row.can_be_made})
+    pool, found, bad = RankPool(2), list[Result](), 0
+    try:
+        for result in results([row for row in asked if row.can_be_made], pool):
+            found.append(result)
+            faults = result.faults()
+            bad += bool(faults)
+            print(f"{'BAD' if faults else 'ok '} {result.row.name}: {'; '.join(faults)}", file=sys.stderr, flush=True)
+    finally:
+        pool.close()
+    text = table(found)
+    if options.write is None:
+        print(text)
+    else:
+        options.write.write_text(text)
+    if missing:
+        print(f"not installed: {', '.join(missing)}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""A row of the table: a LightningModule that somebody else wrote, and its data."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+STEPS, ROWS = 5, 4
+"""Optimizer steps of a run, and rows of the global batch."""
+Made = tuple[L.LightningModule, Sequence[Any]]
+"""A module and its samples."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model of the table.
+
+    Args:
+        name: by which it is asked for.
+        kind: the part of the table: of models, or of a field.
+        make: gives the module, always with the same weights, and ``STEPS * ROWS`` samples; no dropout.
+        needs: the package that it comes from, as it is imported.
+        couples: why one device's loss couples the rows of a batch; empty where it does not.
+        collate: makes a batch of samples; None: torch's.
+        fast: one of those that the default tests run.
+        flags: of the Trainer.
+        note: what else is to be said of it.
+        eager: why it runs eagerly; empty where it must not.
+    """
+
+    name: str
+    kind: str
+    make: Callable[[], Made]
+    needs: str = "transformers"
+    couples: str = ""
+    collate: Callable[[list[Any]], Any] | None = None
+    fast: bool = False
+    flags: tuple[tuple[str, Any], ...] = ()
+    note: str = ""
+    eager: str = ""
+
+    @property
+    def can_be_made(self) -> bool:
+        """Whether its package is installed."""
+        return importlib.util.find_spec(self.needs) is not None
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model in training mode, its dropout layers and what functional dropout reads at zero."""
+    for part in model.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        for name, value in list(vars(part).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return model.train()
+
+
+def generator(seed: int = 1) -> torch.Generator:
+    """Random numbers of the data."""
+    return torch.Generator().manual_seed(seed)
