@@ -37,8 +37,9 @@ class _HookedInVain(_Hooked):
     """The same in a step that cannot be a graph: hooks that the attempt left would count twice."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
         self.logger.log_metrics({"batch": batch_idx}, batch_idx)  # type: ignore[union-attr]
-        return super().training_step(batch, batch_idx)
+        return loss
 
 
 class _HookedAgain(Net):
