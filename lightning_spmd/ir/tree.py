@@ -61,15 +61,29 @@ def map_leaves(
         for field in dataclasses.fields(tree):
             if hasattr(tree, field.name):
                 value = inside(getattr(tree, field.name), f"{path}.{field.name}")
-                object.__setattr__(rebuilt, field.name, value)
+                _put(rebuilt, field.name, value)
         return rebuilt
     return function(path, tree)
+
+
+def _put(instance: Any, name: str, value: Any) -> None:
+    """Set a field without asking anybody: a class may be frozen, or check what its fields are given."""
+    own = getattr(instance, "__dict__", {})
+    if name in own:
+        own[name] = value
+    else:  # a slot
+        object.__setattr__(instance, name, value)
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, in the order of :func:`map_leaves`."""
     found: list[tuple[str, Any]] = []
-    map_leaves(lambda path, leaf: found.append((path, leaf)), tree)
+
+    def note(path: str, leaf: Any) -> Any:
+        found.append((path, leaf))
+        return leaf
+
+    map_leaves(note, tree)
     return found
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.compatibility.all_rows import all_rows
-from tests.compatibility.result import Result
+from tests.compatibility.result import keep, read
 from tests.compatibility.running import results
 from tests.compatibility.table import table
 from tests.helpers.ranks import RankPool
@@ -23,25 +23,34 @@ def main() -> int:
     """Make the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=__doc__)
     parser.add_argument("--only", default="", metavar="REGEX", help="models in whose name this is found")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="keep what was measured here; models that are there already are "
+        "not trained again, and packages may be installed in different environments",
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table into this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     asked = [row for row in all_rows() if re.search(options.only, row.name)]
     missing = sorted({row.needs for row in asked if not row.can_be_made})
-    pool, found, bad = RankPool(2), list[Result](), 0
+    known = read(options.results) if options.results is not None and options.results.exists() else {}
+    pool = RankPool(2)
     try:
-        for result in results([row for row in asked if row.can_be_made], pool):
-            found.append(result)
-            faults = result.faults()
-            bad += bool(faults)
-            print(f"{'BAD' if faults else 'ok '} {result.row.name}: {'; '.join(faults)}", file=sys.stderr, flush=True)
+        for result in results([row for row in asked if row.can_be_made and row.name not in known], pool):
+            known[result.row.name] = result
+            print(f"{result.row.name}: {'; '.join(result.faults()) or 'ok'}", file=sys.stderr, flush=True)
+            if options.results is not None:
+                keep(options.results, result)
     finally:
         pool.close()
-    text = table(found)
+    found = [known[row.name] for row in all_rows() if row.name in known]
+    bad = any(result.faults() for result in found)
     if options.write is None:
-        print(text)
+        print(table(found))
     else:
-        options.write.write_text(text)
+        options.write.write_text(table(found))
     if missing:
         print(f"not installed: {', '.join(missing)}", file=sys.stderr)
     return 1 if bad else 0

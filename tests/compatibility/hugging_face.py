@@ -287,7 +287,7 @@ def _calm(config: Any) -> Any:
 def made(model: nn.Module, sample: Sample, extra: Mapping[str, Any] | None = None) -> Made:
     """A model and its samples."""
     g = generator()
-    return HuggingFace(without_dropout(model), extra or {}), [sample(g, i) for i in range(ROWS * STEPS)]
+    return HuggingFace(without_dropout(model), extra or {}), [sample(g, i) for i in range(ROWS * STEPS)], None
 
 
 def _make(architecture: str, configuration: str, settings: Mapping[str, Any], sample: Sample) -> Made:

@@ -76,7 +76,7 @@ def train(row: Row, strategy: str | dict[str, Any], ranks: int) -> Run:
     """Train ``row`` in this process, which is one of ``ranks``."""
     run = Run()
     L.seed_everything(3, verbose=False)
-    module, samples = row.make()
+    module, samples, collate = row.make()
     with warnings.catch_warnings(record=True) as caught, _watching(run):
         warnings.simplefilter("always")
         chosen: Any = strategy if isinstance(strategy, str) else lightning_spmd.SPMDStrategy(**strategy)
@@ -86,7 +86,7 @@ def train(row: Row, strategy: str | dict[str, Any], ranks: int) -> Run:
                  **dict(row.flags)}  # fmt: skip
         trainer = L.Trainer(strategy=chosen, devices=ranks, callbacks=[_Losses(run)], **flags)
         try:
-            trainer.fit(module, _loader(row, samples, trainer))
+            trainer.fit(module, _loader(samples, collate, trainer))
         except Exception as error:
             run.error = f"{type(error).__name__}: {error}"
     run.told += [text for text in (str(w.message) for w in caught) if text.startswith("strategy='spmd'")]
@@ -96,13 +96,13 @@ def train(row: Row, strategy: str | dict[str, Any], ranks: int) -> Run:
     return run
 
 
-def _loader(row: Row, samples: Any, trainer: L.Trainer) -> DataLoader[Any]:
+def _loader(samples: Any, collate: Any, trainer: L.Trainer) -> DataLoader[Any]:
     """Batches in order; ranks take every N-th sample, so that together they have one device's batch."""
     if trainer.world_size == 1:
-        return DataLoader(samples, batch_size=ROWS, collate_fn=row.collate)
+        return DataLoader(samples, batch_size=ROWS, collate_fn=collate)
     ranks: dict[str, int] = trainer.strategy.distributed_sampler_kwargs  # type: ignore[union-attr]
     sampler = DistributedSampler(samples, **ranks, shuffle=False)
-    return DataLoader(samples, batch_size=ROWS // ranks["num_replicas"], sampler=sampler, collate_fn=row.collate)
+    return DataLoader(samples, batch_size=ROWS // ranks["num_replicas"], sampler=sampler, collate_fn=collate)
 
 
 def _note(run: Run, event: Any) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
+from tests.compatibility.all_rows import all_rows
 from tests.compatibility.measure import Run
 from tests.compatibility.rows import STEPS, Row
 
@@ -72,3 +76,24 @@ class Result:
         if not compiled and not self.row.eager:
             found.append(f"runs eagerly: {self.reason}")
         return found
+
+
+def keep(file: Path, result: Result) -> None:
+    """Add a result to a file, a line each."""
+    runs = {"eager": result.eager, "alone": result.alone}
+    entry = {name: dataclasses.asdict(run) for name, run in runs.items()}
+    ranks = [dataclasses.asdict(run) for run in result.ranks]
+    with file.open("a") as lines:
+        lines.write(json.dumps({"name": result.row.name, **entry, "ranks": ranks}) + "\n")
+
+
+def read(file: Path) -> dict[str, Result]:
+    """What :func:`keep` kept, by name; the last one of each."""
+    rows = {row.name: row for row in all_rows()}
+    found: dict[str, Result] = {}
+    for line in file.read_text().splitlines():
+        entry = json.loads(line)
+        if (row := rows.get(entry["name"])) is not None:
+            ranks = [Run(**run) for run in entry["ranks"]]
+            found[row.name] = Result(row, Run(**entry["eager"]), Run(**entry["alone"]), ranks)
+    return found

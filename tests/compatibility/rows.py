@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -13,8 +13,9 @@ from torch import nn
 
 STEPS, ROWS = 5, 4
 """Optimizer steps of a run, and rows of the global batch."""
-Made = tuple[L.LightningModule, Sequence[Any]]
-"""A module and its samples."""
+M = TypeVar("M", bound=nn.Module)
+Made = tuple[L.LightningModule, Sequence[Any], Callable[[list[Any]], Any] | None]
+"""A module, its samples, and what makes a batch of some; None: torch's."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class Row:
         make: gives the module, always with the same weights, and ``STEPS * ROWS`` samples; no dropout.
         needs: the package that it comes from, as it is imported.
         couples: why one device's loss couples the rows of a batch; empty where it does not.
-        collate: makes a batch of samples; None: torch's.
         fast: one of those that the default tests run.
         flags: of the Trainer.
         note: what else is to be said of it.
@@ -39,7 +39,6 @@ class Row:
     make: Callable[[], Made]
     needs: str = "transformers"
     couples: str = ""
-    collate: Callable[[list[Any]], Any] | None = None
     fast: bool = False
     flags: tuple[tuple[str, Any], ...] = ()
     note: str = ""
@@ -51,7 +50,7 @@ class Row:
         return importlib.util.find_spec(self.needs) is not None
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
+def without_dropout(model: M) -> M:
     """The model in training mode, its dropout layers and what functional dropout reads at zero."""
     for part in model.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):

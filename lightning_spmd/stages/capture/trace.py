@@ -155,8 +155,7 @@ class _Capture:
             automatic = None if self.by_hand is not None else request.optimizer
             trained = [] if automatic is None else self._trained_parameters(automatic)
             stack.enter_context(self.python.observed())
-            if not request.variant.backward:  # in training, what is appended would carry autograd's history
-                stack.enter_context(lists_followed(request.module, self.grown, self._appended))
+            stack.enter_context(lists_followed(request.module, self.grown, self._appended))
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
             if self.by_hand is not None:
@@ -185,7 +184,9 @@ class _Capture:
         return _IN_WORDS.get(self.recorder.section, the_step())
 
     def _appended(self, place: Place, item: Any) -> None:
-        self.logs.record(place[0], "append", OutputRole.STEP_OUTPUT, (place[1], item), {})
+        # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
+        role = OutputRole.LOGGED if self.request.variant.backward else OutputRole.STEP_OUTPUT
+        self.logs.record(place[0], "append", role, (place[1], item), {})
 
     def _twin(self, kind: str, fqn: str, tensor: Tensor) -> Tensor:
         role = InputRole.PARAMETER if kind == "parameter" else InputRole.BUFFER
