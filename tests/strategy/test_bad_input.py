@@ -68,28 +68,6 @@ class NumpyRandom(Quiet):
         return self.loss(batch) * (1.0 + float(np.random.rand()))
 
 
-class Appends(Quiet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.seen.append(loss.detach())
-        return loss
-
-
-class AppendsPrivately(Quiet):
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self._seen.append(loss.detach())
-        return loss
-
-
 class Assigns(Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -119,8 +97,6 @@ FALLS_BACK: list[tuple[type[Net], str]] = [
     (ToNumpy, r"test_bad_input\.py:\d+"),
     (PythonRandom, r"Python's `random` or NumPy.*torch\.rand"),
     (NumpyRandom, r"Python's `random` or NumPy.*torch\.rand"),
-    (Appends, r"changes self\.seen.*on_train_batch_end"),
-    (AppendsPrivately, r"changes self\._seen.*on_train_batch_end"),
     (Assigns, r"changes self\.latest.*register_buffer"),
     (Counts, r"changes self\.calls"),
     (ReturnsNone, r"returned NoneType without a loss"),

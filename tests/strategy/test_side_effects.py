@@ -73,7 +73,28 @@ class Dictionaries(_Kept):
         self.outputs = []
 
 
-@pytest.mark.parametrize("make", [Outputs, Dictionaries])
+class Privately(_Kept):
+    """A list with an underscore, of a submodule, from which a hook takes at each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first._losses: list[Any] = []  # type: ignore[misc]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.first._losses.append(loss.detach())  # type: ignore[union-attr, operator]
+        self.first._losses.extend((2 * loss, batch_idx))  # type: ignore[union-attr, operator]
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss, twice, index = self.first._losses  # type: ignore[misc]
+        assert float(loss) == float(outputs["loss"])
+        assert float(twice) == 2 * float(loss)
+        assert index == batch_idx
+        self.first._losses.clear()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("make", [Outputs, Dictionaries, Privately])
 def test_lists_are_filled_each_step(make: Callable[[], Net]) -> None:
     assert_as_eager(make)
 
