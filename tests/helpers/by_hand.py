@@ -334,13 +334,15 @@ def _rows_of(rank: int, ranks: int, count: int) -> list[int]:
     return [i for i in range(count) if i % ROWS // mine == rank]
 
 
-def fit(make: Callable[[], ByHand], strategy: Any, ranks: int = 1, batches: int = 12, **flags: Any) -> Any:
-    """Train; gives the module and its Trainer. ``ranks`` share the batches of 8 rows."""
+def fit(
+    make: Callable[[], ByHand], strategy: Any, ranks: int = 1, batches: int = 12, layers: int = 1, **flags: Any
+) -> Any:
+    """Train; gives the module and its Trainer. ``ranks`` share batches of ROWS rows, ``layers`` of them each part."""
     torch.manual_seed(7)
     module = make()
     samples = data()
-    rank = int(os.environ.get("RANK", 0)) if ranks > 1 else 0
-    loader = DataLoader(samples, batch_size=ROWS // ranks, sampler=_rows_of(rank, ranks, len(samples)))
+    rank, parts = (int(os.environ["RANK"]) // layers if ranks > 1 else 0), ranks // layers
+    loader = DataLoader(samples, batch_size=ROWS // parts, sampler=_rows_of(rank, parts, len(samples)))
     flags = {"max_epochs": 2, "limit_train_batches": batches // 2, "use_distributed_sampler": False, **flags}
     trainer = L.Trainer(strategy=strategy, devices=ranks, **QUIET, **flags)
     trainer.fit(module, loader)
@@ -357,7 +359,8 @@ def state_of(module: Any, trainer: Any) -> dict[str, Any]:
 def fit_on_ranks(name: str, options: dict[str, Any], ranks: int, **flags: Any) -> tuple[dict[str, Any], str, int]:
     """On one of several ranks: the whole state in the end, how training ran, and how many graphs that took."""
     strategy = lightning_spmd.SPMDStrategy(**options)
-    module, trainer = fit(MODULES[name], strategy, ranks, precision="64-true", **flags)
+    layers = options.get("tensor_parallel_size", 1)
+    module, trainer = fit(MODULES[name], strategy, ranks, layers=layers, precision="64-true", **flags)
     state = pytree.tree_map_only(DTensor, lambda t: t.full_tensor().detach(), state_of(module, trainer))
     return state, str(strategy.mode), strategy.captures
 

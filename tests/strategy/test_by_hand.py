@@ -10,7 +10,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_spmd import messages
-from tests.helpers.by_hand import MODULES, Alone, Gan, Joint, ZeroedFirst, assert_close, fit, fit_on_ranks, state_of
+from tests.helpers.by_hand import (
+    MODULES,
+    Alone,
+    Gan,
+    Joint,
+    SeveralSteps,
+    ZeroedFirst,
+    assert_close,
+    fit,
+    fit_on_ranks,
+    state_of,
+)
 from tests.helpers.ranks import RankPool
 
 GRAPHS = {"Penalized": 4, "Accumulated": 4, "Toggled": 4}
@@ -109,4 +120,17 @@ def test_what_is_no_graph_runs_eagerly(make: Any, monkeypatch: pytest.MonkeyPatc
     ours = fit(make, "spmd", batches=6)
     assert ours[1].strategy.mode == "eager"
     assert any(EAGER[make] in text for text in texts), texts
+    assert_bitwise(state_of(*ours), state_of(*theirs))
+
+
+class ListsOfWeights(SeveralSteps):
+    """Operators on lists name no result: a graph shows the update by its writes alone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), lr=0.01, foreach=True)
+
+
+def test_a_weight_that_was_updated_is_cast_again() -> None:
+    theirs, ours = (fit(ListsOfWeights, s, batches=6, precision="bf16-mixed") for s in ("auto", "spmd"))
+    assert ours[1].strategy.mode == "compiled"
     assert_bitwise(state_of(*ours), state_of(*theirs))

@@ -21,6 +21,7 @@ from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.messages import batch_hook, the_step
+from lightning_spmd.stages.capture.default_dtype import with_dtype
 from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
 from lightning_spmd.stages.capture.function_calls import FunctionCalls
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
@@ -280,7 +281,7 @@ class Recorder(private.TorchDispatchMode):
         key = _draw_key(func, plain_args, plain_kwargs)
         if key is not None and key in self._draws:
             return self._repeat_draw(func, self._draws[key], args, out)
-        node = self.graph.call_function(func, node_args, node_kwargs)
+        node = self.graph.call_function(func, node_args, with_dtype(func, entries, node_kwargs, out))
         node.meta["info"] = self.info()
         self._bind_outputs(node, out)
         if key is not None:

@@ -9,11 +9,13 @@ After::
     a = w.to(bfloat16); y = x @ a; z = y @ a; ...; y = x @ a
 
 The weight's gradients are cast and added as before: bitwise. torch's own cache would add them in half precision. Does
-nothing to weights that something but the update writes into, and to casts that are written or returned.
+nothing to weights that something but the update writes into, to casts with an update between them, and to casts that
+are written or returned.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable
 
 import torch
@@ -43,15 +45,27 @@ def share_weight_casts(graph: fx.Graph, weights: Collection[fx.Node]) -> None:
     writers = [(node, operand) for node in graph.nodes for operand in written_arguments(node)]
     kept_apart = {roots[o] for node, o in writers if info_of(node).section not in _UPDATE}
     kept_apart |= {roots[o] for _, o in writers} - set(weights) | (leaving_storages(graph, roots) - set(weights))
+    writes = _writes_before(graph, roots)
     known: dict[Hashable, fx.Node] = {}
     for cast in casts:
         source = cast.all_input_nodes[0]
         if roots[source] in kept_apart or cast in kept_apart:
             continue
-        first = known.setdefault((_origin(source), cast.args[1:], tuple(sorted(cast.kwargs.items()))), cast)
+        origin = (_origin(source), writes[cast])  # training_step itself may update weights, and go on with them
+        first = known.setdefault((origin, cast.args[1:], tuple(sorted(cast.kwargs.items()))), cast)
         if first is not cast:
             cast.replace_all_uses_with(first)
             graph.erase_node(cast)
+
+
+def _writes_before(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    """For every cast, how often its weight has been written."""
+    counts, found = Counter[fx.Node](), dict[fx.Node, int]()
+    for node in graph.nodes:
+        if node.target is _CAST:
+            found[node] = counts[roots[node.all_input_nodes[0]]]
+        counts.update(roots[operand] for operand in written_arguments(node))
+    return found
 
 
 def _origin(node: fx.Node) -> Hashable:

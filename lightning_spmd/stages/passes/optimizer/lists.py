@@ -31,6 +31,7 @@ _BINARY = {"add", "clamp_max", "clamp_min", "copy", "div", "maximum", "minimum",
 _TERNARY = {"addcdiv", "addcmul", "lerp"}
 _NUMBER_NAMES = ("other", "exponent", "weight", "value", "min", "max", "ord")
 _TENSOR_NAMES = ("self", "other", "exponent", "src", "end", "weight", "tensor1", "tensor2", "min", "max")
+_HALVES = (torch.bfloat16, torch.float16)
 _WITH_ONE_TENSOR = {"div", "mul"}
 """Families whose second operand may be one tensor of one element for the whole list."""
 
@@ -133,6 +134,8 @@ def list_operator(call: ListCall, one_number: bool, one_tensor: bool) -> Any | N
         one_number: whether the group shares its number, else each entry has its own.
         one_tensor: whether the second operand is the same tensor of one element for the whole group.
     """
+    if call.family == "mul" and call.in_place and call.numbers and spec_of(call.tensors[0]).dtype in _HALVES:
+        return None  # on the host torch's list operator rounds the number to the tensors' dtype first
     if call.family in _UNARY or call.family == "copy":
         overload = "default"
     elif call.numbers:
