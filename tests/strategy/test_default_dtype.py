@@ -1,4 +1,4 @@
-"""Factories without ``dtype``: the precision decides what they make, and it is around the step, not around the graph."""
+"""Factories without ``dtype``: the precision decides what they make, and it is around the step, not the graph."""
 
 from __future__ import annotations
 
