@@ -27,10 +27,12 @@ from lightning_spmd.cli.recipe_cli import named_options, with_class_for_name
 from lightning_spmd.cost.hardware import DEVICES, LINKS, Machines
 from lightning_spmd.errors import ConfigurationError, SPMDError
 from lightning_spmd.planning.capturing import Capture, capture_iteration, without_memory
+from lightning_spmd.planning.chrome_trace import trace_of
 from lightning_spmd.planning.facts import facts_of
 from lightning_spmd.planning.hardware_file import Hardware, read_hardware
 from lightning_spmd.planning.layout import Layout
 from lightning_spmd.planning.outlook import Outlook, outlook_of
+from lightning_spmd.planning.page import page_of
 from lightning_spmd.planning.tables import print_plan
 
 DESCRIPTION = "Predict memory, communication and time of what a recipe describes, for any devices, without any."
@@ -71,6 +73,8 @@ class PlanRecipe(Recipe):
         parser.add_argument("--between", type=str | None, default=None, help="Link between nodes; likewise")
         parser.add_argument("--hardware", type=str | None, default=None, help="YAML file of devices and links")
         parser.add_argument("--json", type=str | None, default=None, help="File that receives everything as JSON")
+        parser.add_argument("--html", type=str | None, default=None, help="File that receives a page with pictures")
+        parser.add_argument("--trace", type=str | None, default=None, help="File that receives a trace for Perfetto")
 
     def before_instantiate_classes(self) -> None:
         """Make modules without memory; Lightning has its own way registered by now, which this replaces."""
@@ -215,8 +219,14 @@ def _report(outlook: Outlook, config: Any) -> None:
     console = Console()
     facts = facts_of(outlook)
     print_plan(facts, console if console.is_terminal else Console(width=WIDTH))
-    if config["json"] is not None:
-        _write(config["json"], json.dumps(facts), "--json")
+    writers = {
+        "json": lambda: json.dumps(facts),
+        "html": lambda: page_of(facts),
+        "trace": lambda: json.dumps(trace_of(facts)),
+    }
+    for option, text in writers.items():
+        if config[option] is not None:
+            _write(config[option], text(), f"--{option}")
 
 
 def _write(name: str, text: str, option: str) -> None:

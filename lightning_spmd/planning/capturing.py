@@ -172,6 +172,9 @@ class _CapturingStrategy(SPMDStrategy):
     def _variants(self) -> Iterator[tuple[Variant, int]]:
         """The parts of an iteration, as ``strategy/training.py`` asks for them."""
         module = self.lightning_module
+        if module is not None and not module.automatic_optimization:
+            yield Variant.optimized_by_hand(), 1
+            return
         pieces = 1 if module is None else module.trainer.accumulate_grad_batches
         if self.mode is Mode.SPLIT:
             yield Variant(apply=False, expose_gradients=True), pieces

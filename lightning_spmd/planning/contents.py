@@ -110,8 +110,10 @@ def _kind_of(found: Liveness, storage: Storage) -> str:
     section = info_of(storage.maker).section
     end = found.order[storage.last]
     read_last = info_of(end).section
-    if storage.maker.op == "placeholder" or (storage.leaves and end.op == "output"):
-        return GRADIENTS if section is not Section.FORWARD or storage.maker.op == "placeholder" else WORKSPACE
+    if storage.maker.op == "placeholder" or section is Section.COMMUNICATION and storage.leaves:
+        return MESSAGES  # handed on from one iteration to the next
+    if storage.leaves and end.op == "output":
+        return WORKSPACE if section is Section.FORWARD else GRADIENTS
     if section is Section.FORWARD:
         return ACTIVATIONS if read_last is not Section.FORWARD else WORKSPACE
     if read_last in _UPDATE and section not in _UPDATE:

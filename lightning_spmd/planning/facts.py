@@ -8,8 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_spmd.cost.operators import work_of
-from lightning_spmd.ir.node_info import info_of
+from torch import fx
+
+from lightning_spmd.cost.operators import specs_in, work_of
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.planning.contents import KINDS, Contents
 from lightning_spmd.planning.outlook import Collective, Layer, Outlook, Phase
 from lightning_spmd.planning.streams import COMPUTE
@@ -32,6 +35,7 @@ def facts_of(outlook: Outlook) -> dict[str, Any]:
         "messages": summed(outlook.collectives()),
         "phases": [_phase(phase) for phase in outlook.phases],
         "modules": _modules(outlook),
+        "edges": _edges(outlook),
         "operators": _operators(outlook),
         "parameters": _layers(outlook.layers),
         "remarks": list(outlook.remarks),
@@ -125,7 +129,7 @@ def _phase(phase: Phase) -> dict[str, Any]:
             "stream": s.stream,
             "begin": s.begin - played.begin,
             "end": s.end - played.begin,
-            "waited": 0.0 if s.stream == COMPUTE else played.waited.get(s.node, 0.0),
+            "waited": 0.0 if s.stream == COMPUTE else played.waited(s.node),
             "name": str(s.node.target).removesuffix(".default"),
             "module": info_of(s.node).module,
             "section": str(info_of(s.node).section),
@@ -141,6 +145,10 @@ def _phase(phase: Phase) -> dict[str, Any]:
         "nodes": len(phase.step.graph_module.graph.nodes),
         "peak": phase.contents.peak,
         "spans": spans,
+        "stalls": [
+            {"begin": s.begin - played.begin, "end": s.end - played.begin, "for": info_of(s.node).module}
+            for s in played.stalls
+        ],
         "curve": _curve(phase.contents, [at - played.begin for at in played.at]),
     }
 
@@ -149,8 +157,8 @@ def _curve(contents: Contents, at: Sequence[float]) -> list[dict[str, Any]]:
     """Bytes by kind over time."""
     width = max(1, -(-len(at) // POINTS))
     points: list[dict[str, Any]] = []
-    for first in range(0, len(at), width):
-        here = max(range(first, min(first + width, len(at))), key=contents.total)
+    for begin in range(0, len(at), width):
+        here = max(range(begin, min(begin + width, len(at))), key=contents.total)
         points.append({"at": at[here], "total": contents.total(here), "bytes": contents.by_kind(here)})
     return points
 
@@ -169,6 +177,27 @@ def _modules(outlook: Outlook) -> list[dict[str, Any]]:
             entry["bytes"] += phase.times * work.bytes
             entry["nodes"] += phase.times
     return list(found.values())
+
+
+def _edges(outlook: Outlook) -> list[dict[str, Any]]:
+    """Bytes that modules hand to each other in the forward pass."""
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    phase = first([p for p in outlook.phases if p.times], "steady phase")
+    made_in: dict[fx.Node, str] = {}
+    for node in phase.step.graph_module.graph.nodes:
+        info = info_of(node)
+        if node.op != "call_function" or info.section not in (Section.FORWARD, Section.COMMUNICATION):
+            continue
+        handed = [n for n in node.all_input_nodes if n in made_in]
+        if info.section is Section.COMMUNICATION:  # what is gathered or reduced is still what its module made
+            if handed:
+                made_in[node] = made_in[handed[0]]
+            continue
+        made_in[node] = info.module
+        for operand in handed:
+            if made_in[operand] != info.module:
+                found[made_in[operand], info.module] += sum(s.bytes for s in specs_in(operand.meta.get("val")))
+    return [{"from": a, "to": b, "bytes": size} for (a, b), size in found.items()]
 
 
 def _operators(outlook: Outlook) -> list[dict[str, Any]]:

@@ -151,6 +151,10 @@ def build_layout(
         ConfigurationError: the layout does not fit the training.
         ExpansionError: an operator cannot be expressed.
     """
+    if layout.options.get("batch") == "local":
+        raise ConfigurationError(
+            "batch='local' gives each rank a graph of its own, which a plan does not know: plan batch='global'"
+        )
     strategy, mesh = layout.strategy(), layout.mesh()
     split = _split(capture, layout)
     axes = () if mesh is None else mesh.axes(split)
@@ -179,7 +183,7 @@ def _build_part(
 ) -> BuiltPart:
     options: BuildOptions = strategy.build_options
     gathered: list[str] = []
-    if not axes or not part.variant.apply:
+    if not axes or not part.variant.apply or part.variant.by_hand:  # weights change in the middle of a step
         options = dataclasses.replace(options, overlap_iterations=False)
     own = axes if part.variant.forward else tuple(_without_rows(axis) for axis in axes)
     graphs = build(part.captured, own, options, ranks.plan(part.variant), on_fallback=gathered.append)

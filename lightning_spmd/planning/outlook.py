@@ -194,7 +194,7 @@ class Outlook:
                     info = info_of(span.node)
                     yield Collective(
                         message.kind, message.size, span.stream, place.size, link, span.seconds,
-                        phase.played.waited.get(span.node, 0.0),
+                        phase.played.waited(span.node),
                         info.module, phase.name,
                     )  # fmt: skip
 

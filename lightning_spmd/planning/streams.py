@@ -55,7 +55,7 @@ class Played:
         begin: when it began, in seconds since the first graph began.
         spans: what began in it.
         carried: collectives that began in the run before and end in this one.
-        waited: seconds in which the device waited for a collective, by what started it.
+        stalls: when the device waited for a collective; their node is what started it.
         end: when the device was done.
         at: by position in the graph, when the device was done with the node.
     """
@@ -64,7 +64,7 @@ class Played:
     begin: float
     spans: list[Span] = field(default_factory=list[Span])
     carried: list[Span] = field(default_factory=list[Span])
-    waited: dict[fx.Node, float] = field(default_factory=dict[fx.Node, float])
+    stalls: list[Span] = field(default_factory=list[Span])
     end: float = 0.0
     at: list[float] = field(default_factory=list[float])
 
@@ -76,7 +76,11 @@ class Played:
     @property
     def exposed(self) -> float:
         """Seconds in which the device waited for a collective."""
-        return sum(self.waited.values(), 0.0)
+        return sum(s.seconds for s in self.stalls)
+
+    def waited(self, node: fx.Node) -> float:
+        """Seconds in which the device waited for what this node started."""
+        return sum(s.seconds for s in self.stalls if s.node is node)
 
     @property
     def computing(self) -> float:
@@ -157,7 +161,7 @@ class Player:
             return
         held = flight.end - max(self._device, self._host)
         if held > 0:
-            played.waited[flight.node] = played.waited.get(flight.node, 0.0) + held
+            played.stalls.append(Span(flight.node, COMPUTE, flight.end - held, flight.end))
             self._device = flight.end
             if self._on_host:
                 self._host = flight.end

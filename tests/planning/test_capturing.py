@@ -72,16 +72,36 @@ def test_hooks_that_see_gradients_split_the_iteration() -> None:
 
 
 class ByHand(Tied):
-    """Trains eagerly."""
+    """Two steps of the optimizer in one of training."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+def test_optimization_by_hand_is_one_part() -> None:
+    (part,) = captured(make=ByHand).parts
+    assert part.variant.by_hand
+    assert _bytes(part, InputRole.OPTIMIZER_STATE) == 2 * 4 * NUMBERS
+
+
+class Searches(Tied):
+    """Its optimizer calls the step as often as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: torch.optim.LBFGS(p))
+
 
 def test_a_training_that_runs_eagerly_cannot_be_planned() -> None:
     with pytest.raises(ConfigurationError, match="runs eagerly"):
-        captured(make=ByHand)
+        captured(make=Searches)
 
 
 class Looks(Tied):

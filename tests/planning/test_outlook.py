@@ -110,6 +110,11 @@ def test_axes_that_do_not_fill_the_ranks_are_refused() -> None:
         outlook({"context_parallel_size": 3}, 8)
 
 
+def test_batches_of_each_rank_alone_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="batch='local'"):
+        outlook({"batch": "local"}, 8)
+
+
 def test_facts_are_json() -> None:
     facts = facts_of(outlook({"data_parallel": "zero2"}, 8, 2))
     again = json.loads(json.dumps(facts))
