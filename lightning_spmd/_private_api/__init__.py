@@ -84,6 +84,12 @@ from lightning_spmd._private_api.optimization_by_hand import (
     optimization_replaced,
     step_replaced,
 )
+from lightning_spmd._private_api.symbolic_sizes import (
+    SymbolicSizes,
+    is_symbol,
+    seen_value,
+    symbols_as_numbers,
+)
 from lightning_spmd._private_api.torch_names import (
     NAMES_OF_DTENSORS,
     GraphModule,
@@ -138,6 +144,10 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "SymbolicSizes",
+    "is_symbol",
+    "seen_value",
+    "symbols_as_numbers",
     "GraphModule",
     "OpOverload",
     "SubprocessScriptLauncher",

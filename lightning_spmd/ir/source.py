@@ -18,6 +18,7 @@ from typing import Any, cast
 from torch import fx
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.sizes import Formula, Size, SizeFloat, Sizes
 
 _SIGNS = {
     "add": "{} + {}",
@@ -50,6 +51,7 @@ class _Writer:
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self._module = graph_module
+        self._numbers: dict[Sizes, dict[Formula, str]] = {}
         self._graph = graph_module.graph
         self._globals: dict[str, Any] = {}
         self._known: dict[int, str] = {}
@@ -79,7 +81,21 @@ class _Writer:
             lines.append("    " + self._statement(node))
             if node in last and node.op != "output":
                 lines[-1] += "; " + " = ".join(n.name for n in last[node]) + " = None"
+        for sizes, names in self._numbers.items():
+            ask = self._constant(sizes.now(list(names)), "sizes")
+            lines.insert(0, f"    {''.join(f'{name}, ' for name in names.values())}= {ask}()")
         return f"def step({', '.join(parameters)}):\n" + "\n".join(lines) + "\n"
+
+    def _number(self, number: Size | SizeFloat) -> str:
+        """The name of a number that follows from the sizes of the batch."""
+        names = self._numbers.setdefault(number.sizes, {})
+        if number.formula not in names:
+            name = f"size_{len(self._taken)}"
+            while name in self._taken:
+                name += "_"
+            self._taken.add(name)
+            names[number.formula] = name
+        return names[number.formula]
 
     def _last_readers(self) -> dict[fx.Node, list[fx.Node]]:
         """The values that nobody needs any more after a node."""
@@ -118,6 +134,8 @@ class _Writer:
         value: Any = argument
         if isinstance(value, fx.Node):
             return value.name
+        if isinstance(value, (Size, SizeFloat)):
+            return self._number(value)
         if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
             return repr(value)
         if type(value) is slice:

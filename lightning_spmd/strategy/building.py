@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
+from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
@@ -25,6 +26,7 @@ from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.rows_of_rank import about_tensors, lists_of_tensors
 from lightning_spmd.stages.capture.state_guard import Change
+from lightning_spmd.stages.capture.symbolic_family import NotGeneral
 from lightning_spmd.stages.capture.trainer_view import learning_rate_name
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.runtime import cuda_graphs
@@ -36,6 +38,7 @@ from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
 from lightning_spmd.strategy.memory import check_writes, has_shared_writes
+from lightning_spmd.strategy.one_for_all_sizes import generalized
 from lightning_spmd.strategy.prepared_optimizers import prepare
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
@@ -209,15 +212,16 @@ class GraphBuilder:
             None if self.state_mesh is None else self.state_mesh.wrap,
             context.scaler.tensor,
         )
-        graphs = build(
-            captured,
-            () if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
-            self._options(captured, state),
-            context.plan(captured.variant),
-            lambda stage: tell(stage, None),
-            lambda stage, step: self._dump(stage, step.graph_module, step.signature),
-            self._telling.of_fallback,
+        make = functools.partial(
+            build,
+            axes=() if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
+            options=self._options(captured, state),
+            plan=context.plan(captured.variant),
+            on_stage=lambda stage: tell(stage, None),
+            on_result=lambda stage, step: self._dump(stage, step.graph_module, step.signature),
+            on_fallback=self._telling.of_fallback,
         )
+        graphs, family, not_general = self._graphs(captured, request, split, make)
         if whole := state.whole_ones(graphs.main):
             raise ConfigurationError(
                 f"{', '.join(whole)} came into the module after the start of the run, whole, and the plan keeps each "
@@ -242,7 +246,9 @@ class GraphBuilder:
             ),
             on_repairs=self._telling.of_repairs,
             asks=self._last_lowering is as_python,
+            family=family,
         )
+        executable.not_general = not_general
         if context.mesh is not None:
             values = executable.inputs(() if request.batch is None else request.batch.tensor_values)
             check_used(values)
@@ -250,6 +256,25 @@ class GraphBuilder:
             if request.batch is not None and len(split) > 1:
                 self._warn_of_lists(request.batch, captured)
         return executable
+
+    def _graphs(
+        self,
+        captured: CapturedStep,
+        request: StepRequest,
+        split: tuple[int, ...],
+        make: Callable[[CapturedStep], IterationGraphs],
+    ) -> tuple[IterationGraphs, Family | None, str | None]:
+        """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
+        if not request.vary:
+            return make(captured), None, None
+        numbers = {path: self._numbers.places[path] for path in captured.host_values}
+        try:
+            if self._context.options.lowering != "none" or self._last_lowering is not as_python:
+                raise NotGeneral("compiled regions and CUDA graphs are made for each size")
+            found = generalized(captured, self._capture_request(request, split, numbers), request.vary, make)
+        except NotGeneral as reason:
+            return make(captured), None, str(reason)
+        return *found, None
 
     def _options(self, captured: CapturedStep, state: LiveState) -> BuildOptions:
         """How this step is built. Passes take inputs to be apart; on one device they need not be."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import warn
+from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.open_sizes import OpenSizes
 from lightning_spmd.strategy.run_context import StepRequest
 
 # A graph whose guards keep failing costs a capture a step: past this many for one shape, training goes on eagerly.
@@ -31,12 +35,14 @@ class Found:
         split: rows of the global batch by data rank; empty without a batch.
         index: a graph whose guards hold, or None.
         reason: why the newest graph of that key does not fit; None where there is none.
+        vary: sizes of the batch that a graph that is built now should leave open, with their values.
     """
 
     key: tuple[Any, ...]
     split: tuple[int, ...]
     index: int | None
     reason: str | None
+    vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
 
 
 class GraphTable:
@@ -45,10 +51,12 @@ class GraphTable:
     Args:
         trainer: the Trainer.
         gradients: those held of earlier micro-batches, by name; the live dictionary.
+        rows_vary: whether graphs may leave the rows of batches open.
     """
 
-    def __init__(self, trainer: Any, gradients: Mapping[str, Tensor]) -> None:
+    def __init__(self, trainer: Any, gradients: Mapping[str, Tensor], *, rows_vary: bool = True) -> None:
         self.executables: list[Executable] = []
+        self.open = OpenSizes(rows=rows_vary)
         self._trainer = trainer
         self._gradients = gradients
         self._indices: dict[tuple[Any, ...], list[int]] = {}
@@ -57,21 +65,52 @@ class GraphTable:
 
     def find(self, request: StepRequest, split: tuple[int, ...]) -> Found:
         """Look for a graph whose guards hold."""
-        batch = request.batch
+        batch, step = request.batch, self.step_key(request)
         shapes = None if batch is None else batch.own_key() if request.variant.own_batch else batch.cache_key()
-        key = (*self.step_key(request), shapes, split)
+        key = (*step, shapes, split)
+        index, reason = self._fitting(key, batch)
+        if index is not None or batch is None:
+            return Found(key, split, index, None if index is not None else reason)
+        for its_key in ((*step, *open_key) for open_key in self.open.keys(batch, split)):
+            index, why = self._fitting(its_key, batch)
+            if index is not None:
+                return Found(its_key, split, index, None)
+            reason = reason or why
+        return Found(key, split, None, reason)
+
+    def _fitting(self, key: tuple[Any, ...], batch: Batch | None) -> tuple[int | None, str | None]:
+        """A graph of one key whose guards hold, or why the newest one's do not."""
         tensors = [] if batch is None else batch.tensor_values
         reason: str | None = None
-        for index in reversed(self._indices.get(key, [])):
+        for index in reversed(self._indices.get(key, ())):
             executable = self.executables[index]
-            failure = executable.captured.guards.failure(
+            failure = executable.refuses(tensors) or executable.captured.guards.failure(
                 functools.partial(executable.inputs, tensors),
                 lambda: {} if batch is None else dict(zip(batch.paths, batch.values, strict=True)),
             )
             if failure is None:
-                return Found(key, split, index, None)
+                return index, None
             reason = reason or failure
-        return Found(key, split, None, reason)
+        return None, reason
+
+    def with_open_sizes(self, found: Found, request: StepRequest) -> Found:
+        """The same for a graph that is about to be built; it should leave open what varies."""
+        batch = request.batch
+        if batch is None:
+            return found
+        self.open.note(batch)
+        vary = self.open.wanted(batch, self.step_key(request))
+        if not vary:
+            return found
+        return dataclasses.replace(found, key=(*self.step_key(request), *self.open.key(batch, found.split)), vary=vary)
+
+    def closed(self, found: Found, request: StepRequest) -> tuple[Found, bool]:
+        """The same for a graph that leaves nothing open, and whether that is so for all further ones of the step."""
+        batch, step = request.batch, self.step_key(request)
+        if batch is None:
+            raise ValueError("without a batch no size is open")
+        key = (*step, batch.cache_key(), found.split)
+        return dataclasses.replace(found, key=key, vary={}), self.open.refuse(batch, step)
 
     def changes(self, found: Found) -> list[Change]:
         """All that keeps the newest graph for such a step from being used, of Python's state."""
@@ -116,7 +155,7 @@ class GraphTable:
 
     def follows_a_first_step(self, key: tuple[Any, ...]) -> bool:
         """Whether every graph under a key is that of a first step, which another one follows by design."""
-        return all(creates_state(self.executables[i].captured) for i in self._indices[key])
+        return all(creates_state(self.executables[i].captured) for i in self._indices.get(key, ()))
 
 
 def creates_state(step: CapturedStep) -> bool:

@@ -46,7 +46,7 @@ class TrainingIteration:
         self.context = context
         by_hand = context.optimizer is not None and not context.module.automatic_optimization
         self.gradients: MutableMapping[str, Tensor] = LiveGradients(context.module) if by_hand else {}
-        self.table = GraphTable(context.trainer, self.gradients)
+        self.table = GraphTable(context.trainer, self.gradients, rows_vary=context.mesh is None)
         self._arguments: dict[str, Any] = {}  # of the step that runs; graphs read them from here
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
         self._pending: Pending | None = None
@@ -234,12 +234,13 @@ class TrainingIteration:
             tell(f"strategy='spmd' builds another graph: {found.reason}")
         self.flush()
         self._builder.follow_numbers(table.changes(found), table.executables)
+        found = table.with_open_sizes(found, request) if self.context.mesh is None else found
         try:
-            executable = self._builder.build(request, found.split)
+            executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split)
         except CannotBeBuilt as error:
             self._may_go_local(request, str(error))
             self._fall_back(str(error))
-        self.rechecks.begin(table.add(found.key, executable))
+        self.rechecks.begin(table.add(self._closed(found, executable, request).key, executable))
         return executable, sum(found.split)
 
     def _elected(self, request: StepRequest, ballot: Ballot) -> Found:
@@ -268,6 +269,19 @@ class TrainingIteration:
         self.flush()  # what another iteration left is not compared here
         self.own_batches.announce(executable)
         return executable
+
+    def _closed(self, found: Found, executable: Executable, request: StepRequest) -> Found:
+        """Where a graph belongs that may leave sizes open; the user is told which."""
+        if not found.vary or request.batch is None:
+            return found
+        names = self.table.open.describe(request.batch, found.vary)
+        if executable.family is not None:
+            tell(f"strategy='spmd' builds one graph for all sizes of {names}")
+            return found
+        found, for_good = self.table.closed(found, request)
+        if for_good:
+            tell(f"strategy='spmd' builds a graph for each size of {names}: {executable.not_general}")
+        return found
 
     def _new_shared_leaves(self, request: StepRequest, split: tuple[int, ...]) -> bool:
         """Whether leaves of the batch turned out to be the same for every sample."""
@@ -333,8 +347,9 @@ class TrainingIteration:
             rows = int(found) if found.device.type == "cpu" else found  # a GPU need not be waited for
         with self.context.step_context(captured.variant.method):
             is_global = self.context.control is not None
-            results = replay(self.context.module, captured.calls, outputs, batch.values, rows, is_global=is_global)
-        return resolve(captured.returned, outputs, batch.values, results)
+            calls, returned = executable.calls_and_result()
+            results = replay(self.context.module, calls, outputs, batch.values, rows, is_global=is_global)
+        return resolve(returned, outputs, batch.values, results)
 
     def _fall_back(self, reason: str) -> NoReturn:
         if self.context.mesh is not None and self.context.plan(Variant()).needs_graphs:

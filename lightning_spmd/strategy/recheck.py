@@ -208,7 +208,7 @@ class Rechecks:
             with _silent() as printed:
                 traced = self._builder.capture(request, split)
             self._tell_about_prints(request, "".join(printed))
-            used = executable.captured
+            used = executable.captured_for(tensors)
             live = functools.partial(executable.inputs, tensors)
             if used.host_values:  # constants of the trace
                 found = difference_at_capture(used, traced, live())

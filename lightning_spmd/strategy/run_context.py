@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.steps import ShardedStep, Variant
 from lightning_spmd.parallel.mesh import Mesh
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
@@ -208,6 +209,7 @@ class StepRequest:
         arguments: the method's other arguments by name.
         clip: gradient clipping to capture; None: none.
         numbers: of Python's state, by path, that are inputs of graphs; they must be the same on all ranks.
+        vary: sizes of the batch that a graph that is built for it should leave open, with their values.
     """
 
     batch: Batch | None
@@ -215,3 +217,4 @@ class StepRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     clip: Callable[[Any], None] | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])

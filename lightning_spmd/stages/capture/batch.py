@@ -195,10 +195,14 @@ class Batch:
         """Size of every tensor's first dimension: what :meth:`cache_key` leaves out."""
         return tuple([t.shape[0] for t in self.tensor_values if t.ndim > 0])
 
-    def cache_key(self) -> tuple[Any, ...]:
-        """What must be equal for two batches of this rank to run the same graph, without the first dimensions."""
+    def cache_key(self, *, sizes: bool = True) -> tuple[Any, ...]:
+        """What must be equal for two batches of this rank to run the same graph, without the first dimensions.
+
+        Args:
+            sizes: with the other ones.
+        """
         described = tuple(
-            (self._sizes(i), t.ndim, t.dtype, t.device, t.requires_grad, _order(t))
+            (self._sizes(i) if sizes else self.is_shared(i), t.ndim, t.dtype, t.device, t.requires_grad, _order(t))
             for i, t in zip(self.tensors, self.tensor_values, strict=True)
         )
         return (structure(self.tree), tuple(self.tensors), described)

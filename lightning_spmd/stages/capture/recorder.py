@@ -25,6 +25,7 @@ from lightning_spmd.stages.capture.default_dtype import with_dtype
 from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
 from lightning_spmd.stages.capture.function_calls import FunctionCalls
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
+from lightning_spmd.stages.capture.symbolic_batch import as_argument
 from lightning_spmd.stages.capture.user_code import user_location
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ _READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an op
 
 # Aliases without effect below autograd: recording them would only cost a call a step.
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+
+_LOOKS = {getattr(aten, name).default for name in ("size", "stride", "sym_size", "sym_stride") if hasattr(aten, name)}
 
 # oneDNN's LSTM keeps what its backward needs only under grad mode: outside autograd the call cannot be repeated.
 _NOT_REPEATABLE = {getattr(aten, name).default for name in ("mkldnn_rnn_layer",) if hasattr(aten, name)}
@@ -107,7 +110,7 @@ class Recorder(private.TorchDispatchMode):
             node = self.node_of(value)
             return node if node is not None else self.lift_constant(value)
         scalar = scalar_of(value)
-        return value if scalar is None else scalar.argument()
+        return as_argument(value) if scalar is None else scalar.argument()
 
     # ------------------------------------------------------------------ numbers
     def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
@@ -204,11 +207,8 @@ class Recorder(private.TorchDispatchMode):
                 self.watch.go_on()
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func.namespace in (
-            "profiler",
-            "prim",
-        ):  # record_function of optimizers; reads of a tensor's device or layout
-            return func(*args, **kwargs)
+        if func.namespace in ("profiler", "prim") or func in _LOOKS:
+            return func(*args, **kwargs)  # record_function of optimizers; reads of a tensor's device, layout, sizes
         if func in _ALIASES:
             node = self.node_of(args[0])
             if node is not None:

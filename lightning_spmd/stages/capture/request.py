@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.bf16_updates import Updates
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.side_effects import Effect
+from lightning_spmd.stages.capture.symbolic_batch import OtherSizes
 
 
 @dataclass
@@ -40,6 +43,7 @@ class CaptureRequest:
         device: where training is.
         bf16_updates: how weights of bfloat16 are updated.
         came_late: says what came since the run began and keeps the step from being this graph, or None.
+        sizes: with which sizes the batch is seen, if not its own.
     """
 
     module: Any
@@ -59,6 +63,21 @@ class CaptureRequest:
     device: torch.device = torch.device("cpu")
     bf16_updates: Updates = "plain"
     came_late: Callable[[], str | None] = lambda: None
+    sizes: OtherSizes | None = None
+
+    def fake_mode(self) -> Any:
+        """What makes the tensors of one trace."""
+        return private.FakeTensorMode(allow_non_fake_inputs=True) if self.sizes is None else self.sizes.begin()
+
+    def seen_as(self, position: int, spec: TensorSpec) -> TensorSpec:
+        """A tensor leaf of the batch as the step sees it."""
+        return spec if self.sizes is None else self.sizes.spec(position, spec)
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """What is entered while tracing."""
+        with self.tracing_context(), contextlib.nullcontext() if self.sizes is None else self.sizes.active():
+            yield
 
 
 @dataclass(frozen=True)

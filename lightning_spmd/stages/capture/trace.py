@@ -93,7 +93,7 @@ class _Capture:
         self.request = request
         self.looks = looks
         self.grown = grown
-        self.fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode = request.fake_mode()
         self.recorder = Recorder(self.fake_mode)
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = Outputs(self.recorder)
@@ -150,7 +150,7 @@ class _Capture:
             stack.enter_context(modules_followed(request.module, self.recorder))
             stack.enter_context(math_follows_scalars(self.recorder))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(request.tracing_context())
+            stack.enter_context(request.surroundings())
             batch = self._fake_batch()
             automatic = None if self.by_hand is not None else request.optimizer
             trained = [] if automatic is None else self._trained_parameters(automatic)
@@ -201,7 +201,7 @@ class _Capture:
         for position, index in enumerate(batch.tensors):
             live = batch.values[index]
             shared = batch.is_shared(index)
-            spec = global_spec(live, None if shared else self.request.rows)
+            spec = self.request.seen_as(position, global_spec(live, None if shared else self.request.rows))
             role = InputRole.SHARED_BATCH if shared else InputRole.BATCH
             fake = self.inputs.fresh_tensor(spec, role, (position,), f"batch{batch.paths[index]}")
             fakes[index] = fake.requires_grad_(live.requires_grad)

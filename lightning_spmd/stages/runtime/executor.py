@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.signature import OutputRole
-from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
+from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, RecordedCall, ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
@@ -95,6 +96,10 @@ class Executable:
         lower: makes callables of the final graphs.
         on_repairs: told of the nodes whose results are copied into another layout from now on.
         asks: whether graphs of several ranks can ask a question once they have begun.
+        family: the captured steps for all sizes that the graphs do for; None where they do for those of one batch.
+
+    Attributes:
+        not_general: why it was tried in vain to make graphs for more sizes than those of one batch.
     """
 
     def __init__(
@@ -108,8 +113,11 @@ class Executable:
         on_repairs: Callable[[Sequence[fx.Node]], None] = lambda _nodes: None,
         *,
         asks: bool = True,
+        family: Family | None = None,
     ) -> None:
         self.captured = captured
+        self.family = family
+        self.not_general: str | None = None
         self.graphs = graphs
         self.state = state
         self._finish = finish
@@ -130,6 +138,22 @@ class Executable:
     def inputs(self, batch: Sequence[Tensor]) -> list[Any]:
         """The inputs of the captured graph for this batch (tensor leaves, in order)."""
         return self._main.inputs(batch)
+
+    def refuses(self, batch: Sequence[Tensor]) -> str | None:
+        """Why a batch has sizes that the graphs do not do for, or None."""
+        if self.family is None or self.family.sizes.hold(values := self.family.sizes.of(batch)):
+            return None
+        return f"batches with sizes {values} are treated otherwise ({self.family.sizes.condition})"
+
+    def captured_for(self, batch: Sequence[Tensor]) -> CapturedStep:
+        """The captured step of a batch for which the graphs do."""
+        return self.captured if self.family is None else self.family.at(self.family.sizes.of(batch))
+
+    def calls_and_result(self) -> tuple[Sequence[RecordedCall], Any]:
+        """The recorded calls and what the step method returned, with the numbers of the last run's batch."""
+        if self.family is None:
+            return self.captured.calls, self.captured.returned
+        return self.family.calls_and_result()
 
     def can_follow(self, pending: Pending) -> bool:
         """Whether a run may take over what another iteration left."""
@@ -164,6 +188,8 @@ class Executable:
             the outputs of the captured graph, and what this iteration leaves undone.
         """
         self._question = question
+        if self.family is not None:
+            self.family.sizes.begin(batch)
         if not self._checked:
             return self._first_run(batch), None
         if self._finish is not None:

@@ -18,12 +18,18 @@ from lightning_spmd.ir.layout import has_layout, in_layout
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.same_step import REPAIR
 from lightning_spmd.ir.signature import GraphInput, Signature
+from lightning_spmd.ir.sizes import SizedInterpreter, in_this_step
+from lightning_spmd.ir.unify import UNCHECKED
 
 _aten = torch.ops.aten
 
 
-class LayoutCheck(fx.Interpreter):
-    """Runs a graph node by node and notes the fresh values whose layout is not the expected one."""
+class LayoutCheck(SizedInterpreter):
+    """Runs a graph node by node and notes the fresh values whose layout is not the expected one.
+
+    Args:
+        graph_module: the graph.
+    """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
@@ -36,8 +42,14 @@ class LayoutCheck(fx.Interpreter):
         self._written.update(self._roots[o] for o in written_arguments(n))  # also by a kernel that then fails
         value = super().run_node(n)
         spec = n.meta.get("val")
-        if n.op != "call_function" or not isinstance(value, Tensor) or not isinstance(spec, TensorSpec):
+        if (
+            n.op != "call_function"
+            or not isinstance(value, Tensor)
+            or not isinstance(spec, TensorSpec)
+            or UNCHECKED in n.meta
+        ):
             return value
+        spec = in_this_step(spec)
         if self._roots[n] is not n or value.shape != spec.shape or has_layout(value, spec):
             return value  # of another shape is what a kernel keeps for its backward (cuDNN's reserve): nobody else's
         self.repairs.append(n)

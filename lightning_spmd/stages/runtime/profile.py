@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.sizes import SizedInterpreter
 from lightning_spmd.ir.verify import is_wait, starts_collective
 
 RUNS = 2
@@ -59,7 +60,7 @@ def clock_of(graph: fx.Graph) -> HostClock | DeviceClock:
     return DeviceClock() if on_device else HostClock()
 
 
-class Profile(fx.Interpreter):
+class Profile(SizedInterpreter):
     """Runs a graph and keeps the shortest time of every node over its runs.
 
     Args:

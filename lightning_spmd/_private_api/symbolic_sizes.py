@@ -1,0 +1,120 @@
+"""Underscore names and internals of torch's symbolic sizes (``torch.fx.experimental``)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import PythonPrinter
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_SYMBOLS = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
+
+
+class _Watched(ShapeEnv):
+    """A ShapeEnv that remembers where a symbol was taken for the number that it is in this trace."""
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__(duck_shape=False)
+        self.where = where
+        self.fixed_at: dict[Any, str] = {}
+
+    def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
+        if tgt.is_number:
+            self.fixed_at.setdefault(a, self.where())
+        super()._set_replacement(a, tgt, msg)
+
+
+class SymbolicSizes:
+    """Symbols for sizes, and what a trace made of them.
+
+    Args:
+        where: gives the user's line that runs now.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self.env = _Watched(where)
+        self._made: list[torch.SymInt] = []
+        self._symbols: list[Any] = []
+
+    def symbol(self, value: int) -> torch.SymInt:
+        """The next symbol, of a size that has this value now (2 at least)."""
+        source = ConstantSource(f"size{len(self._made)}")
+        symbol = self.env.create_symbol(value, source, DimDynamic.DYNAMIC)
+        made: Any = self.env.create_symintnode(symbol, hint=value, source=source)
+        self._made.append(made)
+        self._symbols.append(symbol)
+        return made
+
+    def conditions(self) -> str:
+        """For which sizes everything decided so far is decided alike: Python, of ``s0``, ``s1``, ... in their order."""
+        code = self.env.produce_guards_expression(self._made) or "True"
+        for i in range(len(self._made)):
+            code = code.replace(f"L['t{i}']", f"s{i}")
+        return code
+
+    def fixed(self) -> dict[int, str]:
+        """The symbols whose very number was wanted, each with the line that did."""
+        return {i: self.env.fixed_at[s] for i, s in enumerate(self._symbols) if s in self.env.fixed_at}
+
+    def code(self, value: Any) -> str | None:
+        """A number that follows from symbols as Python of ``s0``, ``s1``, ...; None for a constant.
+
+        Raises:
+            ValueError: its roundings may come in another order than they did in the program.
+        """
+        formula = self.env.simplify(value.node.expr)
+        if formula.is_number:
+            return None
+        for part in sympy.preorder_traversal(formula):
+            rounds = isinstance(part, (sympy.Add, sympy.Mul)) and not part.is_integer and len(part.args) > 2
+            if rounds or (isinstance(part, sympy.Pow) and not part.exp.is_Integer):
+                raise ValueError(str(formula))
+        names = {symbol: sympy.Symbol(f"s{i}", integer=True, positive=True) for i, symbol in enumerate(self._symbols)}
+        return PythonPrinter().doprint(formula.xreplace(names))
+
+
+def is_symbol(value: Any) -> bool:
+    """Whether a number of a program is one that follows from symbols of a :class:`SymbolicSizes`."""
+    return type(value) in _SYMBOLS and type(value.node) is SymNode
+
+
+def seen_value(value: Any) -> Any:
+    """What such a number is in this trace."""
+    return value.node.require_hint() if hasattr(value.node, "require_hint") else value.node.hint
+
+
+@contextlib.contextmanager
+def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
+    """While tracing: ``math.sqrt`` follows symbols, and whoever writes one as text wants its very number.
+
+    Args:
+        by_python: torch's implementations in Python go first: some of those in C++ take plain integers alone.
+    """
+    root, text, level = math.sqrt, SymNode._graph_repr, _LOG.level
+
+    def follow(x: Any) -> Any:
+        return torch.sym_sqrt(x) if is_symbol(x) else root(x)
+
+    def number(node: Any) -> str:
+        if node.is_int():
+            return str(node.guard_int("", 0))
+        return str(node.guard_float("", 0) if node.is_float() else node.guard_bool("", 0))
+
+    math.sqrt, SymNode._graph_repr = follow, number  # pyright: ignore[reportAttributeAccessIssue]
+    _LOG.setLevel(logging.CRITICAL)  # what cannot be done is told once, in the user's words
+    try:
+        with enable_python_dispatcher() if by_python else contextlib.nullcontext():
+            yield
+    finally:
+        math.sqrt, SymNode._graph_repr = root, text
+        _LOG.setLevel(level)

@@ -1,0 +1,130 @@
+# pyright: basic
+# (this module walks arguments of any type; every access follows a check that pyright cannot see)
+"""A captured step for batches of many sizes, and the step of any of them without a look at the user's code."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.signature import Signature
+from lightning_spmd.ir.sizes import Formula, Size, SizeFloat, Sizes, in_this_step, mapped, plain, sized
+from lightning_spmd.ir.steps import CapturedStep, RecordedCall
+from lightning_spmd.ir.tree import leaves, map_leaves
+
+
+@dataclass(frozen=True)
+class Family:
+    """The captured steps of batches that differ in size.
+
+    Args:
+        step: the one that was traced; numbers that follow from sizes have formulas.
+        sizes: what is open.
+        seen: the sizes in that trace.
+        places: the open sizes themselves: those that are independent of the others as themselves, the rest as formulas
+            of these, or as a number where the step wants this very one.
+        fixed: where in the user's code such a number is wanted, by the position of the size.
+    """
+
+    step: CapturedStep
+    sizes: Sizes
+    seen: tuple[int, ...]
+    places: tuple[Formula | int, ...]
+    fixed: dict[int, str]
+
+    def at(self, values: Sequence[int], *, marked: bool = False) -> CapturedStep:
+        """The captured step of a batch of these sizes.
+
+        Args:
+            values: sizes for which ``sizes`` holds.
+            marked: numbers in arguments keep their formulas.
+        """
+
+        def number(value: Size | SizeFloat) -> Any:
+            now = self.sizes.evaluate(value.formula, values)
+            return sized(now, value.formula, self.sizes) if marked else now
+
+        return rebuilt(self.step, lambda value: mapped(number, value), marked=marked)
+
+    def calls_and_result(self) -> tuple[list[RecordedCall], Any]:
+        """Recorded calls, and what the step method returned, with the numbers of the step that runs."""
+        if not self._numbers_leave:
+            return self.step.calls, self.step.returned
+        calls = [_changed(in_this_step, call) for call in self.step.calls]
+        return calls, _tree(in_this_step, self.step.returned)
+
+    @functools.cached_property
+    def _numbers_leave(self) -> bool:
+        trees = [self.step.returned, *((call.args, call.kwargs) for call in self.step.calls)]
+        return any(isinstance(leaf, (Size, SizeFloat)) for tree in trees for _, leaf in leaves(tree))
+
+    def formulas(self) -> list[Formula]:
+        """Every formula in the step."""
+        found: dict[Formula, None] = {}
+
+        def note(value: Any) -> Any:
+            mapped(lambda number: found.setdefault(number.formula), value)
+            return value
+
+        rebuilt(self.step, note)
+        return list(found)
+
+
+def rebuilt(step: CapturedStep, change: Callable[[Any], Any], *, marked: bool = False) -> CapturedStep:
+    """A copy of a step with other numbers.
+
+    Args:
+        step: the step.
+        change: gives the number in place of a number, and anything else as it is.
+        marked: what ``change`` gives has formulas; those in specs are left out.
+    """
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            shape, stride = tuple(map(final, value.shape)), tuple(map(final, value.stride))
+            return TensorSpec(shape, stride, value.dtype, value.device)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(spec, value))
+        return final(value)
+
+    def final(value: Any) -> Any:
+        return plain(change(value)) if marked else change(value)
+
+    def argument(value: Any) -> Any:
+        return map_aggregate(value, change)
+
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    result: Any = graph.graph_copy(step.graph_module.graph, made)
+    for node in graph.nodes:
+        node.args, node.kwargs = argument(node.args), argument(node.kwargs)
+        node.meta["val"] = spec(node.meta.get("val"))
+    graph.output(argument(result)).meta["val"] = None
+    inputs = tuple(dataclasses.replace(entry, value=spec(entry.value)) for entry in step.signature.inputs)
+    outputs = tuple(dataclasses.replace(entry, value=spec(entry.value)) for entry in step.signature.outputs)
+    calls = [
+        dataclasses.replace(call, args=_tree(change, call.args), kwargs=_tree(change, call.kwargs))
+        for call in step.calls
+    ]
+    return dataclasses.replace(
+        step,
+        graph_module=private.GraphModule(step.graph_module, graph),
+        signature=Signature(inputs, outputs),
+        calls=calls,
+        returned=_tree(change, step.returned),
+    )
+
+
+def _changed(change: Callable[[Any], Any], call: RecordedCall) -> RecordedCall:
+    return dataclasses.replace(call, args=_tree(change, call.args), kwargs=_tree(change, call.kwargs))
+
+
+def _tree(change: Callable[[Any], Any], tree: Any) -> Any:
+    return map_leaves(lambda _, leaf: change(leaf), tree)

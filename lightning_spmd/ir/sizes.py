@@ -1,0 +1,196 @@
+# pyright: basic
+# (this module walks arguments of any type; every access follows a check that pyright cannot see)
+"""One graph for batches of many sizes: its numbers that are formulas of these sizes, and their values in a step.
+
+Such a number stands in the arguments of nodes as a :class:`Size`: an integer like any other, with the value that it has
+for the sizes with which the graph was made, and a formula. What runs a graph asks for the values of the step
+(``Sizes.now``); everybody else sees integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from lightning_spmd.ir.node_info import TensorSpec
+
+Dimension = tuple[int, int]
+"""A tensor leaf of the batch by its position among them, and a dimension of it."""
+_REMEMBERED = 1024
+"""Sizes of batches whose numbers are kept: a few hundred bytes each."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A number that follows from the sizes of a batch.
+
+    Args:
+        code: Python of ``s0``, ``s1``, ..., the sizes in the order of ``Sizes.places``.
+        factor: what it is multiplied with, as a fraction; the result is whole.
+    """
+
+    code: str
+    factor: tuple[int, int] = (1, 1)
+
+    def __str__(self) -> str:
+        above, below = self.factor
+        if self.factor == (1, 1):
+            return self.code
+        return f"({self.code}) * {above} // {below}"
+
+
+class Size(int):
+    """An integer of a graph that follows from the sizes of the batch.
+
+    Args:
+        value: for the sizes with which the graph was made.
+        formula: in any step.
+        sizes: of which batches.
+    """
+
+    formula: Formula
+    sizes: Sizes
+
+    def __new__(cls, value: int, formula: Formula, sizes: Sizes) -> Size:
+        """The integer."""
+        made = super().__new__(cls, value)
+        made.formula, made.sizes = formula, sizes
+        return made
+
+
+class SizeFloat(float):
+    """A float of a graph that follows from the sizes of the batch; arguments as those of :class:`Size`."""
+
+    formula: Formula
+    sizes: Sizes
+
+    def __new__(cls, value: float, formula: Formula, sizes: Sizes) -> SizeFloat:
+        """The float."""
+        made = super().__new__(cls, value)
+        made.formula, made.sizes = formula, sizes
+        return made
+
+
+def sized(value: int | float, formula: Formula, sizes: Sizes) -> Size | SizeFloat:
+    """A number with its formula."""
+    return Size(value, formula, sizes) if isinstance(value, int) else SizeFloat(value, formula, sizes)
+
+
+def plain(value: Any) -> Any:
+    """A number without its formula."""
+    return int(value) if isinstance(value, Size) else float(value) if isinstance(value, SizeFloat) else value
+
+
+class Sizes:
+    """The sizes of a batch that one graph leaves open.
+
+    Args:
+        places: where they are.
+        condition: Python of ``s0``, ``s1``, ...: whether the graph is right for these sizes.
+    """
+
+    def __init__(self, places: Sequence[Dimension], condition: str) -> None:
+        self.places = tuple(places)
+        self.condition = condition
+        self._names = ", ".join(f"s{i}" for i in range(len(self.places)))
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._known: OrderedDict[tuple[int, ...], bool] = OrderedDict()
+        self._values: tuple[int, ...] = ()
+
+    def of(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """The open sizes of a batch, given its tensor leaves."""
+        return tuple([tensors[position].shape[dim] for position, dim in self.places])
+
+    def hold(self, values: tuple[int, ...]) -> bool:
+        """Whether the graph is right for batches of these sizes."""
+        known = self._known.get(values)
+        if known is None:
+            known = self._known[values] = bool(self._function(self.condition)(*values))
+            _bounded(self._known)
+        return known
+
+    def restrict(self, samples: Sequence[tuple[int, ...]]) -> None:
+        """From now on the graph is right only for sizes between the least and the greatest of some batches'."""
+        bounds = [f"{min(column)} <= s{i} <= {max(column)}" for i, column in enumerate(zip(*samples, strict=True))]
+        self.condition = " and ".join([f"({self.condition})", *bounds])
+        self._known.clear()
+
+    def evaluate(self, formula: Formula, values: Sequence[int]) -> Any:
+        """A number for these sizes."""
+        return self._function(str(formula))(*values)
+
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """A step with this batch begins."""
+        self._values = self.of(tensors)
+
+    def now(self, formulas: Sequence[Formula]) -> Callable[[], tuple[Any, ...]]:
+        """A function that gives the numbers of the step that runs."""
+        compute = self._function(f"({''.join(f'{formula}, ' for formula in formulas)})")
+        known: OrderedDict[tuple[int, ...], tuple[Any, ...]] = OrderedDict()
+
+        def numbers() -> tuple[Any, ...]:
+            found = known.get(self._values)
+            if found is None:
+                found = known[self._values] = compute(*self._values)
+                _bounded(known)
+            return found
+
+        return numbers
+
+    def number(self, formula: Formula) -> Any:
+        """A number of the step that runs."""
+        return self.evaluate(formula, self._values)
+
+    def _function(self, code: str) -> Callable[..., Any]:
+        if code not in self._functions:
+            self._functions[code] = eval(f"lambda {self._names}: {code}", {"math": math, "torch": torch})
+        return self._functions[code]
+
+
+def _bounded(kept: OrderedDict[Any, Any]) -> None:
+    if len(kept) > _REMEMBERED:
+        kept.popitem(last=False)
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Nested arguments with ``function`` of each number that has a formula."""
+    if isinstance(value, (Size, SizeFloat)):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        entries = cast(Sequence[Any], value)
+        if not any(_may_hold(entry) for entry in entries):
+            return value
+        new = [mapped(function, entry) for entry in entries]
+        return type(value)(*new) if hasattr(value, "_fields") else new if isinstance(value, list) else tuple(new)
+    if isinstance(value, dict):
+        return {key: mapped(function, entry) for key, entry in cast(dict[Any, Any], value).items()}
+    if isinstance(value, slice):
+        return slice(*(mapped(function, entry) for entry in (value.start, value.stop, value.step)))
+    if isinstance(value, TensorSpec):
+        shape, stride = mapped(function, value.shape), mapped(function, value.stride)
+        return TensorSpec(shape, stride, value.dtype, value.device)
+    return value
+
+
+def _may_hold(value: object) -> bool:
+    return isinstance(value, (Size, SizeFloat, list, tuple, dict, slice, TensorSpec))
+
+
+def in_this_step(value: Any) -> Any:
+    """A nested argument or a spec with the numbers of the step that runs."""
+    return mapped(lambda number: number.sizes.number(number.formula), value)
+
+
+class SizedInterpreter(fx.Interpreter):
+    """Runs a graph node by node, with the numbers of the step that runs."""
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """The arguments of a node."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return in_this_step(args), in_this_step(kwargs)

@@ -1,0 +1,217 @@
+"""One graph for batches of many sizes: few captures, eager's bits, every decision on a size as Python takes it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_spmd  # noqa: F401 - registers the strategy
+from lightning_spmd import messages
+from tests.helpers.modules import Block
+from tests.helpers.training import QUIET
+
+VOCABULARY, WIDTH, LONGEST = 32, 8, 160
+LENGTHS = (37, 52, 41, 33, 64, 17, 90, 3, 128, 2, 65, 16)
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Batches of the given sizes, ``(rows, length)``."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {"tokens": torch.randint(0, VOCABULARY, self.sizes[index], generator=generator)}
+
+
+class Model(L.LightningModule):
+    """An embedding, a body that subclasses choose, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.positions = nn.Parameter(0.1 * torch.randn(LONGEST, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens = batch["tokens"]
+        loss = F.cross_entropy(self.head(self.body(self.table(tokens))).flatten(0, 1), tokens.flatten())
+        self.log("loss_of_step", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Transformer(Model):
+    """Causal attention with positions and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH, 2, 0.1)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.block(x + self.positions[: x.shape[1]])
+
+
+class Arithmetic(Model):
+    """Sizes in masks, views, divisors and powers, as numbers and as floats; and logged."""
+
+    def body(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        scores = x @ x.transpose(1, 2) / math.sqrt(length)
+        mask = torch.tril(torch.ones(length, length, device=x.device))
+        weights = scores.masked_fill(mask == 0, -math.inf).softmax(-1)
+        y = self.linear((weights @ x).reshape(rows * length, -1)) / length + 1.0 / length + (length / 3.0) * 0.01
+        return y.view(rows, length, width) * length**-0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        length = batch["tokens"].shape[1]
+        self.log("length", length)
+        self.log("half", length / 2)
+        return {"loss": super().training_step(batch, batch_idx), "length": length}
+
+
+class Threshold(Model):
+    """Long sequences count more."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return 3 * loss if batch["tokens"].shape[1] > 64 else loss
+
+
+class Convolution(Model):
+    """Lengths that are floors, and statistics over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, stride=2, padding=1), nn.BatchNorm1d(WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens = batch["tokens"]
+        x = F.relu(self.norm(self.convolution(self.table(tokens).transpose(1, 2))))
+        return F.cross_entropy(self.head(x.mean(-1)), tokens[:, 0])
+
+
+class Loop(Model):
+    """A loop over positions: another program for each length."""
+
+    def body(self, x: Tensor) -> Tensor:
+        state, states = torch.zeros_like(x[:, 0]), list[Tensor]()
+        for position in range(x.shape[1]):
+            state = torch.tanh(self.linear(state) + x[:, position])
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class Asks(Model):
+    """Asks of what type a size is: a symbol is no integer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        length: Any = batch["tokens"].shape[1]
+        return 3 * loss if isinstance(length, int) and length > 64 else loss
+
+
+class Writes(Model):
+    """Looks a size up by its text."""
+
+    def body(self, x: Tensor) -> Tensor:
+        table = {str(length): float(length) for length in range(LONGEST)}
+        return self.linear(x) * table[f"{x.shape[1]}"]
+
+
+class Record(L.Callback):
+    """What a run shows at each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, _: Any, outputs: Any, *__: Any) -> None:
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.seen.append((float(outputs["loss"]), outputs.get("length"), logged))
+
+
+def run(kind: type[Model], strategy: str, sizes: Sequence[tuple[int, int]]) -> tuple[Any, L.Trainer]:
+    torch.manual_seed(0)
+    model, record = kind(), Record()
+    trainer = L.Trainer(max_epochs=1, strategy=strategy, devices=1, callbacks=[record], **QUIET)
+    trainer.fit(model, DataLoader(Tokens(sizes), batch_size=None))
+    return (record.seen, [p.detach().clone() for p in model.parameters()]), trainer
+
+
+@functools.cache
+def eager(kind: type[Model], sizes: tuple[tuple[int, int], ...]) -> Any:
+    return run(kind, "auto", sizes)[0]
+
+
+def compare(kind: type[Model], sizes: Sequence[tuple[int, int]]) -> int:
+    """Train both ways; the number of graphs that were built."""
+    (seen, weights), trainer = run(kind, "spmd", sizes)
+    its_seen, its_weights = eager(kind, tuple(sizes))
+    assert seen == its_seen
+    assert all(torch.equal(a, b) for a, b in zip(weights, its_weights, strict=True))
+    training = trainer.strategy._training  # type: ignore[attr-defined]
+    assert training.mode == "compiled"
+    return training.iteration.captures
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    texts: list[str] = []
+    monkeypatch.setattr(messages, "rank_zero_info", texts.append)
+    return texts
+
+
+def test_a_hundred_lengths_take_two_graphs(told: list[str]) -> None:
+    lengths = random.Random(0).sample(range(2, LONGEST), 100)
+    assert compare(Transformer, [(4, n) for n in lengths]) == 2
+    (text,) = [t for t in told if "sizes" in t]
+    assert f"one graph for all sizes of batch['tokens'] dim 1 ({lengths[0]}, {lengths[1]}, ...)" in text
+
+
+def test_rows_and_lengths_vary_together() -> None:
+    sizes = [(4, 37), (4, 52), (3, 41), (7, 33), (2, 64), (5, 17), (3, 90), (8, 8), (6, 128)]
+    assert compare(Arithmetic, sizes) <= 3
+
+
+@pytest.mark.parametrize(("kind", "graphs"), [(Arithmetic, 2), (Threshold, 3), (Convolution, 3)])
+def test_what_follows_from_sizes(kind: type[Model], graphs: int) -> None:
+    assert compare(kind, [(4, n) for n in LENGTHS]) <= graphs
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Loop, "its very size is wanted at "),
+        (Asks, "the step does something else when sizes are symbols"),
+        (Writes, "its very size is wanted at "),
+    ],
+)
+def test_a_step_that_wants_the_very_size_has_a_graph_for_each(kind: type[Model], reason: str, told: list[str]) -> None:
+    lengths = (5, 7, 70, 6)
+    assert compare(kind, [(4, n) for n in lengths]) == len(lengths)
+    (text,) = [t for t in told if "for each size of batch['tokens'] dim 1" in t]
+    assert reason in text
+    assert kind is Asks or "test_varying_sizes.py:" in text
+
+
+def test_one_row_is_a_size_of_its_own() -> None:
+    assert compare(Model, [(4, 8), (4, 9), (4, 1), (4, 7), (4, 1)]) == 3
