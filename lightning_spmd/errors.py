@@ -65,6 +65,10 @@ class ExpansionError(SPMDError):
     """A captured graph could not be turned into each rank's graph. The message names the operator and its module."""
 
 
+class CannotShowError(SPMDError):
+    """Gradients cannot be shown to hooks in the middle of an iteration's graph; two graphs take its place."""
+
+
 class VerificationError(SPMDError):
     """A graph broke an invariant of its stage: a defect of lightning_spmd, please report it with the message."""
 

@@ -55,6 +55,7 @@ class OutputRole(enum.StrEnum):
     OPTIMIZER_STATE = "optimizer_state"
     HYPER_PARAMETER = "hyper_parameter"
     GRADIENT = "gradient"
+    SHOWN_GRADIENT = "shown_gradient"  # what p.grad is between backward and update; made where a hook looks at it
     FOUND_INF = "found_inf"  # other than 0: the step was skipped
     PENDING = "pending"
 

@@ -33,6 +33,11 @@ _SIGNS = {
 _programs = itertools.count()
 
 
+def pause(*values: Any) -> tuple[Any, ...]:
+    """In a graph: its function is a generator, and hands these values over here before it goes on."""
+    return values
+
+
 def function_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
     """What takes the values of the graph's inputs in order, and gives its outputs.
 
@@ -116,6 +121,8 @@ class _Writer:
             return f"{node.name} = {self._constant(value, 'constant')}"
         if node.op != "call_function":
             raise ValueError(f"graphs of iterations have no {node.op} nodes: {node.format_node()}")
+        if node.target is pause:
+            return f"yield {self._value(tuple(node.args))}"
         call = self._call(node)
         return f"{node.name} = {call}" if node.users else call
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from lightning_spmd.ir.guards import Guards
 from lightning_spmd.ir.placement import ShardAxis
-from lightning_spmd.ir.signature import Signature
+from lightning_spmd.ir.signature import GraphOutput, Signature
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class Variant:
         """``training_step`` of a module with ``automatic_optimization = False``; ``p.grad`` is what users look at."""
         return cls(expose_gradients=True, by_hand=True)
 
+    @property
+    def pauses(self) -> bool:
+        """The whole iteration, with a pause before the update: hooks that run in it may ask for gradients."""
+        return self.forward and self.apply and self.expose_gradients and not self.by_hand
+
     def __str__(self) -> str:
         if not self.backward:
             return self.method
@@ -55,7 +60,7 @@ class Variant:
         parts = [("forward", self.forward), ("accumulate", self.accumulated), ("apply", self.apply)]
         return (
             "+".join(name for name, present in parts if present)
-            + (" (split)" if self.expose_gradients else "")
+            + ("" if not self.expose_gradients else " (with a pause)" if self.pauses else " (split)")
             + (" of a local batch" if self.own_batch else "")
         )
 
@@ -175,6 +180,35 @@ class ShardedStep:
     fallbacks: list[str] = field(default_factory=list[str])
 
 
+@dataclass(frozen=True)
+class ShownGradients:
+    """How gradients are made where a hook looks at them, in the pause of an iteration before its update.
+
+    Args:
+        entries: the gradients; their keys are names of parameters.
+        recipe: the graph that makes them of what is there in the pause.
+        operands: how many values that takes.
+    """
+
+    entries: tuple[GraphOutput, ...]
+    recipe: fx.GraphModule
+    operands: int
+
+
+@dataclass(frozen=True)
+class PausingStep:
+    """A step that runs in two parts.
+
+    Args:
+        step: with a call of ``ir.source.pause`` before its update, which hands over what is there by then: outputs,
+            then the operands of the recipe.
+        early: positions of these outputs.
+    """
+
+    step: ShardedStep
+    early: tuple[int, ...]
+
+
 @dataclass
 class IterationGraphs:
     """What runs: ``main`` each iteration; with work deferred across iterations also ``setup`` and ``cleanup``.
@@ -186,6 +220,7 @@ class IterationGraphs:
         notes: what is deferred and why not more, for the user.
         deferrable: whether there is something to defer once the graph has been measured.
         remarks: what else users are told of the graph, a line each.
+        shown: how gradients are made in the pause of these graphs; None where they do not pause.
     """
 
     main: ShardedStep
@@ -194,3 +229,4 @@ class IterationGraphs:
     notes: str = ""
     deferrable: bool = False
     remarks: tuple[str, ...] = ()
+    shown: ShownGradients | None = None

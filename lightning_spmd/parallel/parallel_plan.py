@@ -148,6 +148,8 @@ class ShardedStatePlan:
             return _chunk(entry.value)
         if entry.role is OutputRole.GRADIENT and (self.parameters or not self.reduce_gradients):
             return _chunk(entry.value)
+        if entry.role is OutputRole.SHOWN_GRADIENT and self.parameters:
+            return _chunk(entry.value)
         return ReplicatedPlan(reduce_gradients=True).output_placement(axis, entry, current)
 
     def shards_state(self, axis: ShardAxis) -> bool:

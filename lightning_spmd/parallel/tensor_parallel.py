@@ -34,7 +34,9 @@ StylePlan: TypeAlias = Mapping[str, str | Mapping[str, Any]]
 
 _SEQUENCE = Shard(1)
 _STATE_INPUTS = (InputRole.PARAMETER, InputRole.BUFFER, InputRole.OPTIMIZER_STATE, InputRole.GRADIENT)
-_STATE_OUTPUTS = (OutputRole.BUFFER, OutputRole.OPTIMIZER_STATE, OutputRole.GRADIENT)
+_STATE_OUTPUTS = (
+    OutputRole.BUFFER, OutputRole.OPTIMIZER_STATE, OutputRole.GRADIENT, OutputRole.SHOWN_GRADIENT
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

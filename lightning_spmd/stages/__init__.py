@@ -11,13 +11,14 @@ from torch import fx
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.signature import InputRole
-from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
+from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, ShownGradients
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages.expand import announce, expand
 from lightning_spmd.stages.expand.auto_plan import find_plan
 from lightning_spmd.stages.passes import PASSES, REMATERIALIZE, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
+from lightning_spmd.stages.phases.pause import check_unwritten, hide_gradients, pausing
 from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python
 from lightning_spmd.stages.runtime.random_streams import switch_streams
 
@@ -73,6 +74,7 @@ def build(
 
     Raises:
         ExpansionError: an operator could not be expressed on this rank.
+        CannotShowError: the iteration cannot pause with gradients in reach.
         VerificationError: a graph broke an invariant.
     """
     verify_captured(captured)
@@ -86,7 +88,11 @@ def build(
     verify_sharded(sharded)
     on_result("expanded", sharded)
     on_stage("passes")
-    arranged = arrange_undeferred(run_passes(sharded, options.passes, state, on_result))
+    passed = run_passes(sharded, options.passes, state, on_result)
+    shown = _hidden_gradients(captured, passed)
+    arranged = arrange_undeferred(passed)
+    if shown is not None:
+        pausing(arranged)  # or raises
     on_result("arranged", arranged)
     decision = deferrable(arranged, _guarded(captured)) if options.overlap_iterations else None
     return IterationGraphs(
@@ -94,7 +100,16 @@ def build(
         notes=str(decision or ""),
         deferrable=bool(decision and decision.deferred),
         remarks=_remarks(state),
+        shown=shown,
     )
+
+
+def _hidden_gradients(captured: CapturedStep, passed: ShardedStep) -> ShownGradients | None:
+    """What hooks that run in the middle of the iteration get if they look; None if none do."""
+    if not captured.variant.pauses:
+        return None
+    check_unwritten(captured)
+    return hide_gradients(passed)
 
 
 def _remarks(state: PassState) -> tuple[str, ...]:

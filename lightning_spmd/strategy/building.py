@@ -29,11 +29,13 @@ from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.capture.symbolic_family import NotGeneral
 from lightning_spmd.stages.capture.trainer_view import learning_rate_name
 from lightning_spmd.stages.phases import follow
+from lightning_spmd.stages.phases.pause import pausing
 from lightning_spmd.stages.runtime import cuda_graphs
 from lightning_spmd.stages.runtime.agreement import agree_on, agree_on_collectives
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
+from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
@@ -233,7 +235,7 @@ class GraphBuilder:
         if not graphs.deferrable:
             self._telling.of_overlap(captured, graphs)
         finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
-        executable = Executable(
+        executable = (functools.partial(PausingExecutable, pausing) if captured.variant.pauses else Executable)(
             captured,
             graphs,
             state,

@@ -34,7 +34,7 @@ Detector = Callable[[Context], str | None]
 
 
 # ---------------------------------------------------------------------- detectors
-_GRADIENT_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+GRADIENT_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
 def _overrides(context: Context, hooks: Iterable[str]) -> str | None:
@@ -51,7 +51,7 @@ def gradient_hooks(context: Context) -> str | None:
     """Hooks that look at gradients between backward and step."""
     if not context.module.automatic_optimization:
         return None
-    return _overrides(context, _GRADIENT_HOOKS)
+    return _overrides(context, GRADIENT_HOOKS)
 
 
 def clipping_override(context: Context) -> str | None:
@@ -107,7 +107,7 @@ def by_hand_eagerly(context: Context) -> str | None:
     module = context.module
     if module.automatic_optimization:
         return None
-    found = _overrides(context, _GRADIENT_HOOKS[1:]) or _step_hooks(context)  # nothing calls on_before_zero_grad
+    found = _overrides(context, GRADIENT_HOOKS[1:]) or _step_hooks(context)  # nothing calls on_before_zero_grad
     if found is None and getattr(context.trainer.precision_plugin, "scaler", None) is not None:
         found = "the precision scales the loss"
     if found is None and not any(isinstance(o, torch.optim.Optimizer) for o in context.optimizers):
@@ -187,6 +187,7 @@ def averaging_of_parts(context: Context) -> str | None:
 
 # ---------------------------------------------------------------------- who reads p.grad
 _LATE_HOOKS = (
+    "on_before_zero_grad",
     "on_train_batch_start",
     "on_train_batch_end",
     "on_train_epoch_start",
@@ -207,7 +208,9 @@ def late_gradient_readers(context: Context) -> str | None:
         return None
     for owner in (context.module, *context.trainer.callbacks):
         for hook in _LATE_HOOKS:
-            method = getattr(getattr(owner, hook, None), "__func__", None)
+            method: Any = getattr(owner, hook, None)
+            method = getattr(method, "__wrapped__", method)  # it may be behind a fence
+            method = getattr(method, "__func__", method)
             if isinstance(method, FunctionType) and _names_grad(method, type(owner)):
                 return f"{type(owner).__name__}.{hook}{place_of(method)} reads p.grad"
     return None

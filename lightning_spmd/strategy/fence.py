@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -67,10 +67,18 @@ class Fence:
         return result
 
 
+class CallsHooks(Protocol):
+    """A fence of some kind."""
+
+    def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a hook behind the fence."""
+        ...
+
+
 class FencedHook:
     """A hook of a callback or module, behind a fence; copies and pickles of its owner have their own, without one."""
 
-    def __init__(self, fence: Fence, owner: Any, hook: str) -> None:
+    def __init__(self, fence: CallsHooks, owner: Any, hook: str) -> None:
         self._before = vars(owner).get(hook, _ABSENT)
         self.__wrapped__ = getattr(owner, hook)
         functools.update_wrapper(self, self.__wrapped__)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import BatchError, ConfigurationError, StaleGraphError
+from lightning_spmd.errors import BatchError, CannotShowError, ConfigurationError, StaleGraphError, VerificationError
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, tell, warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
@@ -21,6 +21,7 @@ from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
+from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients
@@ -50,6 +51,7 @@ class TrainingIteration:
         self._arguments: dict[str, Any] = {}  # of the step that runs; graphs read them from here
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
         self._pending: Pending | None = None
+        self.paused: PausingExecutable | None = None
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.rechecks = Rechecks(context, self._builder)
         self.own_batches = OwnBatches(context.batch)
@@ -94,7 +96,10 @@ class TrainingIteration:
             except NoGlobalBatch as reason:
                 self.own_batches.begin(str(reason))
                 executable, outputs, batch, rows = self._step(batch_tree, arguments, variant, clip)
-        self._after(executable.captured)
+        if isinstance(executable, PausingExecutable):
+            self.paused = executable
+        else:
+            self._after(executable.captured)
         return self._answer(executable, outputs, batch, rows)
 
     def _step(
@@ -102,6 +107,8 @@ class TrainingIteration:
     ) -> tuple[Executable, Sequence[Any], Batch, int]:
         """The graph that was run, its outputs, the batch, and the rows of the global batch."""
         own = self.own_batches.are_used and variant.backward
+        if own and variant.pauses:
+            raise CannotShowError("batches are the ranks' own")
         batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
         request = self._request(batch, arguments, dataclasses.replace(variant, own_batch=own), clip)
         ballot = self._ballot(request)
@@ -128,6 +135,18 @@ class TrainingIteration:
         executable, _ = self._executable(request, self._ballot(request))
         self._run(executable, ())
         self._after(executable.captured)
+
+    def resume(self) -> None:
+        """Do the update of the iteration that has paused.
+
+        Raises:
+            VerificationError: none has.
+        """
+        paused, self.paused = self.paused, None
+        if paused is None:
+            raise VerificationError("no iteration has paused")
+        self._pending = paused.resume()
+        self._after(paused.captured)
 
     def flush(self) -> None:
         """Do what the last iteration left for the next one, if anything: now parameters and state are up to date."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
-from lightning_spmd.strategy.detectors import Context
+from lightning_spmd.strategy.detectors import Context, gradient_hooks
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.support import classify
 
@@ -15,21 +15,29 @@ _IN_WORDS = {
     Mode.EAGER: "eagerly",
 }
 
+_PAUSES = "as one graph, which pauses for hooks before its update"
+
 
 class ModeOfRun:
     """The mode of the fits of a strategy."""
 
     def __init__(self) -> None:
         self._told: Mode | None = None
-        self._chosen, self._step_hooks = Mode.EAGER, False
+        self._chosen, self._step_hooks, self._pauses = Mode.EAGER, False, False
 
     def begin(self) -> None:
         """A new fit, which is told anew."""
         self._told = None
 
     def of_all_ranks(
-        self, context: Context, control: ControlPlane | None, in_parts: str, updates: str = "plain"
-    ) -> tuple[Mode, bool]:
+        self,
+        context: Context,
+        control: ControlPlane | None,
+        in_parts: str,
+        updates: str = "plain",
+        *,
+        may_pause: bool = False,
+    ) -> tuple[Mode, bool, bool]:
         """How to run, the worst of what the ranks find: ``wandb.watch`` hooks the modules of rank 0 alone.
 
         Args:
@@ -38,9 +46,11 @@ class ModeOfRun:
             in_parts: the options to take back so that a rank has whole layers and state, without which nothing can be
                 trained eagerly; empty where it has them.
             updates: how weights of bfloat16 are updated; graphs alone know more than one way.
+            may_pause: nothing but hooks keeps graphs from pausing for them; the same on all ranks.
 
         Returns:
-            the mode, and whether ``optimizer.step()`` itself must run, for its hooks.
+            the mode, SPLIT also where an iteration is one graph that pauses; whether ``optimizer.step()`` itself must
+            run, for its hooks; and whether graphs pause.
 
         Raises:
             ConfigurationError: this cannot be trained.
@@ -48,10 +58,12 @@ class ModeOfRun:
         mode, findings = classify(context)
         reasons = [str(finding) for finding in findings]
         step_hooks = any(f.feature.name == "optimizer step hooks" for f in findings)
+        on_gradients = all(f.feature.detect is gradient_hooks for f in findings)
         if control is not None:
-            everyone = control.gather((mode, reasons, step_hooks), Place("the choice of how to train"))
-            mode, reasons, _ = max(everyone, key=lambda found: list(Mode).index(found[0]))
-            step_hooks = any(hooks for _, _, hooks in everyone)
+            everyone = control.gather((mode, reasons, step_hooks, on_gradients), Place("the choice of how to train"))
+            mode, reasons, _, _ = max(everyone, key=lambda found: list(Mode).index(found[0]))
+            step_hooks = any(found[2] for found in everyone)
+            on_gradients = all(found[3] for found in everyone)
         if mode is Mode.REJECTED:
             raise ConfigurationError(f"strategy='spmd' cannot train this: {reasons[0]}")
         if mode is Mode.EAGER and in_parts:
@@ -64,18 +76,23 @@ class ModeOfRun:
                 f"bf16_updates={updates!r} needs updates in graphs, and this training runs them eagerly: {reasons[0]}. "
                 "Change that, or leave bf16_updates out"
             )
+        pauses = may_pause and mode is Mode.SPLIT and on_gradients
         if reasons and mode is not self._told:
             averaged = mode is Mode.EAGER and control is not None
             semantics = " (gradients averaged over the ranks, as DDP does)" if averaged else ""
-            tell(f"strategy='spmd' runs this training {_IN_WORDS[mode]}{semantics}: {reasons[0]}")
+            how = _PAUSES if pauses else _IN_WORDS[mode]
+            tell(f"strategy='spmd' runs this training {how}{semantics}: {reasons[0]}")
             self._told = mode
-        self._chosen, self._step_hooks = mode, step_hooks
-        return mode, step_hooks
+        self._chosen, self._step_hooks, self._pauses = mode, step_hooks, pauses
+        return mode, step_hooks, pauses
 
     def came_late(self, context: Context) -> str | None:
         """What came since and asks for a worse mode than was chosen: a graph would skip it."""
         mode, findings = classify(context)
         worse = list(Mode).index(mode) > list(Mode).index(self._chosen)
+        others = [f for f in findings if f.feature.detect is not gradient_hooks]
+        if self._pauses and others and not worse:
+            findings, worse = others, True
         steps = [f for f in findings if f.feature.name == "optimizer step hooks" and not self._step_hooks]
         if not worse and not steps:
             return None

@@ -29,8 +29,6 @@ _SCHEDULERS = "lr_scheduler_step"
 _MODULE_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
     "on_before_batch_transfer",
     "transfer_batch_to_device",
     "on_after_batch_transfer",
@@ -39,7 +37,7 @@ _MODULE_HOOKS = (
     "on_validation_model_zero_grad",
     "on_validation_model_eval",
 )
-_CALLBACK_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward")
+_CALLBACK_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 # Lightning's own callbacks read weights through the strategy (ModelCheckpoint) or not at all; these are the exceptions.
 _READING_CALLBACKS = (WeightAveraging, LambdaCallback)
 _TRUSTED_PACKAGES = ("lightning.pytorch.callbacks", "lightning.pytorch.tuner", "lightning_spmd")

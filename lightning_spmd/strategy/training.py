@@ -13,32 +13,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.errors import CannotShowError, ConfigurationError
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.several_optimizers import SeveralOptimizers, parts_of
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
-from lightning_spmd.stages.runtime.control import Place
-from lightning_spmd.stages.runtime.executor import Pending
 from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.fence import Fence
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
-from lightning_spmd.strategy.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.memory import gradients_of
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.newcomers import Newcomers
-from lightning_spmd.strategy.overlap import (
-    CONTAINS_THE_STEP,
-    data_that_knows,
-    explain,
-    finish_in_time,
-    hooks_between_batches,
-)
+from lightning_spmd.strategy.overlapping import Overlapping
+from lightning_spmd.strategy.pauses import PATIENCE, Pauses, may_pause
 from lightning_spmd.strategy.places import compare_training_batches, meet_after_backward, meet_in_training
 from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.replay import StepsInGraphs
@@ -88,12 +79,8 @@ class Training:
         self._backward_passes = 0  # of the current batch, on the eager path
         self._steps_eagerly = False
         self._held: dict[str, Tensor] = {}
-        self._fenced = False  # on some rank
-        self._fence = Fence(
-            lambda: () if (pending := self._pending()) is None else pending.inputs,
-            lambda: (pending := self._pending()) is None or pending.is_current(),
-            self.flush,
-        )
+        self._overlapping = Overlapping(settings, lambda: self.iteration and self.iteration.pending, self.flush)
+        self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
 
     # ------------------------------------------------------------------ the beginning
@@ -125,28 +112,54 @@ class Training:
                 "register_buffer (or as parameters), so that they move with the module"
             )
         self.iteration = None
-        self._fence.take_away()
+        self._overlapping.take_away()
         self._newcomers = None if self._ranks.control is None else Newcomers(module, self._ranks.control)
         if self.mode is Mode.EAGER:
             return
-        overlaps, streams = self._overlaps(trainer, module), self._random.streams
+        overlaps, streams = self._overlapping.choose(module, self.mode), self._random.streams
         context = self._settings.of_training(
             module, _as_one(trainer.optimizers, module), streams, self._newcomers, overlaps
         )
-        self.iteration = TrainingIteration(dataclasses.replace(context, came_late=self._came_late, fenced=self._fenced))
+        self.iteration = TrainingIteration(
+            dataclasses.replace(context, came_late=self._came_late, fenced=self._overlapping.fenced)
+        )
 
     def _came_late(self) -> str | None:
         trainer = self._module.trainer
+        unfenced = None if self._pauses is None else self._pauses.unfenced()
+        if unfenced is not None:
+            return f"{unfenced}; it came in mid-run, and a graph would not pause for it: register hooks before fit"
         return self._modes.came_late(Context(trainer, self._module, trainer.optimizers))
 
     def _decide(self) -> None:
         """The mode, the worst of what all ranks find."""
+        self._pause_no_more()
         trainer = self._module.trainer
         context = Context(trainer, self._module, trainer.optimizers)
         in_parts = "" if self._ranks.mesh is None else options_in_parts(self._layout.plan)
-        self.mode, self._steps_eagerly = self._modes.of_all_ranks(
-            context, self._ranks.control, in_parts, self._settings.bf16_updates
+        mode, self._steps_eagerly, pauses = self._modes.of_all_ranks(
+            context,
+            self._ranks.control,
+            in_parts,
+            self._settings.bf16_updates,
+            may_pause=self._ranks.control is not None and may_pause(self._settings.options, trainer),
         )
+        self.mode = Mode.COMPILED if pauses else mode
+        if pauses:
+            self._pauses = Pauses(self._module)
+            self._pauses.put_fences()
+
+    def _run_in_two(self, why: str) -> None:
+        """From now on hooks on gradients run between two graphs."""
+        tell(f"strategy='spmd' runs this training as two graphs from here on, with hooks between them: {why}")
+        self._pause_no_more()
+        self.mode = Mode.SPLIT
+
+    def _pause_no_more(self) -> None:
+        """From now on graphs do not pause; hooks are the user's own."""
+        if self._pauses is not None:
+            self._pauses.take_away()
+            self._pauses = None
 
     def look_again(self) -> None:
         """Hooks that came after setup (``wandb.watch`` in ``on_fit_start`` or ``on_train_start``) count as well."""
@@ -154,56 +167,15 @@ class Training:
             self._decide()
             if self.mode is Mode.EAGER:
                 self.iteration = None
-        self._look_at_data()
+        if self.iteration is not None and self._overlapping.data_looks(self.iteration.context):
+            options = dataclasses.replace(self.iteration.context.options, overlap_iterations=False)
+            self.iteration = TrainingIteration(dataclasses.replace(self.iteration.context, options=options))
         compare_training_batches(self._module, self._ranks.control)
-
-    def _look_at_data(self) -> None:
-        """Data that is loaded between batches and may look at weights keeps iterations apart."""
-        iteration, control = self.iteration, self._ranks.control
-        if iteration is None or control is None or iteration.context.options.overlap_iterations is False:
-            return
-        mine = data_that_knows(self._module, iteration.context.trainer.train_dataloader)
-        names = [name for name in control.gather(mine, Place("a look at the data")) if name is not None]
-        if names:
-            tell(explain(names, "nothing sees what they read", insisted=False))
-            options = dataclasses.replace(iteration.context.options, overlap_iterations=False)
-            self.iteration = TrainingIteration(dataclasses.replace(iteration.context, options=options))
-
-    def _overlaps(self, trainer: Any, module: Any) -> bool | str:
-        """Whether iterations may overlap (``"auto"``: if it is faster), the same on all ranks."""
-        wanted, control = self._settings.options.overlap_iterations, self._ranks.control
-        if control is None or wanted is False:
-            return False
-        if not module.automatic_optimization:  # weights change in the middle of a step
-            if wanted is True:
-                tell("strategy='spmd' does not overlap iterations: training_step optimizes by hand")
-            return False
-        if TrainersScaler(trainer)() is not None:  # every update waits for a look at the last gradient
-            if wanted is True:
-                tell("strategy='spmd' does not overlap iterations: loss scaling looks at all gradients before a step")
-            return False
-        hooks = hooks_between_batches(module, trainer)
-        side = [(f"{type(owner).__name__}.{hook}", hook == CONTAINS_THE_STEP) for owner, hook in hooks]
-        found = dict(sum(control.gather(side, Place("the choice whether iterations overlap")), []))
-        why, unfenced = "their code is around the step itself", [name for name, around in found.items() if around]
-        self._fenced = bool(found)
-        if unfenced and self.mode is Mode.COMPILED:
-            tell(explain(unfenced, why, insisted=wanted is True))
-        if unfenced and wanted is not True:
-            return False
-        for owner, hook in hooks:
-            if hook != CONTAINS_THE_STEP:
-                self._fence.put_around(owner, hook)
-        finish_in_time(trainer, self.flush)
-        return wanted
-
-    def _pending(self) -> Pending | None:
-        """What the last iteration left for the next one."""
-        return None if self.iteration is None else self.iteration.pending
 
     def end(self) -> None:
         """The run is over: hooks are the user's own again."""
-        self._fence.take_away()
+        self._overlapping.take_away()
+        self._pause_no_more()
 
     def flush(self) -> None:
         """Finish what the last iteration left for the next one."""
@@ -225,9 +197,7 @@ class Training:
         if iteration is None:
             meet_in_training(self._module, self._ranks.control, self._newcomers)
             return self._eagerly(eager, args, kwargs)
-        variant = Variant(apply=self._stepping and self.mode is Mode.COMPILED, expose_gradients=self.mode is Mode.SPLIT)
-        if not self._module.automatic_optimization:
-            variant = Variant.optimized_by_hand()
+        variant = self._variant()
         self._drop_zeroed_gradients(iteration)
         arguments = self._arguments(iteration.context.module.training_step, args, kwargs)
         batch = arguments.pop(first(arguments, "argument of training_step"))
@@ -238,12 +208,26 @@ class Training:
         except FellBack:
             self._leave_graphs(iteration)
             return self._eagerly(eager, args, kwargs)
+        except CannotShowError as error:
+            self._run_in_two(str(error))
+            return self.step(eager, args, kwargs)
+        if self._pauses is not None and iteration.paused is not None:
+            self._pauses.begin(iteration.paused)
         self._ran_forward = True
         self._steps.add("training_step")
         if self.mode is Mode.SPLIT:
             self._held = dict(iteration.gradients)
             iteration.gradients.clear()
         return output
+
+    def _variant(self) -> Variant:
+        """Which part of an iteration the graph of the current micro-batch is."""
+        if not self._module.automatic_optimization:
+            return Variant.optimized_by_hand()
+        return Variant(
+            apply=self._stepping and self.mode is Mode.COMPILED,
+            expose_gradients=self.mode is Mode.SPLIT or self._pauses is not None,
+        )
 
     def _arguments(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What ``training_step`` gets, by name; signatures cost more than a small step's matrix products."""
@@ -316,6 +300,8 @@ class Training:
         """Let ``p.grad`` be what a graph computed; whether one did."""
         if self.iteration is None or not module.automatic_optimization:
             return False
+        if self._pauses is not None:
+            self._pauses.backward()
         add_gradients(module, self._held)
         self._held = {}
         return True
@@ -350,7 +336,7 @@ class Training:
             self._stepping = False
         if self.iteration is None:  # the closure fell back: its gradients are in p.grad, its step is still to come
             return eager(optimizer, lambda: result, model, **kwargs)
-        if self.mode is Mode.SPLIT:
+        if self._pauses is not None or self.mode is Mode.SPLIT:
             self._apply(self.iteration, optimizer)
         elif not self._ran_forward:
             self.iteration.apply(dict(self.iteration.gradients), self._clip, reduced=False)
@@ -360,6 +346,12 @@ class Training:
         scaler = iteration.context.scaler
         scaler.unscale(optimizer, on_ranks=self._ranks.mesh is not None)
         private.after_closure(self._module.trainer.precision_plugin, self._module, optimizer)
+        if self._pauses is not None:
+            if self._pauses.end():
+                iteration.resume()
+                return
+            if self._pauses.in_vain == PATIENCE:
+                self._run_in_two("hooks change gradients, or what the update reads, in every step")
         gradients = gradients_of(self._module, self._layout.state)
         if not self._steps_eagerly:
             try:

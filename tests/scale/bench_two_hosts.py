@@ -6,8 +6,8 @@
 ``simulated``: compute is a sleep (154 ms a step), so the processor is the network's: what is measured is the schedule.
 ``gpt``: compute shares the cores with the network. Both have 5.3 M parameters (21 MB of gradients) and fused AdamW.
 
-``--spmd '{"hooks": "idle"}'`` adds a callback with hooks between batches that look at nothing, ``"reads"`` one that
-takes a weight's norm at the end of each.
+``--spmd '{"hooks": "idle"}'`` adds a callback with hooks between batches that look at nothing, ``"six"`` one with all
+six, ``"reads"`` one that takes a weight's norm at the end of each, ``"norms"`` one with six that takes a gradient's.
 
 ``sent MiB`` is what a host sends a step, as its interface counts it: two hosts that reduce all gradients send 20.
 ``alone`` is the eager step of one host by itself while the other does the same, ``all-reduce alone`` one reduction of
@@ -55,6 +55,22 @@ class Idle(L.Callback):
         """Nothing."""
 
 
+class Six(Idle):
+    """All six of them; the other four may look at gradients, and do not."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        """Nothing."""
+
+    def on_before_backward(self, *_: Any) -> None:
+        """Nothing."""
+
+    def on_after_backward(self, *_: Any) -> None:
+        """Nothing."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """Nothing."""
+
+
 class Reads(Idle):
     """The same, and after each batch the norm of a weight."""
 
@@ -63,7 +79,16 @@ class Reads(Idle):
         float(min(pl_module.parameters(), key=Tensor.numel).norm())
 
 
-HOOKS = {"idle": Idle, "reads": Reads}
+class Norms(Six):
+    """All six, and the norm of a gradient before each update."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Look at one gradient."""
+        gradient = min(pl_module.parameters(), key=Tensor.numel).grad
+        float(torch.zeros(1) if gradient is None else gradient.norm())
+
+
+HOOKS = {"idle": Idle, "six": Six, "reads": Reads, "norms": Norms}
 _callbacks: dict[int, L.Callback] = {}  # of strategies, by id
 
 

@@ -249,6 +249,8 @@ class _Capture:
                 if name not in request.accumulators:  # an accumulator is an input, updated in place
                     self.outputs.add(gradient, OutputRole.GRADIENT, (name,), f"gradient of {name}")
             return
+        for name, gradient in gradients.items() if variant.pauses else ():
+            self.outputs.add(gradient, OutputRole.SHOWN_GRADIENT, (name,), f"gradient of {name}")
         for name, parameter in trained:
             parameter.grad = gradients.get(name)
         swap = self.swap if isinstance(self.swap, OptimizerSwap) else None

@@ -31,6 +31,7 @@ from lightning_spmd.stages.expand.rules import LOCALIZERS, lookup
 from lightning_spmd.stages.expand.storage import Storages, reads_by_place
 
 Placements = tuple[Placement, ...]
+_KEPT = (OutputRole.GRADIENT, OutputRole.SHOWN_GRADIENT, OutputRole.OPTIMIZER_STATE, OutputRole.BUFFER)
 
 
 class EmissionError(ExpansionError):
@@ -301,7 +302,7 @@ class Emitter:
                 self.program.begin(value)
                 placements = tuple(plan.results[i] for plan in self.plans)
                 local = self._version(value, placements)
-                kept = entry.role in (OutputRole.GRADIENT, OutputRole.OPTIMIZER_STATE, OutputRole.BUFFER)
+                kept = entry.role in _KEPT
                 # what is kept is an input of other graphs, which take it to lie as it did at capture
                 outputs.append(as_captured(self.program, value, local, placements, node) if kept else local)
             else:

@@ -92,7 +92,7 @@ def is_gradient(step: ShardedStep, memory: Memory, start: fx.Node, wait: fx.Node
             if user.op == "output":
                 values: Any = user.args[0]
                 roles = {e.role for v, e in zip(values, step.signature.outputs, strict=True) if v is node}
-                if roles != {OutputRole.GRADIENT}:
+                if not roles <= {OutputRole.GRADIENT, OutputRole.SHOWN_GRADIENT}:
                     return False
             elif info_of(user).section not in UPDATE:
                 if memory.roots[user] is not memory.roots[wait]:

@@ -197,13 +197,7 @@ class Executable:
         program, values = self._main, ()
         if pending is not None:
             program, values = self._following(pending.owner), pending.values
-        outputs = self._execute(program, batch, values, program.run)
-        if self._cleanup is None:
-            return outputs, None
-        count = len(self.captured.signature.outputs)
-        leaving = zip(outputs[count:], self._main.step.signature.outputs[count:], strict=True)
-        values = tuple([value] if entry.key[1] else value for value, entry in leaving)
-        return outputs[:count], Pending(self, values, self._cleanup.inputs((), values))
+        return self._left_by(self._execute(program, batch, values, program.run))
 
     def clean_up(self, pending: Pending) -> None:
         """Do what an iteration of this graph left undone."""
@@ -219,6 +213,15 @@ class Executable:
         return all(new is old for new, old in zip(now, pending.inputs, strict=True) if isinstance(old, Tensor))
 
     # ------------------------------------------------------------------ pieces
+    def _left_by(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], Pending | None]:
+        """The captured graph's outputs among those of a final graph, and what that leaves undone."""
+        if self._cleanup is None:
+            return outputs, None
+        count = len(self.captured.signature.outputs)
+        leaving = zip(outputs[count:], self._main.step.signature.outputs[count:], strict=True)
+        values = tuple([value] if entry.key[1] else value for value, entry in leaving)
+        return outputs[:count], Pending(self, values, self._cleanup.inputs((), values))
+
     def _program(self, step: ShardedStep, lower: Lowering | None = None) -> Program:
         readers = self.state.readers(step.signature.inputs, self.captured.constants)
         chosen = self._lower if lower is None else lower
@@ -250,26 +253,35 @@ class Executable:
                 raise
             before.restore()
             raise FirstRunError(f"the graph could not be run: {str(error).splitlines()[0]}") from error
-        if check.repairs:
-            self._on_repairs(check.repairs)
-            insert_repairs(step.graph_module, check.repairs)
-        self._checked = True
+        self._repair(check.repairs)
         return outputs
+
+    def _repair(self, nodes: list[fx.Node]) -> None:
+        """The first run is over, and these nodes of its graph gave other layouts than they should have."""
+        if nodes:
+            self._on_repairs(nodes)
+            insert_repairs(self.graphs.main.graph_module, nodes)
+        self._checked = True
 
     def _measured_run(self, batch: Sequence[Tensor], finish: Finish) -> Sequence[Any]:
         """Run node by node with a stopwatch; after the last of these runs the graphs get their final form."""
         if self._profile is None:
             self._profile = Profile(self.graphs.main.graph_module)
         outputs = self._execute(self._main, batch, (), self._profile.run)
-        if self._profile.runs == RUNS:
-            self.graphs = finish(self.graphs.main, self._profile.seconds)
-            self._finish, self._profile = None, None
-            self._main = self._program(self.graphs.setup or self.graphs.main)
-            if self.graphs.cleanup is not None:
-                # a rank may clean up alone, and lowering may have to speak with the others
-                self._cleanup = self._program(self.graphs.cleanup, as_python)
-                self._after[id(self)] = (self, self._program(self.graphs.main, self._lower_following()))
+        self._arrange(self._profile, finish)
         return outputs
+
+    def _arrange(self, profile: Profile, finish: Finish) -> None:
+        """After the last measured run: make the final graphs."""
+        if profile.runs < RUNS:
+            return
+        self.graphs = finish(self.graphs.main, profile.seconds)
+        self._finish, self._profile = None, None
+        self._main = self._program(self.graphs.setup or self.graphs.main)
+        if self.graphs.cleanup is not None:
+            # a rank may clean up alone, and lowering may have to speak with the others
+            self._cleanup = self._program(self.graphs.cleanup, as_python)
+            self._after[id(self)] = (self, self._program(self.graphs.main, self._lower_following()))
 
     def _lower_following(self) -> Lowering:
         return self._lower.following if isinstance(self._lower, Together) else self._lower
@@ -286,6 +298,14 @@ class Executable:
     def _execute(
         self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any], run: Callable[..., Sequence[Any]]
     ) -> Sequence[Any]:
+        """Run a graph, and store what it gives."""
+        outputs = self._compute(program, batch, pending, run)
+        self._store(outputs)
+        return outputs
+
+    def _compute(
+        self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any], run: Callable[..., Sequence[Any]]
+    ) -> Sequence[Any]:
         with torch.no_grad(), private.disable_autocast():
             inputs = program.inputs(batch, pending)
             if self.state.streams is None:  # one device: the graph draws eager's own numbers
@@ -298,11 +318,14 @@ class Executable:
                         if self._question is not None:
                             self.state.streams.tick -= 1  # this run has not been
                         raise
+        return outputs
+
+    def _store(self, outputs: Sequence[Any]) -> None:
+        """Outputs that are state go where it is kept."""
         skipped = self._found_inf is not None and bool(outputs[self._found_inf])
         for position, write in self._writers:
             if not (skipped and self.captured.signature.outputs[position].role in OF_THE_OPTIMIZER):
                 write(outputs[position])
-        return outputs
 
 
 def skips_state(captured: CapturedStep) -> int | None:

@@ -64,7 +64,7 @@ class LiveState:
         self.host_values = host_values
         self.gradients = gradients
         self.streams = streams
-        self._wrap = wrap
+        self.wrap = wrap
         self._loss_scale = loss_scale
         self._slots = private.tensor_slots(module)
         groups = [] if optimizer is None else optimizer.param_groups
@@ -179,7 +179,7 @@ class LiveState:
         self, write: Callable[[Any], None], entry: GraphOutput, placements: tuple[Placement, ...]
     ) -> Callable[[Any], None]:
         """Store this rank's part as what it is a part of; accumulated partial sums stay as they are."""
-        wrap = self._wrap
+        wrap = self.wrap
         if wrap is None or not in_parts(placements):
             return write
         return lambda value: write(wrap(value, entry.value, placements))

@@ -76,14 +76,18 @@ class Profile(SizedInterpreter):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """One iteration."""
-        self.runs += 1
-        self._marks = []
         result = super().run(*args, **kwargs)
+        self.end()
+        return result
+
+    def end(self) -> None:
+        """All nodes of an iteration have run."""
+        self.runs += 1
         self._clock.settle()
         for name, begin, end in self._marks:
             seconds = self._clock.seconds(begin, end)
             self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
-        return result
+        self._marks = []
 
     def run_node(self, n: fx.Node) -> Any:
         """One node, between two marks."""
