@@ -52,10 +52,12 @@ class Term:
     Args:
         op: the reduction.
         name: of the result, the same on all ranks whatever their graphs look like.
+        is_gradient: of a parameter.
     """
 
     op: Literal["sum", "max", "min"]
     name: str
+    is_gradient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

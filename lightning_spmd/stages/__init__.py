@@ -37,6 +37,7 @@ class BuildOptions:
         rematerialize: the share of the activations' bytes to give back, or as an integer the bytes to leave; None: all.
         lowering: what makes callables of final graphs, one of ``stages.runtime.lowering.MODES``.
         cuda_graphs: whether the final graphs run as CUDA graphs on a GPU.
+        in_order: gradients travel in the order of parameters, because ranks with other graphs make them in another one.
     """
 
     passes: Sequence[GraphPass] = PASSES
@@ -46,10 +47,11 @@ class BuildOptions:
     rematerialize: float | int | None = None
     lowering: str = "none"
     cuda_graphs: bool = False
+    in_order: bool = False
 
     def pass_state(self) -> PassState:
         """What one run of the passes starts with."""
-        return PassState(self.bucket_size_mb, self.reduce_dtype, self.rematerialize)
+        return PassState(self.bucket_size_mb, self.reduce_dtype, self.rematerialize, self.in_order)
 
 
 def build(
@@ -88,11 +90,15 @@ def build(
     verify_sharded(sharded)
     on_result("expanded", sharded)
     on_stage("passes")
+<<<<<<< HEAD
     passed = run_passes(sharded, options.passes, state, on_result)
     shown = _hidden_gradients(captured, passed)
     arranged = arrange_undeferred(passed)
     if shown is not None:
         pausing(arranged)  # or raises
+=======
+    arranged = arrange_undeferred(run_passes(sharded, options.passes, state, on_result), as_written=options.in_order)
+>>>>>>> 55114c2 (Local batches that do not reach the same parameters, or not in the same order: gradients travel in the order of parameters)
     on_result("arranged", arranged)
     decision = deferrable(arranged, _guarded(captured)) if options.overlap_iterations else None
     return IterationGraphs(

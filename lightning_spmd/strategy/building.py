@@ -31,7 +31,7 @@ from lightning_spmd.stages.capture.trainer_view import learning_rate_name
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.phases.pause import pausing
 from lightning_spmd.stages.runtime import cuda_graphs
-from lightning_spmd.stages.runtime.agreement import agree_on, agree_on_collectives
+from lightning_spmd.stages.runtime.agreement import agree_on, agree_on_exchanges, gradients_of
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
@@ -52,6 +52,20 @@ Tell = Callable[[str, int | None], None]
 
 class CannotBeBuilt(Exception):
     """Some rank could not capture or expand the step; all ranks raise this together."""
+
+
+class OtherGradients(Exception):
+    """On all ranks together: their own batches do not reach the same parameters, or not in the same order.
+
+    Args:
+        names: of all gradients, as their terms are called.
+        built: what this rank built, for batches at which the others' reach as much.
+    """
+
+    def __init__(self, names: frozenset[str], difference: str) -> None:
+        super().__init__(difference)
+        self.names = names
+        self.built: Executable | None = None
 
 
 class GraphBuilder:
@@ -115,7 +129,11 @@ class GraphBuilder:
                 executable = self._capture_and_build(request, split, tell)
         except SPMDError as error:
             problem = error
-        self._agree(executable, problem, tell)
+        try:
+            self._agree(executable, problem, tell)
+        except OtherGradients as other:
+            other.built = executable
+            raise
         if executable is None:
             raise RuntimeError("unreachable: without an executable the ranks agreed to fall back")
         if known is None:
@@ -188,6 +206,7 @@ class GraphBuilder:
             device=context.scaler.device,
             bf16_updates=context.bf16_updates,
             came_late=context.came_late,
+            needed=request.needed,
         )
 
     def _capture_following(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
@@ -217,7 +236,7 @@ class GraphBuilder:
         make = functools.partial(
             build,
             axes=() if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
-            options=self._options(captured, state),
+            options=self._options(captured, state, bool(request.needed)),
             plan=context.plan(captured.variant),
             on_stage=lambda stage: tell(stage, None),
             on_result=lambda stage, step: self._dump(stage, step.graph_module, step.signature),
@@ -278,11 +297,11 @@ class GraphBuilder:
             return make(captured), None, str(reason)
         return *found, None
 
-    def _options(self, captured: CapturedStep, state: LiveState) -> BuildOptions:
+    def _options(self, captured: CapturedStep, state: LiveState, in_order: bool) -> BuildOptions:
         """How this step is built. Passes take inputs to be apart; on one device they need not be."""
         options = self._context.options
         if captured.variant.own_batch:  # ranks measure other graphs, and would decide otherwise
-            return dataclasses.replace(options, overlap_iterations=False)
+            return dataclasses.replace(options, overlap_iterations=False, in_order=in_order)
         if self._context.mesh is not None:
             return options
         readers = zip(
@@ -345,8 +364,8 @@ class GraphBuilder:
             return
         if not captured.variant.own_batch:
             agree_on(control, step, captured)
-        elif difference := agree_on_collectives(control, step, captured, mesh.batches_of_ranks()):
-            raise CannotBeBuilt(difference)
+        elif difference := agree_on_exchanges(control, step, captured, mesh.batches_of_ranks()):
+            raise OtherGradients(frozenset[str]().union(*control.gather(gradients_of(captured))), difference)
 
     def _agree(self, executable: Executable | None, problem: SPMDError | None, tell: Tell) -> None:
         """All ranks go on with the graph, or all of them raise the same."""

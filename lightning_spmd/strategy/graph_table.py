@@ -67,7 +67,7 @@ class GraphTable:
         """Look for a graph whose guards hold."""
         batch, step = request.batch, self.step_key(request)
         shapes = None if batch is None else batch.own_key() if request.variant.own_batch else batch.cache_key()
-        key = (*step, shapes, split)
+        key = (*step, shapes, split, *([request.needed] if request.needed else []))
         index, reason = self._fitting(key, batch)
         if index is not None or batch is None:
             return Found(key, split, index, None if index is not None else reason)

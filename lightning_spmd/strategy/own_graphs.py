@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from lightning_spmd.errors import StaleGraphError
 from lightning_spmd.messages import tell, warn
-from lightning_spmd.stages.runtime.agreement import collectives
+from lightning_spmd.stages.runtime.agreement import exchanges
 from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.strategy.building import GraphBuilder
+from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder, OtherGradients
 from lightning_spmd.strategy.choice import check_same_part, hash_of_step
 from lightning_spmd.strategy.graph_table import Found, GraphTable
 from lightning_spmd.strategy.places import Moment
@@ -68,6 +68,20 @@ class OwnGraphs:
             return self.table.executables[found.index]
         self._flush()
         found, refusal = self._looked_at(request, found)
+        try:
+            return self._built(request, found, refusal)
+        except OtherGradients as found_elsewhere:
+            names = {name.removeprefix("gradient of ") for name in found_elsewhere.names}
+            request = dataclasses.replace(request, needed=frozenset(names))
+            found, refusal = self._looked_at(request, self.table.find(request, ()))
+        try:
+            return self._built(request, found, refusal)
+        except OtherGradients as still:
+            raise CannotBeBuilt(str(still)) from None
+
+    # ------------------------------------------------------------------ pieces
+    def _built(self, request: StepRequest, found: Found, refusal: str | None) -> Executable:
+        """The graph that was found, or a new one; all ranks do this together."""
         known = None if found.index is None else self.table.executables[found.index]
         if known is None:
             refusal = refusal or self.table.surplus(found)
@@ -75,21 +89,25 @@ class OwnGraphs:
                 tell(f"strategy='spmd' builds another graph: {found.reason}")
         changes = [] if known is not None else self.table.changes(found)
         self._builder.follow_numbers(changes, self.table.executables)
-        executable = self._builder.build(request, (), known, refusal)
+        try:
+            executable = self._builder.build(request, (), known, refusal)
+        except OtherGradients as other:
+            if known is None and other.built is not None:
+                self.rechecks.begin(self.table.add(found.key, other.built))
+            raise
         if found.index is None:
             self.rechecks.begin(self.table.add(found.key, executable))
         else:
             self.rechecks.count_use(found.index)
         return executable
 
-    # ------------------------------------------------------------------ pieces
     def _exchanged(self, found: Found) -> int | None:
         """A hash of what a graph exchanges with the other ranks."""
         if found.index is None:
             return None
         if found.index not in self._exchanges:
-            step = self.table.executables[found.index].graphs.main
-            self._exchanges[found.index] = stable_hash(collectives(step))
+            executable = self.table.executables[found.index]
+            self._exchanges[found.index] = stable_hash(exchanges(executable.graphs.main, executable.captured))
         return self._exchanges[found.index]
 
     def _looked_at(self, request: StepRequest, found: Found) -> tuple[Found, str | None]:

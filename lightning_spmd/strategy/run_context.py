@@ -210,6 +210,7 @@ class StepRequest:
         clip: gradient clipping to capture; None: none.
         numbers: of Python's state, by path, that are inputs of graphs; they must be the same on all ranks.
         vary: sizes of the batch that a graph that is built for it should leave open, with their values.
+        needed: parameters that get a gradient from another rank's own batch.
     """
 
     batch: Batch | None
@@ -218,3 +219,4 @@ class StepRequest:
     clip: Callable[[Any], None] | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
+    needed: frozenset[str] = frozenset()

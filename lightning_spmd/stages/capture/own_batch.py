@@ -29,6 +29,7 @@ from lightning_spmd.ir.steps import OutputRef, OwnBatchFacts, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.packing import in_memory_order_of
 
 _LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
 _BY_NAME: Mapping[Any, str] = {torch.sum: "sum", torch.max: "max", torch.min: "min", torch.mean: "mean"}
@@ -66,14 +67,23 @@ class OwnBatch:
         self._node_of = node_of
         self._add_output = add_output
 
-    def term(self, value: Tensor, name: str, op: str = "sum") -> Tensor:
+    def gradient(self, name: str, value: Tensor) -> Tensor:
+        """The gradient of a parameter as this rank's term."""
+        return self.term(value, f"gradient of {name}", is_gradient=True)
+
+    def no_gradient(self, name: str, parameter: Tensor) -> Tensor:
+        """The term of a rank whose batch does not reach a parameter that another rank's does."""
+        zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return self.gradient(name, in_memory_order_of(parameter, zeros))
+
+    def term(self, value: Tensor, name: str, op: str = "sum", *, is_gradient: bool = False) -> Tensor:
         """``value`` as this rank's term of a reduction over all ranks."""
         with torch.no_grad():
             term = value.detach().view(value.shape)  # a node of its own; passes drop it
         node = self._node_of(term)
         if node is None:
             raise CaptureError(f"{name} is no value of {the_step()}'s graph")
-        node.meta[TERM] = Term(op, name)  # pyright: ignore[reportArgumentType]
+        node.meta[TERM] = Term(op, name, is_gradient)  # pyright: ignore[reportArgumentType]
         return term
 
     def weigh(

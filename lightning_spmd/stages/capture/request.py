@@ -44,6 +44,7 @@ class CaptureRequest:
         bf16_updates: how weights of bfloat16 are updated.
         came_late: says what came since the run began and keeps the step from being this graph, or None.
         sizes: with which sizes the batch is seen, if not its own.
+        needed: parameters that get a gradient from another rank's own batch, whatever this one's reaches.
     """
 
     module: Any
@@ -63,6 +64,7 @@ class CaptureRequest:
     device: torch.device = torch.device("cpu")
     bf16_updates: Updates = "plain"
     came_late: Callable[[], str | None] = lambda: None
+    needed: frozenset[str] = frozenset()
     sizes: OtherSizes | None = None
 
     def fake_mode(self) -> Any:

@@ -308,7 +308,9 @@ class _Capture:
                     if private.storage_of(owned) in taken:  # two parameters, one gradient tensor: clipping writes twice
                         owned = owned.clone()
                     taken.add(private.storage_of(owned))
-                    gradients[name] = owned if self.own is None else self.own.term(owned, f"gradient of {name}")
+                    gradients[name] = owned if self.own is None else self.own.gradient(name, owned)
+                elif self.own is not None and name in self.request.needed:
+                    gradients[name] = self.own.no_gradient(name, parameter)
         return gradients
 
     def _add_accumulated(self, gradients: dict[str, Tensor], trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -34,9 +34,9 @@ def layout_of_own(call: OpCall, *, updating: bool) -> Layout | None:
                 "own batch gives"
             )
         return None
-    if call.operands and not any(own) and call.forced != OWN:
-        return None
     term: Term | None = call.node.meta.get(TERM)
+    if call.operands and not any(own) and call.forced != OWN and term is None:
+        return None
     result = OWN if term is None else Partial(term.op)
     inputs = tuple(OWN if mine else REPLICATE for mine in own)
     return Layout(inputs, (result,) * max(len(call.outputs), 1))

@@ -32,6 +32,7 @@ The idea is DDP's (arXiv:2006.15704), applied to the graph.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,7 @@ from torch import fx
 
 from lightning_spmd.cost.collectives import MIB, Kind, bucket_bytes, link_of
 from lightning_spmd.ir.node_info import info_of, spec_of
+from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.passes.bucket_operands import is_gradient, loosen, shaping
 from lightning_spmd.stages.passes.bucket_writing import (
@@ -73,9 +75,10 @@ def bucket_collectives(step: ShardedStep, state: PassState) -> None:
         return
     ranks = {part.group: part.size for axis in step.axes for part in axis.parts}
     caps = _caps(members, ranks, state.bucket_size_mb)
+    members = _in_order(members, step) if state.in_order else sorted(members, key=lambda m: (m.ready, m.needed))
     buckets = _assign(members, caps)
     _place(buckets, memory)
-    write(graph, memory, buckets)
+    write(graph, memory, buckets, in_place=not state.in_order)
     state.notes["bucket_collectives"] = _note(members, buckets, caps)
 
 
@@ -136,11 +139,27 @@ def _caps(members: Sequence[Member], ranks: dict[str, int], wanted: float | str)
     }
 
 
+def _in_order(members: Sequence[Member], step: ShardedStep) -> list[Member]:
+    """Gradients in the order of parameters, from the last to the first, each ready once those before it are.
+
+    Ranks with batches of their own may make them in other orders; what they send must be in one.
+    """
+    names = [entry.name for _, entry in step.signature.inputs_of(InputRole.PARAMETER)]
+    number = {f"gradient of {name}": index for index, name in enumerate(reversed(names))}
+    gradients = sorted((m for m in members if m.subject in number), key=lambda m: number[m.subject])
+    others = [m for m in members if m.subject not in number]
+    ready, lifted = 0, list[Member]()
+    for member in gradients:
+        ready = max(ready, member.ready)
+        lifted.append(dataclasses.replace(member, ready=ready))
+    return sorted([*others, *lifted], key=lambda m: m.ready)  # stable: equals stay in their order
+
+
 def _assign(members: Sequence[Member], caps: dict[tuple[Any, str], int]) -> list[Bucket]:
     buckets: list[Bucket] = []
     open_buckets: dict[tuple[Any, ...], Bucket] = {}
     seen_gradients: set[tuple[Any, ...]] = set()
-    for member in sorted(members, key=lambda m: (m.ready, m.needed)):
+    for member in members:
         bucket = open_buckets.get(member.kind)
         if bucket is not None:
             cap = caps[member.traffic]

@@ -90,6 +90,11 @@ class Member:
         return (self.start.target, *self.start.args[1:], self.spec.dtype, self.dtype, self.spec.device, when)
 
     @property
+    def subject(self) -> str:
+        """What it moves."""
+        return ", ".join(self.start.meta.get(SUBJECT, ()))
+
+    @property
     def traffic(self) -> tuple[Any, str]:
         """What shares one bucket size: operator and group."""
         return self.start.target, str(self.start.args[-1])
@@ -123,8 +128,15 @@ class Bucket:
 
 
 # ---------------------------------------------------------------- how
-def write(graph: fx.Graph, memory: Memory, buckets: Sequence[Bucket]) -> None:
-    """Walk the old order, waits before a node and starts behind it; what they replace goes at the end."""
+def write(graph: fx.Graph, memory: Memory, buckets: Sequence[Bucket], *, in_place: bool = True) -> None:
+    """Walk the old order, waits before a node and starts behind it; what they replace goes at the end.
+
+    Args:
+        graph: the graph.
+        memory: of it, before anything was written.
+        buckets: to write.
+        in_place: gradients may be made inside of buckets, in the order in which they are made.
+    """
     starts: dict[int, list[Bucket]] = {}
     waits: dict[int, list[Bucket]] = {}
     for bucket in buckets:
@@ -138,7 +150,7 @@ def write(graph: fx.Graph, memory: Memory, buckets: Sequence[Bucket]) -> None:
             following = _with_padding(after_getitems(node), starts[index]).next
             for bucket in starts[index]:
                 with graph.inserting_before(following):
-                    _start(graph, memory, bucket)
+                    _start(graph, memory, bucket, in_place=in_place)
     for member in (m for bucket in buckets for m in bucket.members):
         value = member.value
         graph.erase_node(member.wait)
@@ -164,7 +176,7 @@ def _erase_views(graph: fx.Graph, memory: Memory, node: fx.Node) -> None:
         node = parent
 
 
-def _start(graph: fx.Graph, memory: Memory, bucket: Bucket) -> None:
+def _start(graph: fx.Graph, memory: Memory, bucket: Bucket, *, in_place: bool) -> None:
     first = bucket.members[0]
     target: Any = first.start.target
     bucket.layout = bucket.members
@@ -176,7 +188,7 @@ def _start(graph: fx.Graph, memory: Memory, bucket: Bucket) -> None:
             operand = operand if is_contiguous(first.spec) else flattened(graph, bucket.info, operand)
         result = spec_of(operand) if target is _ALL_REDUCE_IN_PLACE else first.result()
     elif target is ALL_REDUCE:
-        target, operand = _ALL_REDUCE_IN_PLACE, _fill(graph, memory, bucket)
+        target, operand = _ALL_REDUCE_IN_PLACE, _fill(graph, memory, bucket, in_place=in_place)
         result = spec_of(operand)
     else:
         operand = _pack(graph, bucket)
@@ -187,11 +199,11 @@ def _start(graph: fx.Graph, memory: Memory, bucket: Bucket) -> None:
     bucket.started.meta[SUBJECT] = tuple(name for m in bucket.layout for name in m.start.meta.get(SUBJECT, ("",)))
 
 
-def _fill(graph: fx.Graph, memory: Memory, bucket: Bucket) -> fx.Node:
+def _fill(graph: fx.Graph, memory: Memory, bucket: Bucket, *, in_place: bool) -> fx.Node:
     """The flat buffer of a bucket of all-reduces."""
     origins: dict[fx.Node, Member] = {}
     for member in bucket.members:
-        if memory.can_be_made_in_place(member.value, member.start, bucket.start_at, member.dtype):
+        if in_place and memory.can_be_made_in_place(member.value, member.start, bucket.start_at, member.dtype):
             origins[memory.roots[member.value]] = member
     ordered = sorted(origins, key=memory.position.__getitem__)
     others = [m for m in bucket.members if m not in origins.values()]

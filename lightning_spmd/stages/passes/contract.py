@@ -27,12 +27,14 @@ class PassState:
         bucket_size_mb: cap of a communication bucket in MiB, or ``"auto"``.
         reduce_dtype: in which gradients travel, a name in REDUCE_DTYPES; None: as they are.
         rematerialize: the share of the activations' bytes to give back, or as an integer the bytes to leave; None: all.
+        in_order: buckets are the same whatever the order in which gradients become ready (ranks have other graphs).
         notes: what each pass did, for dumps and messages.
     """
 
     bucket_size_mb: float | str = "auto"
     reduce_dtype: str | None = None
     rematerialize: float | int | None = None
+    in_order: bool = False
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
 

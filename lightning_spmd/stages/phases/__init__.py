@@ -34,9 +34,14 @@ def deferrable(step: ShardedStep, guarded: frozenset[State] = frozenset()) -> De
     return choose(tails(Dependences(step.graph_module.graph)), Touches(step), guarded)
 
 
-def arrange_undeferred(step: ShardedStep) -> ShardedStep:
-    """Order a step's collectives and updates within the iteration: each starts, and runs, as soon as it can."""
-    return make_phases(step, overlap=False).main
+def arrange_undeferred(step: ShardedStep, *, as_written: bool = False) -> ShardedStep:
+    """Order a step's collectives and updates within the iteration: each starts, and runs, as soon as it can.
+
+    Args:
+        step: after the passes.
+        as_written: collectives start in the order in which they stand there.
+    """
+    return make_phases(step, overlap=False, as_written=as_written).main
 
 
 def make_phases(
@@ -45,6 +50,7 @@ def make_phases(
     overlap: bool | str,
     seconds: Seconds | None = None,
     guarded: frozenset[State] = frozenset(),
+    as_written: bool = False,
 ) -> IterationGraphs:
     """Make the graphs that run.
 
@@ -53,6 +59,7 @@ def make_phases(
         overlap: whether work may move into the next iteration; ``"auto"``: if by the measured times that is faster.
         seconds: measured time of every node, by name; without it collectives start as their operands become ready.
         guarded: state that decides which graph the next iteration uses.
+        as_written: collectives start in the order in which they stand in the step.
 
     Raises:
         VerificationError: a graph broke an invariant, or would read something stale.
@@ -62,7 +69,7 @@ def make_phases(
     dependences, touches = Dependences(graph), Touches(step)
     found = tails(dependences)
     decision = choose(found, touches, guarded) if overlap else Deferral()
-    chosen = schedule(dependences, found, decision.deferred, touches, times)
+    chosen = schedule(dependences, found, decision.deferred, touches, times, as_written=as_written)
     notes = str(decision) if overlap else ""
     if decision.deferred and times:
         plain = schedule(dependences, found, (), touches, times)

@@ -63,6 +63,8 @@ def schedule(
     deferred: Sequence[Tail],
     touches: Touches,
     seconds: Seconds,
+    *,
+    as_written: bool = False,
 ) -> Schedule:
     """The order of a step's parts.
 
@@ -72,12 +74,13 @@ def schedule(
         deferred: those that run in the next iteration.
         touches: of the graph.
         seconds: measured times; empty: collectives start as they become ready.
+        as_written: collectives start in the order in which they stand in the graph, which is that of all ranks.
     """
     in_tails = {node for tail in all_tails for node in tail.nodes}
     starts = {start for tail in all_tails for start in tail.starts}
     body = [n for n in dependences.order if n not in in_tails and n not in starts and n.op != "output"]
     readers = [(t, first_conflict(touches.of_all(t.nodes), touches, body)) for t in deferred]
-    queue = _issue_order(body, dependences, all_tails, readers, seconds)
+    queue = _issue_order(body, dependences, all_tails, readers, seconds, as_written)
     arrival = {start: index for index, start in enumerate(queue)}
     by_arrival = sorted(all_tails, key=lambda t: max(arrival[s] for s in t.starts))
     kept = [t for t in by_arrival if t not in deferred]
@@ -151,6 +154,7 @@ def _issue_order(
     all_tails: Sequence[Tail],
     readers: Sequence[tuple[Tail, fx.Node | None]],
     seconds: Seconds,
+    as_written: bool,
 ) -> list[fx.Node]:
     clock: dict[fx.Node, float] = {}
     begins: dict[fx.Node, float] = {}
@@ -174,6 +178,9 @@ def _issue_order(
             ready = max((clock[n] for n in needs), default=0.0)
             place = max((position[n] for n in needs), default=0)
             jobs.append((place, _Job(start, ready, seconds.get(start.name, 0.0), deadline)))
+    if as_written:
+        written = {node: i for i, node in enumerate(dependences.order)}
+        return sorted((job.start for _, job in jobs), key=written.__getitem__)
     in_order = [job for _, job in sorted(jobs, key=lambda pair: pair[0])]
     return [job.start for job in (_earliest_deadline_first(in_order) if seconds else in_order)]
 

@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.first import first
-from lightning_spmd.ir.node_info import SUBJECT, info_of, spec_of
+from lightning_spmd.ir.node_info import SUBJECT, TERM, info_of, spec_of
 from lightning_spmd.ir.placement import Chunk
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import starts_collective
@@ -49,7 +49,13 @@ def agree_on(control: ControlPlane, step: ShardedStep, captured: CapturedStep) -
     raise RankDisagreementError(_explain(everyone))
 
 
-def collectives(step: ShardedStep) -> list[str]:
+def gradients_of(captured: CapturedStep) -> list[str]:
+    """Of a graph of a rank's own batch: the gradients that its batch gives, by the names of their terms."""
+    terms = (node.meta.get(TERM) for node in captured.graph_module.graph.nodes)
+    return [term.name for term in terms if term is not None and term.is_gradient]
+
+
+def exchanges(step: ShardedStep, captured: CapturedStep) -> list[str]:
     """One line a collective: what ranks must have in common whose graphs are of batches of their own."""
     groups = {part.group: part.name for axis in step.axes for part in axis.parts}
     lines: list[str] = []
@@ -59,10 +65,10 @@ def collectives(step: ShardedStep) -> list[str]:
             # what tensor-parallel ranks exchange among themselves has the size of their batch
             size = "" if TENSOR in map(str, arguments) else f" of {_spec_in_words(node)}"
             lines.append(f"{node.target}{tuple(map(str, arguments))}{size}: {', '.join(node.meta.get(SUBJECT, ()))}")
-    return lines
+    return [*lines, *gradients_of(captured)]
 
 
-def agree_on_collectives(
+def agree_on_exchanges(
     control: ControlPlane, step: ShardedStep, captured: CapturedStep, mates: Sequence[int]
 ) -> str | None:
     """Compare what ranks with graphs of their own will exchange, before the first collective of them runs.
@@ -79,7 +85,7 @@ def agree_on_collectives(
     Raises:
         RankDisagreementError: on every rank; some that have the same batch made different graphs of it.
     """
-    lines = collectives(step)
+    lines = exchanges(step, captured)
     alone = len(set(mates)) == len(mates)
     graph = [] if alone else [*describe_capture(captured), *describe(step)]
     sides = control.gather((stable_hash(lines), stable_hash([_without_place(line) for line in graph])))
