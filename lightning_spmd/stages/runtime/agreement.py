@@ -99,9 +99,34 @@ def agree_on_exchanges(
     everyone = control.gather(lines)
     return (
         "the ranks' own batches lead to different exchanges between the ranks; the first difference is\n"
-        f"{_first_difference(everyone)}\na layer that only some batches use, or an order of layers that a batch "
+        f"{_first_other_exchange(everyone)}\na layer that only some batches use, or an order of layers that a batch "
         "decides, makes it so: use every layer for every batch (if need be on an empty tensor)"
     )
+
+
+def _first_other_exchange(everyone: Sequence[list[str]]) -> str:
+    """Both sides of the first exchange in which a rank differs from rank 0, by what only one of them moves."""
+    for rank, lines in enumerate(everyone):
+        for sides in itertools.zip_longest(everyone[0], lines, fillvalue="nothing more: "):
+            if sides[0] == sides[1]:
+                continue
+            (ours, moved), (theirs, moved_there) = (_taken_apart(side) for side in sides)
+            alone = [_some(moved, moved_there), _some(moved_there, moved)]
+            return f"  rank 0: {ours} of {alone[0]}\n  rank {rank}: {theirs} of {alone[1]}"
+    return "none"
+
+
+def _taken_apart(line: str) -> tuple[str, list[str]]:
+    what, _, names = line.rpartition(": ")
+    return what.partition("(")[0].removeprefix("_c10d_functional.").removesuffix(
+        ".default"
+    ) or "a gradient", names.split(", ")
+
+
+def _some(names: Sequence[str], others: Sequence[str]) -> str:
+    """What is among names and not among others; all where it is a matter of order."""
+    alone = [name for name in names if name not in others] or list(names)
+    return ", ".join(alone[:4]) + (f" and {len(alone) - 4} more" if len(alone) > 4 else "")
 
 
 def _differ(pair: tuple[int, int], mates: Sequence[int], sides: Sequence[tuple[int, int]]) -> bool:
