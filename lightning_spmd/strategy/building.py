@@ -40,6 +40,7 @@ from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
 from lightning_spmd.strategy.memory import check_writes, has_shared_writes
+from lightning_spmd.strategy.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.one_for_all_sizes import generalized
 from lightning_spmd.strategy.prepared_optimizers import prepare
 from lightning_spmd.strategy.replaced_tensors import check_used
@@ -48,24 +49,6 @@ from lightning_spmd.strategy.telling import Telling
 
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
-
-
-class CannotBeBuilt(Exception):
-    """Some rank could not capture or expand the step; all ranks raise this together."""
-
-
-class OtherGradients(Exception):
-    """On all ranks together: their own batches do not reach the same parameters, or not in the same order.
-
-    Args:
-        names: of all gradients, as their terms are called.
-        built: what this rank built, for batches at which the others' reach as much.
-    """
-
-    def __init__(self, names: frozenset[str], difference: str) -> None:
-        super().__init__(difference)
-        self.names = names
-        self.built: Executable | None = None
 
 
 class GraphBuilder:

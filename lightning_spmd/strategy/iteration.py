@@ -23,10 +23,11 @@ from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.strategy.boundary import ends_no_loop
-from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder
+from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients
 from lightning_spmd.strategy.choice import Ballot
 from lightning_spmd.strategy.graph_table import Found, GraphTable
+from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.own_graphs import OwnBallot, OwnGraphs
 from lightning_spmd.strategy.places import Moment, training_moment

@@ -15,9 +15,10 @@ from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.runtime.agreement import exchanges
 from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.strategy.building import CannotBeBuilt, GraphBuilder, OtherGradients
+from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.choice import check_same_part, hash_of_step
 from lightning_spmd.strategy.graph_table import Found, GraphTable
+from lightning_spmd.strategy.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.places import Moment
 from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.run_context import RunContext, StepRequest
