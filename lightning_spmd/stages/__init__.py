@@ -90,15 +90,11 @@ def build(
     verify_sharded(sharded)
     on_result("expanded", sharded)
     on_stage("passes")
-<<<<<<< HEAD
     passed = run_passes(sharded, options.passes, state, on_result)
     shown = _hidden_gradients(captured, passed)
-    arranged = arrange_undeferred(passed)
+    arranged = arrange_undeferred(passed, as_written=options.in_order)
     if shown is not None:
         pausing(arranged)  # or raises
-=======
-    arranged = arrange_undeferred(run_passes(sharded, options.passes, state, on_result), as_written=options.in_order)
->>>>>>> 55114c2 (Local batches that do not reach the same parameters, or not in the same order: gradients travel in the order of parameters)
     on_result("arranged", arranged)
     decision = deferrable(arranged, _guarded(captured)) if options.overlap_iterations else None
     return IterationGraphs(
