@@ -111,7 +111,8 @@ class RecordedCall:
     Args:
         target: module path of the object, ``""`` for the LightningModule.
         method: ``"log"``, ``"log_dict"``, ``"print"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"``,
-            ``"reset"`` of a metric; ``"append"`` of any module: its arguments: the name of a list on it, and the item.
+            ``"reset"`` of a metric; ``"append"`` of any module: its arguments: the name of a list on it, and the item;
+            ``"assign"``: the path of a place in Python's state, and what the step puts there.
         args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, what
             came with the batch and is not a tensor by :class:`LeafRef`.
         source: ``file:line`` of the call, empty where unknown.
@@ -154,6 +155,7 @@ class CapturedStep:
         returned: what the step method returned, with the same replacements as in recorded calls.
         variant: the part of an iteration that the graph holds.
         host_values: readers of the Python numbers that are inputs of this graph alone, by name.
+        assign: what puts a value where the step puts one in Python's state, by path.
         own_batch: of a graph of a rank's own batch; None of others.
         cleared: names of parameters whose ``p.grad`` is None after the step, and was not before.
     """
@@ -166,6 +168,7 @@ class CapturedStep:
     returned: Any = None
     variant: Variant = Variant()
     host_values: dict[str, Callable[[], Any]] = field(default_factory=dict[str, Callable[[], Any]])
+    assign: dict[str, Callable[[Any], None]] = field(default_factory=dict[str, Callable[[Any], None]])
     own_batch: OwnBatchFacts | None = None
     cleared: tuple[str, ...] = ()
 

@@ -32,7 +32,7 @@ from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.own_graphs import OwnBallot, OwnGraphs
 from lightning_spmd.strategy.places import Moment, training_moment
 from lightning_spmd.strategy.recheck import Rechecks
-from lightning_spmd.strategy.replay import replay, resolve
+from lightning_spmd.strategy.replay import Recorded, replay, resolve
 from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
 from lightning_spmd.strategy.shared_leaves import check_shared, find_shared
 
@@ -368,7 +368,8 @@ class TrainingIteration:
         with self.context.step_context(captured.variant.method):
             is_global = self.context.control is not None
             calls, returned = executable.calls_and_result()
-            results = replay(self.context.module, calls, outputs, batch.values, rows, is_global=is_global)
+            recorded = Recorded(calls, captured.assign)
+            results = replay(self.context.module, recorded, outputs, batch.values, rows, is_global=is_global)
         return resolve(returned, outputs, batch.values, results)
 
     def _fall_back(self, reason: str) -> NoReturn:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -38,9 +38,21 @@ def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: S
     return map_leaves(leaf, tree)
 
 
+class Recorded(NamedTuple):
+    """What a step did at capture, and each run does again.
+
+    Args:
+        calls: in their order.
+        assign: what puts a value in a place of Python's state, by path.
+    """
+
+    calls: Sequence[RecordedCall]
+    assign: Mapping[str, Callable[[Any], None]]
+
+
 def replay(
     module: nn.Module,
-    calls: Sequence[RecordedCall],
+    recorded: Recorded,
     outputs: Sequence[Any],
     leaves: Sequence[Any],
     rows: int,
@@ -51,7 +63,7 @@ def replay(
 
     Args:
         module: the LightningModule.
-        calls: what the step method called at capture.
+        recorded: what the step method called at capture.
         outputs: the graph's outputs of this run; logged ones are global values, the same on all ranks.
         leaves: of this rank's batch.
         rows: rows of the global batch.
@@ -62,12 +74,14 @@ def replay(
         what each call returned.
     """
     results: list[Any] = []
-    for call in calls:
+    for call in recorded.calls:
         target = module.get_submodule(call.target) if call.target else module
         args = resolve(call.args, outputs, leaves, results)
         kwargs = resolve(call.kwargs, outputs, leaves, results)
         if (by_hand := replayed(module, call.method)) is not None:
             results.append(by_hand(*args, **kwargs))
+        elif call.method == "assign":
+            results.append(recorded.assign[args[0]](args[1]))
         elif call.method == "append":
             results.append(getattr(target, args[0]).append(args[1]))
         elif is_global and call.method == "log":

@@ -245,7 +245,7 @@ FEATURES: tuple[Feature, ...] = (
         f"{_FIT}::test_unfreezing_recaptures",
     ),
     Feature(
-        "Python values that hooks change and the step reads",
+        "Python values that hooks change and the step reads; lists that it fills, attributes that it assigns",
         Mode.COMPILED,
         "guarded, or inputs where they change often; what cannot be is eager, announced with its line",
         "tests/strategy/test_python_state.py::test_what_changes_is_seen",

@@ -93,14 +93,9 @@ def registers_a_buffer(self: Net, batch: Any, _: int) -> Tensor:
     return self.loss(batch)
 
 
-def keeps_its_loss(self: Net, batch: Any, _: int) -> Tensor:
-    self.kept = self.loss(batch)
-    return self.kept
-
-
 @pytest.mark.parametrize(
     ("step", "named"),
-    [(seeds_torch, "seeds torch"), (registers_a_buffer, "registers count"), (keeps_its_loss, "changes self.kept")],
+    [(seeds_torch, "seeds torch"), (registers_a_buffer, "registers count")],
 )
 def test_what_would_happen_once_is_announced_and_happens_each_step(step: Step, named: str) -> None:
     ours = assert_as_eager(_module(step), mode="eager")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_spmd.strategy import building
+from lightning_spmd.strategy import telling
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, deviation
 from tests.strategy.kinds import (
@@ -97,7 +97,7 @@ def test_the_other_kinds_on_two_ranks_equal_one_device(two_ranks: RankPool) -> N
 
 def test_what_cannot_be_compared_cheaply_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(building, "tell", told.append)
+    monkeypatch.setattr(telling, "tell", told.append)
 
     class Large(outside_kinds.LargeArray):
         def read(self) -> float:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
+from tests.strategy import test_loss_scaling
+from tests.strategy.kinds.optimizers_kinds import Lookahead
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
 
 
@@ -94,14 +96,191 @@ class Privately(_Kept):
         self.first._losses.clear()  # type: ignore[union-attr, operator]
 
 
-@pytest.mark.parametrize("make", [Outputs, Dictionaries, Privately])
+class Counts(_Kept):
+    """A counter that the loss and a branch depend on, and a hook puts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.rate = 0, 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        self.rate *= 0.99
+        loss = self.loss(batch) * (1.0 + 0.01 * self.calls) * self.rate
+        if self.calls % 4 == 0:
+            loss = loss * 2
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.keep("calls", self.calls)
+        self.keep("rate", self.rate)
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            self.calls = 1
+
+
+class CountsAlone(_Kept):
+    """A counter that nothing but a hook reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.calls == 1 + batch_idx + 6 * self.current_epoch
+        assert type(self.calls) is int
+
+
+class Latest(_Kept):
+    """Attributes that are assigned: a tensor, a number of Lightning's, a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: Any = None
+        self.index = -1
+        self.results: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self(batch[0])
+        loss = torch.nn.functional.cross_entropy(scores, batch[1])
+        self.latest, self.index = loss.detach(), batch_idx
+        self.results["loss"] = loss.detach() * 2
+        self.results["scores"] = scores.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.index == batch_idx
+        assert float(self.latest) == float(outputs["loss"])
+        assert float(self.results["loss"]) == 2 * float(self.latest)
+        self.keep("scores", self.results["scores"].square().mean())
+        before = getattr(self, "before", None)
+        assert before is None or before[0] is not self.latest
+        assert before is None or float(before[0]) == before[1]  # nobody writes into what was handed out
+        self.before = self.latest, float(self.latest)
+
+
+class Mean(_Kept):
+    """A running mean that begins as a number and scales the loss; on a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.mean = 0.0  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.first.mean = 0.9 * self.first.mean + 0.1 * loss.detach()  # type: ignore[operator, assignment]
+        return loss / (1.0 + self.first.mean)  # type: ignore[operator]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.keep("mean", self.first.mean)
+
+
+class Tracker:
+    """A plain object."""
+
+    def __init__(self) -> None:
+        self.count, self.seen = 0, {"batches": 0, "loss": None}
+
+
+class Plain(_Kept):
+    """An object's counter and its dictionary, and one of the class."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = Tracker()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.tracker.count += 2
+        self.tracker.seen["batches"] += 1  # type: ignore[operator]
+        self.tracker.seen["loss"] = loss.detach()  # type: ignore[assignment]
+        Plain.total += 1
+        return loss * (1 + 0.001 * self.tracker.count)
+
+    def on_train_start(self) -> None:
+        Plain.total = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        seen = self.tracker.seen
+        assert (self.tracker.count, seen["batches"]) == (2 * Plain.total, Plain.total)
+        self.keep("total", Plain.total)
+        self.keep("loss of the tracker", seen["loss"])
+
+
+class Toggles(_Kept):
+    """Each second step is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.odd = not self.odd
+        return self.loss(batch) * (2.0 if self.odd else 1.0)
+
+
+class KeepsItsLoss(_Kept):
+    """An attribute that nobody reads, with the loss itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept = self.loss(batch)
+        return self.kept
+
+
+class Indexes(_Kept):
+    """A counter whose very value is taken: no graph holds for another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        return self.loss(batch) * [1.0, 2.0, 3.0, 4.0][self.calls % 4] * len(f"{self.calls:02d}")
+
+
+LISTS = [Outputs, Dictionaries, Privately]
+PLACES = [Counts, CountsAlone, Latest, Mean, Plain, Toggles, KeepsItsLoss]
+
+
+@pytest.mark.parametrize("make", LISTS)
 def test_lists_are_filled_each_step(make: Callable[[], Net]) -> None:
     assert_as_eager(make)
 
 
-@pytest.mark.parametrize("make", [Outputs, Dictionaries])
-def test_on_ranks_lists_hold_what_one_device_has(make: Callable[[], Net], two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("make", PLACES)
+def test_places_are_assigned_each_step(make: Callable[[], Net]) -> None:
+    assert assert_as_eager(make).captures <= 5
+
+
+def test_a_number_that_is_taken_as_it_is_runs_eagerly() -> None:
+    ours = assert_as_eager(Indexes, "eager")
+    assert any("changes self.calls" in text for text in ours.warnings)
+
+
+@pytest.mark.parametrize("make", [Dictionaries, Counts, Latest, Mean])
+def test_on_ranks_they_hold_what_one_device_has(make: Callable[[], Net], two_ranks: RankPool) -> None:
     reference = run(make, "auto", data=in_order)
     results = two_ranks.run(run, make, "spmd", 2)
     assert_compiled(*results)
     assert_equals_one_device(results, reference)
+
+
+class Looking(test_loss_scaling.Half):
+    """An optimizer with a counter of its own."""
+
+    def configure_optimizers(self) -> Any:
+        return Lookahead(self.parameters(), lr=0.1)
+
+
+def test_an_optimizers_counter_waits_where_a_step_is_skipped() -> None:
+    """What a graph would count is not known before it ran."""
+    ours = test_loss_scaling.assert_as_eager("eager", make=lambda: Looking("sgd"))
+    assert any("changes optimizer.count" in text for text in ours.warnings)

@@ -1,7 +1,8 @@
 """Captures a step, in as many looks as it takes: what a first look shows decides what the next one looks for.
 
-* A step that changes Python's state cannot be one graph, unless it fills something in once (a lazy attribute, a cache
-  of plain values): then a second look, at the state it leaves, shows the same graph and no change.
+* A step may fill something in once (a lazy attribute, a cache of plain values): then a second look, at the state it
+  leaves, shows the same graph and no change. What it puts somewhere each time is put there by each run (``assigned``).
+  A step that changes Python's state otherwise cannot be one graph.
 * Numbers of Python that change often become inputs. Code may treat a recorded number otherwise than a plain one, so
   the step is captured with the plain numbers too, and the two must do the same.
 """
@@ -19,6 +20,7 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.same_step import Difference, difference_at_capture, first_difference
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.stages.capture.assigned import captured_with_assignments
 from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Entry
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
 from lightning_spmd.stages.capture.state_guard import Change
@@ -37,26 +39,28 @@ def capture(request: CaptureRequest) -> CapturedStep:
     first = trace(request)
     if first.error is None:
         return first.step
-    if not all(effect.is_plain for effect in first.effects):
+    settled = _settled(request, first) if all(effect.is_plain for effect in first.effects) else None
+    found = settled or captured_with_assignments(request, first, trace)
+    if found is None:
         raise first.error
-    return _settled(request, first, first.error)
+    return found
 
 
-def _settled(request: CaptureRequest, first: Trace, error: CaptureError) -> CapturedStep:
+def _settled(request: CaptureRequest, first: Trace) -> CapturedStep | None:
     """The step after what it fills in once is there, if that is all that it changes, and it does the same then."""
     for effect in first.effects:
         effect.redo()
-    second: Trace | None = None
+    settled: CapturedStep | None = None
     try:
         with contextlib.suppress(CaptureError):
             second = trace(request)
-        if second is None or second.error is not None or first_difference(first.step, second.step) is not None:
-            raise error
-    except BaseException:
-        for effect in reversed(first.effects):
-            effect.undo()
-        raise
-    return second.step
+            if second.error is None and first_difference(first.step, second.step) is None:
+                settled = second.step
+    finally:
+        if settled is None:
+            for effect in reversed(first.effects):
+                effect.undo()
+    return settled
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.code_facts import line_that_changes
+from lightning_spmd.stages.capture.holders import Attributes, Entry
 from lightning_spmd.stages.capture.kinds import BOOKKEEPING, TORCH_INTERNALS
 from lightning_spmd.stages.capture.same_state import MISSING, is_simple, same_simple
 from lightning_spmd.stages.capture.side_effects import Effect, advice, is_plain
@@ -113,6 +114,17 @@ class ModuleEffect(Effect):
     @override
     def redo(self) -> None:
         self._after.put(self._name)
+
+    @override
+    def places(self) -> list[Entry] | None:
+        attributes = self._before.attributes, self._after.attributes
+        if self._name in _TABLES_OF_HOOKS or self._after.attributes.get(self._name, MISSING) is MISSING:
+            return None
+        if attributes[0].get(self._name, MISSING) is attributes[1][self._name]:  # a container that was filled
+            return None
+        holder = Attributes(self._before.part, self._before.path or "self")
+        holder.root = True
+        return [holder.see(self._name)]
 
     @override
     def error(self, codes: Sequence[CodeType]) -> CaptureError:

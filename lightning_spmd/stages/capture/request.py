@@ -39,6 +39,7 @@ class CaptureRequest:
         step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
         tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
         moving: places of Python numbers that are to be inputs, by path.
+        assigned: places of Python state in which each run puts what the step puts there, by path.
         scaler: gives the GradScaler, enabled, that loss and gradients go through, or None.
         device: where training is.
         bf16_updates: how weights of bfloat16 are updated.
@@ -60,6 +61,7 @@ class CaptureRequest:
     step_context: Callable[[], contextlib.AbstractContextManager[Any]]
     tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     moving: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
+    assigned: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
     scaler: Callable[[], Any] = lambda: None
     device: torch.device = torch.device("cpu")
     bf16_updates: Updates = "plain"

@@ -19,13 +19,23 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.code_facts import line_that_changes
-from lightning_spmd.stages.capture.containers import Content
-from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Cell, Entry, Holder
+from lightning_spmd.stages.capture.containers import Content, Entries, Items
+from lightning_spmd.stages.capture.holders import (
+    CANNOT_BE_PUT,
+    Attributes,
+    Cell,
+    ClassAttributes,
+    Entry,
+    Globals,
+    Holder,
+)
 from lightning_spmd.stages.capture.kinds import attributes_of, slots_of
 from lightning_spmd.stages.capture.same_state import MISSING, is_simple, same_simple
 from lightning_spmd.stages.capture.sightings import Sightings
 
 _DEEPEST = 8
+_ASSIGNED = (Attributes, Globals, ClassAttributes, Cell, Entries, Items)
+"""In what a statement puts something."""
 
 
 # ---------------------------------------------------------------------- what frames could see
@@ -44,6 +54,10 @@ class Effect(abc.ABC):
     @abc.abstractmethod
     def redo(self) -> None:
         """Put there what the step had put there."""
+
+    @abc.abstractmethod
+    def places(self) -> list[Entry] | None:
+        """Where an assignment does what the step did; None: it did something else."""
 
     @abc.abstractmethod
     def error(self, codes: Sequence[CodeType]) -> CaptureError:
@@ -84,6 +98,18 @@ class SeenEffect(Effect):
     @override
     def redo(self) -> None:
         self._put(self._after)
+
+    @override
+    def places(self) -> list[Entry] | None:
+        holder = self.holder
+        if not isinstance(holder, _ASSIGNED) or isinstance(holder.subject, tuple):
+            return None
+        if self.entry is not None:
+            return [self.entry]
+        known = len(self._before)
+        if not isinstance(holder, Entries) or self._after[:known] != self._before:
+            return None
+        return [Entry(holder, key, MISSING) for key, _ in self._after[known:] if is_simple(key)]
 
     def _put(self, items: list[tuple[Any, Any]]) -> None:
         with contextlib.suppress(*CANNOT_BE_PUT):

@@ -24,6 +24,7 @@ from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import the_step
+from lightning_spmd.stages.capture import assigned
 from lightning_spmd.stages.capture.appended_lists import Place, lists_followed
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, modules_followed, random_state_kept
 from lightning_spmd.stages.capture.batch import Looks
@@ -174,7 +175,7 @@ class _Capture:
                 self.looks.check()
                 self._collect(slots)
                 self.inputs.complain_about_attributes(self.python.watch.codes)
-        effects = self.python.effects
+        effects = assigned.others(self.python.effects, request.assigned)
         return Trace(self._finish(), effects, effects[0].error(self.python.watch.codes) if effects else None)
 
     def _what(self) -> str:
@@ -260,7 +261,7 @@ class _Capture:
                 if request.clip is not None:
                     request.clip(optimizer)
             self._check_step(optimizer)
-            with in_section(self.recorder, Section.OPTIMIZER):
+            with in_section(self.recorder, Section.OPTIMIZER), assigned.unchanged_if_skipped(request, self.scaling):
                 self.scaling.step(optimizer, self._new_state)
         if self.scaling.found is not None:
             self.outputs.add(self.scaling.found, OutputRole.FOUND_INF, (), "found_inf")
@@ -334,6 +335,7 @@ class _Capture:
 
     # ------------------------------------------------------------------ packing
     def _collect(self, slots: list[tuple[dict[str, Any], str, str, Any]]) -> None:
+        assigned.record(self.request.assigned, self.logs)
         complain_about_new_tensors(self.request.module, {fqn for _, _, fqn, _ in slots})
         for tensors, key, fqn, replacement in slots:
             now = tensors.get(key)
@@ -383,6 +385,7 @@ class _Capture:
             self.returned,
             request.variant,
             {path: place.reader() for path, place in request.moving.items()},
+            {path: assigned.writer(place) for path, place in request.assigned.items()},
             None if self.own is None else self.own.facts,
             self.cleared,
         )

@@ -78,3 +78,10 @@ class Eager(Kind):
 
     def write(self, value: float) -> None:
         pass
+
+
+class Changed(Eager):
+    """The step itself changes what it reads."""
+
+    mode = "compiled"
+    graphs = 3

@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning as L
 
-from tests.strategy.kinds.base_kinds import Config, Eager, Kind
+from tests.strategy.kinds.base_kinds import Changed, Config, Kind
 
 
 class CallbackState(L.Callback):
@@ -141,9 +141,7 @@ class EachStep(Kind):
         self.crit.value = value
 
 
-class KeepsTensor(Eager):
-    told = "changes self.box.value"
-
+class KeepsTensor(Changed):
     def start(self) -> None:
         self.box = Config(None)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from tests.strategy.kinds.base_kinds import Config, Eager, Kind
+from tests.strategy.kinds.base_kinds import Changed, Config, Eager, Kind
 
 
 class NumpyArray(Kind):
@@ -120,9 +120,7 @@ class Generator(Eager):
         return next(self.numbers)
 
 
-class OwnIterator(Eager):
-    told = "changes self.numbers.at"
-
+class OwnIterator(Changed):
     class Numbers:
         def __init__(self) -> None:
             self.at = 0.0
@@ -218,9 +216,7 @@ class OwnRandom(Eager):
         return self.random.random() + self.numpy_random.random()
 
 
-class OwnCounter(Eager):
-    told = "changes self.crit.value"
-
+class OwnCounter(Changed):
     def start(self) -> None:
         self.crit = Config()
 
@@ -229,9 +225,7 @@ class OwnCounter(Eager):
         return self.crit.value
 
 
-class NonlocalCounter(Eager):
-    told = "changes count"
-
+class NonlocalCounter(Changed):
     def start(self) -> None:
         count = 0.0
 

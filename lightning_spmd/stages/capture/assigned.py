@@ -1,0 +1,114 @@
+"""Places of Python state in which a step puts something each time: counters, the last loss, a running mean.
+
+    self.calls += 1; self.last = loss.detach(); self.total = 0.9 * self.total + loss.detach()
+
+A first capture notices what changed. The next one takes numbers in these places as inputs of the graph, and what is
+there in the end leaves the graph as results of a recorded call, which every run makes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.same_step import difference_at_capture
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Entry
+from lightning_spmd.stages.capture.log_recorder import LogRecorder
+from lightning_spmd.stages.capture.loss_scaling import LossScaling
+from lightning_spmd.stages.capture.request import CaptureRequest, Trace
+from lightning_spmd.stages.capture.same_state import MISSING
+from lightning_spmd.stages.capture.side_effects import Effect
+
+_LOOKS = 3
+"""A statement may lead to another one that the first look did not reach."""
+Places = Mapping[str, Entry]
+
+
+def captured_with_assignments(
+    request: CaptureRequest, first: Trace, trace: Callable[[CaptureRequest], Trace]
+) -> CapturedStep | None:
+    """The step as a graph whose runs put what the step puts in Python's state; None if that cannot be.
+
+    Args:
+        request: of the step.
+        first: the look that found what the step changes.
+        trace: takes another look.
+    """
+    places: dict[str, Entry] = {}
+    found = first
+    for _ in range(_LOOKS):
+        for effect in found.effects:
+            if (some := effect.places()) is None:
+                return None
+            places.update({place.path: place.detached() for place in some})
+        numbers = {path: place for path, place in places.items() if type(place.found_again().read()) in (int, float)}
+        try:
+            plain = found = trace(dataclasses.replace(request, assigned=places))
+            if numbers and found.error is None:
+                found = trace(dataclasses.replace(request, assigned=places, moving={**request.moving, **numbers}))
+        except CaptureError:
+            return None
+        if found.error is None:
+            return found.step if found is plain or _does_the_same(found.step, plain.step, numbers) else None
+    return None
+
+
+def _does_the_same(step: CapturedStep, plain: CapturedStep, numbers: Places) -> bool:
+    """Whether code did with recorded numbers what it does with plain ones, and takes none of them as it is."""
+    names = [entry.name for entry in step.signature.inputs]
+    predicate = step.guards.predicate
+    if predicate is not None and not numbers.keys().isdisjoint(predicate.exact_inputs(names)):
+        return False
+    return difference_at_capture(step, plain) is None
+
+
+def record(places: Places, logs: LogRecorder) -> None:
+    """Record what the step has put in these places, as it ends."""
+    for path, place in places.items():
+        value = place.found_again().read()
+        if value is not MISSING:
+            logs.record("", "assign", OutputRole.LOGGED, (path, value), {})
+
+
+@contextlib.contextmanager
+def unchanged_if_skipped(request: CaptureRequest, scaling: LossScaling) -> Iterator[None]:
+    """Around an update that loss scaling may skip: what it puts in Python's state cannot be taken back.
+
+    Raises:
+        CaptureError: naming the place.
+    """
+    before = [(place, place.found_again().read()) for place in request.assigned.values()]
+    yield
+    if scaling.found is None:
+        return
+    for place, value in before:
+        if place.found_again().read() is not value:
+            raise CaptureError(f"{type(request.optimizer).__name__}.step changes {place.path}, skipped or not")
+
+
+def others(effects: Sequence[Effect], places: Places) -> list[Effect]:
+    """Effects that are not what :func:`record` recorded."""
+    known = {(id(place.holder.subject), place.key) for place in places.values()}
+    return [effect for effect in effects if not _is_known(effect, known)]
+
+
+def _is_known(effect: Effect, known: set[tuple[int, Any]]) -> bool:
+    places = effect.places()
+    return places is not None and all((id(p.holder.subject), p.key) in known for p in places)
+
+
+def writer(place: Entry) -> Callable[[Any], None]:
+    """Puts a value in a place, wherever that is then."""
+
+    def write(value: Any) -> None:
+        try:
+            place.found_again().put(value)
+        except CANNOT_BE_PUT as error:
+            raise CaptureError(f"{place.path} can no longer be assigned, as training_step does ({error})") from error
+
+    return write
