@@ -28,12 +28,13 @@ from lightning_spmd.cost.hardware import DEVICES, LINKS, Machines
 from lightning_spmd.errors import ConfigurationError, SPMDError
 from lightning_spmd.planning.capturing import Capture, capture_iteration, without_memory
 from lightning_spmd.planning.chrome_trace import trace_of
-from lightning_spmd.planning.facts import facts_of
+from lightning_spmd.planning.facts import facts_of, search_facts
 from lightning_spmd.planning.hardware_file import Hardware, read_hardware
 from lightning_spmd.planning.layout import Layout
 from lightning_spmd.planning.outlook import Outlook, outlook_of
 from lightning_spmd.planning.page import page_of
-from lightning_spmd.planning.tables import print_plan
+from lightning_spmd.planning.search import Search, search
+from lightning_spmd.planning.tables import print_plan, print_search
 
 DESCRIPTION = "Predict memory, communication and time of what a recipe describes, for any devices, without any."
 WIDTH = 120
@@ -73,6 +74,8 @@ class PlanRecipe(Recipe):
         parser.add_argument("--between", type=str | None, default=None, help="Link between nodes; likewise")
         parser.add_argument("--hardware", type=str | None, default=None, help="YAML file of devices and links")
         parser.add_argument("--json", type=str | None, default=None, help="File that receives everything as JSON")
+        parser.add_argument("--search", type=bool, default=False, help="Rank layouts, and plan the best one")
+        parser.add_argument("--search_seconds", type=float, default=90.0, help="After which no further one is begun")
         parser.add_argument("--html", type=str | None, default=None, help="File that receives a page with pictures")
         parser.add_argument("--trace", type=str | None, default=None, help="File that receives a trace for Perfetto")
 
@@ -182,18 +185,18 @@ def main(args: Sequence[str]) -> None:
         except ConfigurationError as error:
             _stop(error, 2)
         try:
-            outlook = outlook_of(recipe.capture(layout), layout, machines)
+            outlook, found = _plan(recipe, layout, machines)
         except (ConfigurationError, MisconfigurationException) as error:
             _stop(error, 2)
         except SPMDError as error:
             _stop(error, 1)
         except Exception as error:  # the user's own code, which has not trained yet
             _stop(ConfigurationError(f"{_in_short(error)}{_place(error)}"), 1)
-        _report(outlook, recipe.config)
+        _report(outlook, found, recipe.config)
 
 
 def _read(args: Sequence[str]) -> PlanRecipe:
-    given = [_with_underscores(argument) for argument in args]
+    given = [_as_declared(argument) for argument in args]
     return PlanRecipe(
         args=with_class_for_name(given),
         run=False,
@@ -207,18 +210,38 @@ def _read(args: Sequence[str]) -> PlanRecipe:
     )
 
 
-def _with_underscores(argument: str) -> str:
-    """``--num-nodes=2`` as ``--num_nodes=2``."""
-    for name in ("num-nodes", "device-type"):
+def _as_declared(argument: str) -> str:
+    """``--num-nodes=2`` as ``--num_nodes=2``, and switches with their value."""
+    if argument == "--search":
+        return "--search=true"
+    for name in ("num-nodes", "device-type", "search-seconds"):
         if argument == f"--{name}" or argument.startswith(f"--{name}="):
             return argument.replace(name, name.replace("-", "_"), 1)
     return argument
 
 
-def _report(outlook: Outlook, config: Any) -> None:
-    console = Console()
+def _plan(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Outlook, Search | None]:
+    """The recipe's own layout, or the best one, and what else was found."""
+    capture = recipe.capture(layout)
+    if not recipe.config["search"]:
+        return outlook_of(capture, layout, machines), None
+    if not recipe.config["search_seconds"] > 0:
+        raise ConfigurationError(f"--search_seconds {recipe.config['search_seconds']}: give a number above 0")
+    found = search(capture, layout, machines, recipe.config["search_seconds"], _say)
+    if found.best is None or found.best.outlook is None:
+        reasons = "; ".join(dict.fromkeys(c.reason for c in found.built))
+        raise ConfigurationError(f"no layout can be planned: {reasons or 'there was no time for one'}")
+    return found.best.outlook, found
+
+
+def _report(outlook: Outlook, found: Search | None, config: Any) -> None:
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(width=WIDTH)
     facts = facts_of(outlook)
-    print_plan(facts, console if console.is_terminal else Console(width=WIDTH))
+    if found is not None:
+        facts["search"] = search_facts(found)
+        print_search(found, console)
+    print_plan(facts, console)
     writers = {
         "json": lambda: json.dumps(facts),
         "html": lambda: page_of(facts),

@@ -15,6 +15,7 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.planning.contents import KINDS, Contents
 from lightning_spmd.planning.outlook import Collective, Layer, Outlook, Phase
+from lightning_spmd.planning.search import Search
 from lightning_spmd.planning.streams import COMPUTE
 
 FORMAT = 1
@@ -40,6 +41,22 @@ def facts_of(outlook: Outlook) -> dict[str, Any]:
         "parameters": _layers(outlook.layers),
         "remarks": list(outlook.remarks),
     }
+
+
+def search_facts(found: Search) -> list[dict[str, Any]]:
+    """What a search found, the best first; layouts that were only estimated come last."""
+    rows: list[dict[str, Any]] = []
+    for candidate in [*found.built, *found.others]:
+        outlook = candidate.outlook
+        row: dict[str, Any] = {
+            "options": candidate.options,
+            "estimate": dataclasses.asdict(candidate.estimate),
+            "reason": candidate.reason,
+        }
+        if outlook is not None:
+            row.update(time=_time(outlook), fits=outlook.fits, needed=outlook.needed_bytes, rows=outlook.rows)
+        rows.append(row)
+    return rows
 
 
 def pattern(name: str) -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lightning_spmd.planning.contents import KINDS
 from lightning_spmd.planning.facts import pattern
+from lightning_spmd.planning.search import Search, described
 from lightning_spmd.planning.units import bytes_text, count_text, seconds_text
 
 ROWS = 10
@@ -32,6 +33,31 @@ def print_plan(facts: Facts, console: Console) -> None:
         console.print(part(facts))
     for remark in facts["remarks"]:
         console.print(Text(f"- {remark}"), soft_wrap=True)
+
+
+def print_search(found: Search, console: Console) -> None:
+    """Print what a search found, the best first.
+
+    Args:
+        found: by the search.
+        console: where.
+    """
+    columns = ("layout", "batch of a data rank", "memory", "step", "waiting", "MFU", "samples a second")
+    table = _table(f"Layouts for the same global batch, {found.seconds:.0f} s", *columns)
+    for candidate in [c for c in found.built if c.outlook is not None][:ROWS]:
+        o = candidate.outlook
+        if o is not None:
+            memory = bytes_text(o.needed_bytes) + ("" if o.fits else " TOO MUCH")
+            table.add_row(
+                described(candidate.options), str(o.rows), memory, seconds_text(o.step_seconds),
+                f"{o.exposed / (o.step_seconds or 1.0):.0%}", f"{o.mfu:.1%}", count_text(o.rows_per_second),
+            )  # fmt: skip
+    console.print(table)
+    for candidate in [c for c in found.built if c.outlook is None]:
+        console.print(Text(f"- {described(candidate.options)} cannot be: {candidate.reason}"), soft_wrap=True)
+    if found.others:
+        nearest = "; ".join(described(c.options) for c in found.others[:3])
+        console.print(Text(f"- {len(found.others)} more were only estimated, for lack of time; next: {nearest}"))
 
 
 def _table(title: str, *columns: str) -> Table:
