@@ -127,7 +127,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "on_before_zero_grad, on_before_backward, on_after_backward, on_before_optimizer_step",
         Mode.SPLIT,
-        "p.grad is real and reduced when the hook asks for it; two graphs, or one that pauses where iterations can overlap",
+        "p.grad is real and reduced when the hook asks; two graphs, or one that pauses where iterations can overlap",
         f"{_HOOKS}::test_gradient_hooks_see_and_change_gradients",
         gradient_hooks,
     ),

@@ -145,23 +145,19 @@ def pausing(step: ShardedStep) -> PausingStep:
     graph.output(result)
     copy = dataclasses.replace(step, graph_module=private.GraphModule(step.graph_module, graph))
     graph = copy.graph_module.graph
-    dependences = Dependences(graph)
-    late = dependences.closure(_updates(copy))
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     output = last(graph.nodes, "output")
+    values: Any = output.args[0]
+    early = [i for i, e in enumerate(copy.signature.outputs) if e.role not in _OF_THE_UPDATE and values[i] is not None]
+    operands = sorted((n for n in body if LEAF in n.meta and TAIL not in n.meta), key=lambda n: n.meta[LEAF])
+    handed = [*(values[i] for i in early), *operands]
+    late = _late(copy, [n for n in handed if isinstance(n, fx.Node)])
     first, second = ([n for n in body if (n in late) is wanted] for wanted in (False, True))
     reorder(graph, [*inputs, *first, *second, output])
     for node in graph.nodes:
         forget_writes(node)
     verify_sharded(copy)
-    values: Any = output.args[0]
-    early = [i for i, e in enumerate(copy.signature.outputs) if e.role not in _OF_THE_UPDATE and values[i] is not None]
-    operands = sorted((n for n in body if LEAF in n.meta and TAIL not in n.meta), key=lambda n: n.meta[LEAF])
-    handed = [*(values[i] for i in early), *operands]
-    missing = [n.name for n in handed if isinstance(n, fx.Node) and n in late]
-    if missing:
-        raise CannotShowError(f"{missing[0]} is there only after the update, and hooks before it may need it")
     with graph.inserting_before(second[0] if second else output):
         node = graph.call_function(pause, tuple(handed))
     node.meta.update(val=None, info=NodeInfo(Section.COMMUNICATION))
@@ -169,9 +165,30 @@ def pausing(step: ShardedStep) -> PausingStep:
     return PausingStep(copy, tuple(early))
 
 
-def _updates(step: ShardedStep) -> list[fx.Node]:
+def _late(step: ShardedStep, handed: Sequence[fx.Node]) -> set[fx.Node]:
+    """What runs behind the pause: the update, and the waits at the iteration's end that it alone needs.
+
+    They are in turns, each bucket's update after its wait, while others are under way.
+    """
+    dependences, touches = Dependences(step.graph_module.graph), Touches(step)
+    late = dependences.closure(_updates(step, touches))
+    missing = [n.name for n in handed if n in late]
+    if missing:
+        raise CannotShowError(f"{missing[0]} is there only after the update, and hooks before it may need it")
+    starts = [dependences.position[n] for n in dependences.order if starts_collective(n) and n not in late]
+    end = max(starts, default=0)
+    for node in dependences.order[end:]:
+        if is_wait(node) and TAIL not in node.meta:
+            needs = dependences.closure([node])
+            buffers = any(role is InputRole.BUFFER for n in needs for role, _ in touches.of(n).writes)
+            if not (buffers or needs & set(handed) or any(TAIL in n.meta for n in needs)):
+                late |= needs
+    return late
+
+
+def _updates(step: ShardedStep, touches: Touches) -> list[fx.Node]:
     """What begins the update of this iteration; that of the one before has its mark."""
-    touches, graph = Touches(step), step.graph_module.graph
+    graph = step.graph_module.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     roles = {n: e.role for n, e in zip(placeholders, step.signature.inputs, strict=True)}
     found: list[fx.Node] = []
