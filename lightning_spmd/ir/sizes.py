@@ -182,6 +182,14 @@ def _may_hold(value: object) -> bool:
     return isinstance(value, (Size, SizeFloat, list, tuple, dict, slice, TensorSpec))
 
 
+def has_sizes(graph: fx.Graph) -> bool:
+    """Whether a graph has numbers that follow from the sizes of a batch."""
+    found: list[Any] = []
+    for node in graph.nodes:
+        mapped(found.append, (node.args, node.kwargs))
+    return bool(found)
+
+
 def in_this_step(value: Any) -> Any:
     """A nested argument or a spec with the numbers of the step that runs."""
     return mapped(lambda number: number.sizes.number(number.formula), value)

@@ -27,6 +27,9 @@ UNCHECKED = "unchecked"
 """In ``node.meta`` of a tensor whose shape or strides are known for one sample only."""
 
 
+_CORRECTION = ("({0}) / (({0}) - 1)", lambda v: v / (v - 1), lambda n: n / (n - 1))
+
+
 class Apart(Exception):
     """The graphs have no common form; says why."""
 
@@ -87,7 +90,7 @@ class _Fits:
 
     def _search(self, values: tuple[Any, ...]) -> Formula | str:
         if not all(type(v) is int for v in values):
-            return f"numbers that are not whole depend on sizes: {shown(values)}"
+            return self._of_a_count(values)
         fits: list[Formula] = []
         for formula, known in self._integers.items():
             if 0 in known:
@@ -103,6 +106,16 @@ class _Fits:
         if any(None in table or table != tables[0] for table in tables):
             return f"more than one formula of the sizes gives {shown(values)}"
         return fits[0]
+
+    def _of_a_count(self, values: tuple[Any, ...]) -> Formula | str:
+        """The formula of a float: one over a count, or the correction of a variance, count / (count - 1)."""
+        for shape, count_in, back in (("1 / ({0})", lambda v: 1 / v, lambda n: 1 / n), _CORRECTION):
+            if all(type(v) is float and v not in (0.0, 1.0) and abs(v) < 1e9 for v in values):
+                counts = tuple(round(count_in(v)) for v in values)
+                if all(n > 1 and back(n) == v for n, v in zip(counts, values, strict=True)) and len(set(counts)) > 1:
+                    found = self._search(counts)
+                    return found if isinstance(found, str) else Formula(shape.format(found))
+        return f"numbers that are not whole depend on sizes: {shown(values)}"
 
     def _exactly(self, formula: Formula, values: tuple[int, ...]) -> int | None:
         """Its value; None if it is no whole number."""

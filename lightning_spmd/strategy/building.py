@@ -15,6 +15,7 @@ from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionErr
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.signature import InputRole
+from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.state import StateMesh
@@ -41,7 +42,7 @@ from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
 from lightning_spmd.strategy.memory import check_writes, has_shared_writes
 from lightning_spmd.strategy.not_built import CannotBeBuilt, OtherGradients
-from lightning_spmd.strategy.one_for_all_sizes import generalized
+from lightning_spmd.strategy.one_for_all_sizes import as_all_ranks, generalized
 from lightning_spmd.strategy.prepared_optimizers import prepare
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
@@ -112,6 +113,10 @@ class GraphBuilder:
                 executable = self._capture_and_build(request, split, tell)
         except SPMDError as error:
             problem = error
+        if request.vary:
+            closed = dataclasses.replace(request, vary={})
+            anew = functools.partial(self._capture_and_build, closed, split, tell)
+            executable, problem = as_all_ranks(executable, problem, anew, self._context.control)
         try:
             self._agree(executable, problem, tell)
         except OtherGradients as other:
@@ -324,13 +329,10 @@ class GraphBuilder:
         """The final graphs of a measured step, the same on all ranks."""
         control = self._context.control
         everyone = [dict(seconds)] if control is None else control.gather(dict(seconds))
-        graphs = finish(
-            captured,
-            arranged,
-            agree(arranged.graph_module.graph, everyone),
-            self._context.options.overlap_iterations,
-            self._dump_of(number),
-        )
+        times, overlap = agree(arranged.graph_module.graph, everyone), self._context.options.overlap_iterations
+        graphs = finish(captured, arranged, times, overlap, self._dump_of(number))
+        if graphs.cleanup is not None and has_sizes(graphs.cleanup.graph_module.graph):  # they would be the next step's
+            graphs = finish(captured, arranged, times, False, self._dump_of(number))
         self._check_agreement(graphs.main, captured)
         self._telling.of_overlap(captured, graphs)
         return graphs

@@ -254,7 +254,7 @@ class TrainingIteration:
             tell(f"strategy='spmd' builds another graph: {found.reason}")
         self.flush()
         self._builder.follow_numbers(table.changes(found), table.executables)
-        found = table.with_open_sizes(found, request) if self.context.mesh is None else found
+        found = table.with_open_sizes(found, request)
         try:
             executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split)
         except CannotBeBuilt as error:

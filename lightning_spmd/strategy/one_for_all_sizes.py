@@ -13,6 +13,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+import torch
+
+from lightning_spmd.errors import SPMDError
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.same_step import first_difference
 from lightning_spmd.ir.same_value import same_tensor
@@ -23,6 +26,10 @@ from lightning_spmd.stages.capture.attempts import capture
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.symbolic_batch import OtherSizes, SymbolicBatch
 from lightning_spmd.stages.capture.symbolic_family import NotGeneral, family_of
+from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.executor import Executable
+
+aten = torch.ops.aten
 
 _SAMPLES = 3
 """Graphs that are unified where one size varies; one more for each further size."""
@@ -69,6 +76,34 @@ def generalized(
     return dataclasses.replace(graphs[0], main=main), family
 
 
+def as_all_ranks(
+    executable: Executable | None,
+    problem: SPMDError | None,
+    closed: Callable[[], Executable],
+    control: ControlPlane | None,
+) -> tuple[Executable | None, SPMDError | None]:
+    """A graph that leaves sizes open on all ranks or on none; called by all of them.
+
+    Args:
+        executable: this rank's graph.
+        problem: why it has none.
+        closed: makes one that leaves nothing open.
+        control: messages among the ranks; None on one device.
+    """
+    mine = None if executable is None else executable.not_general
+    reasons = [mine] if control is None else control.gather(mine)
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if executable is None or reason is None:
+        return executable, problem
+    if executable.family is not None:
+        try:
+            executable = closed()
+        except SPMDError as error:
+            return None, error
+    executable.not_general = reason
+    return executable, problem
+
+
 def _family(captured: CapturedStep, request: CaptureRequest, open_sizes: Mapping[Dimension, int]) -> Family:
     """The formulas of the step, which give the step itself for the sizes of this batch.
 
@@ -94,10 +129,18 @@ def _traced(captured: CapturedStep, request: CaptureRequest, batch: SymbolicBatc
     if not any(isinstance(place, Formula) for place in family.places):
         lines = sorted({line for line in family.fixed.values() if line})
         raise NotGeneral("its very size is wanted" + (f" at {', '.join(lines)}" if lines else ""))
+    _take_views_of(captured, family.step)
     _compare(captured, family.at(family.seen))
     if not family.sizes.hold(family.seen):
         raise NotGeneral("the condition on sizes does not hold for those that gave it")
     return family
+
+
+def _take_views_of(one: CapturedStep, other: CapturedStep) -> None:
+    """Products written in Python end with a plain view where those in C++ have one that autograd does not follow."""
+    for mine, its in zip(one.graph_module.graph.nodes, other.graph_module.graph.nodes, strict=False):
+        if mine.target is aten._unsafe_view.default and its.target is aten.view.default:  # noqa: SLF001 - its name
+            its.target = mine.target
 
 
 def _compare(one: CapturedStep, other: CapturedStep) -> None:

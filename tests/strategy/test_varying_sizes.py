@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import lightning_spmd  # noqa: F401 - registers the strategy
+import lightning_spmd
 from lightning_spmd import messages
 from tests.helpers.modules import Block
+from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
 
 VOCABULARY, WIDTH, LONGEST = 32, 8, 160
@@ -215,3 +217,39 @@ def test_a_step_that_wants_the_very_size_has_a_graph_for_each(kind: type[Model],
 
 def test_one_row_is_a_size_of_its_own() -> None:
     assert compare(Model, [(4, 8), (4, 9), (4, 1), (4, 7), (4, 1)]) == 3
+
+
+class Part(Tokens):
+    """This rank's rows of the same batches."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rows = self.sizes[index][0] // ranks
+        return {name: value[rank * rows : (rank + 1) * rows] for name, value in super().__getitem__(index).items()}
+
+
+def run_on_ranks(kind: type[Model], sizes: Sequence[tuple[int, int]], options: dict[str, Any]) -> tuple[Any, int, int]:
+    """What a rank saw, the graphs that it built, and those whose end runs inside the next iteration."""
+    torch.manual_seed(0)
+    model, record = kind(), Record()
+    strategy = lightning_spmd.SPMDStrategy(**options)
+    trainer = L.Trainer(
+        max_epochs=1, strategy=strategy, devices=2, callbacks=[record], use_distributed_sampler=False, **QUIET
+    )
+    trainer.fit(model, DataLoader(Part(sizes), batch_size=None))
+    iteration = strategy._training.iteration  # type: ignore[union-attr]
+    deferred = sum(e.graphs.cleanup is not None for e in iteration.table.executables)
+    return record.seen, iteration.captures, deferred
+
+
+@pytest.mark.parametrize(
+    "options", [{"overlap_iterations": True, "bucket_size_mb": 0.001}, {"data_parallel": "zero3"}], ids=str
+)
+def test_two_ranks_equal_one_device(two_ranks: RankPool, options: dict[str, Any]) -> None:
+    sizes = tuple((4, n) for n in LENGTHS)
+    losses = [loss for loss, _, _ in eager(Arithmetic, sizes)[0]]
+    for seen, graphs, deferred in two_ranks.run(run_on_ranks, Arithmetic, sizes, options):
+        assert graphs == 2
+        assert deferred == ("overlap_iterations" in options)
+        assert [loss for loss, _, _ in seen] == pytest.approx(losses, rel=1e-5)
+        assert [length for _, length, _ in seen] == list(LENGTHS)
