@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, fx
 from typing_extensions import override
@@ -44,7 +45,7 @@ class EvaluationSteps(TrainingIteration):
         self._method = ""
         self._discard = False
         self._now: Moment | None = None
-        self._row_outputs: dict[tuple[Executable, int], list[int]] = {}
+        self._row_outputs = WeakKeyDictionary[Executable, dict[int, list[int]]]()
 
     def evaluate(self, method: str, args: tuple[Any, ...], *, turns: bool = False, discard: bool = False) -> Any:
         """Run one step.
@@ -96,10 +97,10 @@ class EvaluationSteps(TrainingIteration):
         """Outputs of which every rank has the rows of all, as an operator without a sharding rule leaves them, cut."""
         own = list(outputs)
         for number, axis in enumerate(executable.graphs.main.axes):
-            key = (executable, number)
-            if key not in self._row_outputs:
-                self._row_outputs[key] = _gathered_rows(executable, number)
-            for position in self._row_outputs[key]:
+            known = self._row_outputs.setdefault(executable, {})
+            if number not in known:
+                known[number] = _gathered_rows(executable, number)
+            for position in known[number]:
                 value = own[position]
                 if isinstance(value, Tensor):
                     own[position] = value.narrow(0, axis.offset(axis.total), axis.split[axis.rank])

@@ -22,6 +22,8 @@ from lightning_spmd.strategy.run_context import StepRequest
 
 # A graph whose guards keep failing costs a capture a step: past this many for one shape, training goes on eagerly.
 MAX_GRAPHS_PER_SHAPE = 16
+# Graphs that are kept; of a large model each takes tens of megabytes on the host.
+MOST_GRAPHS = 64
 # Past this many shapes the user is told once to pad.
 MANY_SHAPES = 16
 
@@ -55,13 +57,24 @@ class GraphTable:
     """
 
     def __init__(self, trainer: Any, gradients: Mapping[str, Tensor], *, rows_vary: bool = True) -> None:
-        self.executables: list[Executable] = []
+        self._executables: dict[int, Executable] = {}
+        self._built = 0
         self.open = OpenSizes(rows=rows_vary)
         self._trainer = trainer
         self._gradients = gradients
         self._indices: dict[tuple[Any, ...], list[int]] = {}
         self._dropped: set[tuple[Any, ...]] = set()
         self._told_about_shapes = False
+        self._told_about_memory = False
+
+    @property
+    def executables(self) -> list[Executable]:
+        """All graphs that are kept, in the order in which they were built."""
+        return list(self._executables.values())
+
+    def graph(self, index: int) -> Executable:
+        """The graph of an index."""
+        return self._executables[index]
 
     def find(self, request: StepRequest, split: tuple[int, ...]) -> Found:
         """Look for a graph whose guards hold."""
@@ -83,7 +96,7 @@ class GraphTable:
         tensors = [] if batch is None else batch.tensor_values
         reason: str | None = None
         for index in reversed(self._indices.get(key, ())):
-            executable = self.executables[index]
+            executable = self._executables[index]
             failure = executable.refuses(tensors) or executable.captured.guards.failure(
                 functools.partial(executable.inputs, tensors),
                 lambda: {} if batch is None else dict(zip(batch.paths, batch.values, strict=True)),
@@ -115,7 +128,7 @@ class GraphTable:
     def changes(self, found: Found) -> list[Change]:
         """All that keeps the newest graph for such a step from being used, of Python's state."""
         indices = self._indices.get(found.key, [])
-        state = self.executables[indices[-1]].captured.guards.state if indices else None
+        state = self._executables[indices[-1]].captured.guards.state if indices else None
         return [] if state is None else state.changes()
 
     def step_key(self, request: StepRequest) -> tuple[Any, ...]:
@@ -125,9 +138,27 @@ class GraphTable:
 
     def add(self, key: tuple[Any, ...], executable: Executable) -> int:
         """File a new graph; gives its index."""
-        self.executables.append(executable)
-        self._indices.setdefault(key, []).append(len(self.executables) - 1)
-        return len(self.executables) - 1
+        index, self._built = self._built, self._built + 1
+        self._executables[index] = executable
+        self._indices.setdefault(key, []).append(index)
+        return index
+
+    def forget(self, index: int) -> None:
+        """Let go of a graph; for such steps one is built anew."""
+        gone = self._executables.pop(index)
+        for executable in self._executables.values():
+            executable.forget(gone)
+        for key, indices in list(self._indices.items()):
+            if index in indices:
+                indices.remove(index)
+                if not indices:
+                    del self._indices[key]
+        if not self._told_about_memory:
+            self._told_about_memory = True
+            warn(
+                f"more than {MOST_GRAPHS} graphs were built, most of them for a batch shape of their own; the one that "
+                "was not used for longest is forgotten, and built anew if it is needed again. Pad to a few sizes"
+            )
 
     def drop(self, found: Found) -> bool:
         """Never use a graph again; says whether it is the first one of its key to go."""
@@ -155,7 +186,7 @@ class GraphTable:
 
     def follows_a_first_step(self, key: tuple[Any, ...]) -> bool:
         """Whether every graph under a key is that of a first step, which another one follows by design."""
-        return all(creates_state(self.executables[i].captured) for i in self._indices.get(key, ()))
+        return all(creates_state(self._executables[i].captured) for i in self._indices.get(key, ()))
 
 
 def creates_state(step: CapturedStep) -> bool:

@@ -26,7 +26,7 @@ from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients
 from lightning_spmd.strategy.choice import Ballot
-from lightning_spmd.strategy.graph_table import Found, GraphTable
+from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.own_graphs import OwnBallot, OwnGraphs
@@ -220,7 +220,7 @@ class TrainingIteration:
         table, rechecks = self.table, self.rechecks
         if isinstance(ballot, OwnBallot):
             table, rechecks = self._own.table, self._own.rechecks
-        found, executable = ballot.found, table.executables[ballot.found.index]
+        found, executable = ballot.found, table.graph(ballot.found.index)
         if not executable.can_ask or rechecks.is_due(ballot.found.index):
             return None
 
@@ -245,7 +245,7 @@ class TrainingIteration:
         else:
             found = self._elected(request, ballot)
         if found.index is not None and self._is_up_to_date(found, request):
-            return table.executables[found.index], sum(found.split)
+            return table.graph(found.index), sum(found.split)
         if self._new_shared_leaves(request, found.split):
             found = table.find(request, found.split)
         if (surplus := table.surplus(found)) is not None:
@@ -261,6 +261,8 @@ class TrainingIteration:
             self._may_go_local(request, str(error))
             self._fall_back(str(error))
         self.rechecks.begin(table.add(self._closed(found, executable, request).key, executable))
+        for index in self.rechecks.unused_for_longest(MOST_GRAPHS):
+            table.forget(index)
         return executable, sum(found.split)
 
     def _elected(self, request: StepRequest, ballot: Ballot) -> Found:
@@ -333,7 +335,7 @@ class TrainingIteration:
         if not due:
             return True
         self.flush()  # all that the step could read is as eager training has it
-        stale = self.rechecks.look(found.index, self.table.executables[found.index], request, found.split)
+        stale = self.rechecks.look(found.index, self.table.graph(found.index), request, found.split)
         if stale is None:
             return True
         if not stale.harmless:

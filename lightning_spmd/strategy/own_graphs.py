@@ -17,7 +17,7 @@ from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.choice import check_same_part, hash_of_step
-from lightning_spmd.strategy.graph_table import Found, GraphTable
+from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
 from lightning_spmd.strategy.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.places import Moment
 from lightning_spmd.strategy.recheck import Rechecks
@@ -66,7 +66,7 @@ class OwnGraphs:
         found = ballot.found
         if ballot.result().index is not None and found.index is not None:
             self.rechecks.count_use(found.index)
-            return self.table.executables[found.index]
+            return self.table.graph(found.index)
         self._flush()
         found, refusal = self._looked_at(request, found)
         try:
@@ -83,7 +83,7 @@ class OwnGraphs:
     # ------------------------------------------------------------------ pieces
     def _built(self, request: StepRequest, found: Found, refusal: str | None) -> Executable:
         """The graph that was found, or a new one; all ranks do this together."""
-        known = None if found.index is None else self.table.executables[found.index]
+        known = None if found.index is None else self.table.graph(found.index)
         if known is None:
             refusal = refusal or self.table.surplus(found)
             if found.reason is not None and not self.table.follows_a_first_step(found.key):
@@ -98,6 +98,9 @@ class OwnGraphs:
             raise
         if found.index is None:
             self.rechecks.begin(self.table.add(found.key, executable))
+            for index in self.rechecks.unused_for_longest(MOST_GRAPHS):
+                self.table.forget(index)
+                self._exchanges.pop(index, None)
         else:
             self.rechecks.count_use(found.index)
         return executable
@@ -107,7 +110,7 @@ class OwnGraphs:
         if found.index is None:
             return None
         if found.index not in self._exchanges:
-            executable = self.table.executables[found.index]
+            executable = self.table.graph(found.index)
             self._exchanges[found.index] = stable_hash(exchanges(executable.graphs.main, executable.captured))
         return self._exchanges[found.index]
 
@@ -118,7 +121,7 @@ class OwnGraphs:
         if control is None or not any(control.gather(due)):
             return found, None
         index = found.index if due else None
-        executable = None if index is None else self.table.executables[index]
+        executable = None if index is None else self.table.graph(index)
         stale = self.rechecks.look(index, executable, request, ())
         if stale is None:
             return found, None

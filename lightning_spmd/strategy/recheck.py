@@ -154,7 +154,15 @@ class Rechecks:
 
     def count_use(self, index: int) -> None:
         """A graph is used once more; all ranks count alike."""
-        self.schedule.count_use(self._watches[index])
+        watch = self._watches[index] = self._watches.pop(index)  # the last one in the order of their use
+        self.schedule.count_use(watch)
+
+    def unused_for_longest(self, most: int) -> list[int]:
+        """The graphs beyond so many, which are looked after no more; all ranks say the same."""
+        gone = list(self._watches)[: max(0, len(self._watches) - most)]
+        for index in gone:
+            del self._watches[index]
+        return gone
 
     def look(
         self, index: int | None, executable: Executable | None, request: StepRequest, split: tuple[int, ...]

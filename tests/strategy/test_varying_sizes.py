@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import random
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +15,19 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_spmd
 from lightning_spmd import messages
+from lightning_spmd._private_api import GraphModule
+from lightning_spmd.ir.signature import Signature
+from lightning_spmd.ir.sizes import Formula, Sizes
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.ir.unify import Apart, unified
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy import iteration
+from lightning_spmd.strategy.graph_table import GraphTable
 from tests.helpers.modules import Block
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
@@ -237,9 +247,9 @@ def run_on_ranks(kind: type[Model], sizes: Sequence[tuple[int, int]], options: d
         max_epochs=1, strategy=strategy, devices=2, callbacks=[record], use_distributed_sampler=False, **QUIET
     )
     trainer.fit(model, DataLoader(Part(sizes), batch_size=None))
-    iteration = strategy._training.iteration  # type: ignore[union-attr]
-    deferred = sum(e.graphs.cleanup is not None for e in iteration.table.executables)
-    return record.seen, iteration.captures, deferred
+    run_there = strategy._training.iteration  # type: ignore[union-attr]
+    deferred = sum(e.graphs.cleanup is not None for e in run_there.table.executables)
+    return record.seen, run_there.captures, deferred
 
 
 @pytest.mark.parametrize(
@@ -253,3 +263,41 @@ def test_two_ranks_equal_one_device(two_ranks: RankPool, options: dict[str, Any]
         assert deferred == ("overlap_iterations" in options)
         assert [loss for loss, _, _ in seen] == pytest.approx(losses, rel=1e-5)
         assert [length for _, length, _ in seen] == list(LENGTHS)
+
+
+def test_graphs_that_were_not_used_for_long_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration, "MOST_GRAPHS", 2)
+    born = weakref.WeakSet[Executable]()
+    add = GraphTable.add
+
+    alive: list[int] = []
+
+    def noted(table: GraphTable, key: tuple[Any, ...], executable: Executable) -> int:
+        born.add(executable)
+        gc.collect()
+        alive.append(len(born))
+        return add(table, key, executable)
+
+    monkeypatch.setattr(GraphTable, "add", noted)
+    with pytest.warns(UserWarning, match="graphs were built, most of them for a batch shape of their own"):
+        assert compare(Writes, [(4, n) for n in (5, 7, 6, 5, 6, 8)]) == 5
+    assert alive == [1, 2, 3, 3, 3]
+
+
+def test_a_formula_that_two_sizes_explain_is_none() -> None:
+    """Half of an even size, rounded up or down."""
+    sizes = Sizes([(0, 0)], "True")
+    formulas = [Formula("s0 // 2"), Formula("(s0 + 1) // 2")]
+
+    def graph(size: int, number: int) -> ShardedStep:
+        made = fx.Graph()
+        made.output((made.call_function(torch.ops.aten.arange.default, (number,)),))
+        return ShardedStep(GraphModule(nn.Module(), made), Signature(), ())
+
+    steps = [graph(8, 4), graph(12, 6)]
+    with pytest.raises(Apart, match="more than one formula of the sizes gives"):
+        unified(steps, sizes, [(8,), (12,)], formulas, [(9,)])
+    found = unified(steps, sizes, [(8,), (12,)], formulas[:1], [(9,)])
+    assert any("s0 // 2" in str(n.args[0].formula) for n in found.graph_module.graph.nodes if n.op == "call_function")
+    with pytest.raises(Apart, match="no formula of the sizes gives"):
+        unified([graph(8, 4), graph(12, 7)], sizes, [(8,), (12,)], formulas, [(9,)])

@@ -23,6 +23,8 @@ from lightning_spmd.stages.runtime.random_streams import draws_numbers
 from lightning_spmd.stages.runtime.undo import Before, can_be_undone
 
 OF_THE_OPTIMIZER = (OutputRole.OPTIMIZER_STATE, OutputRole.HYPER_PARAMETER)
+MOST_FOLLOWED = 16
+"""Other graphs for which one keeps the program that ends their iteration inside its own."""
 Finish = Callable[[ShardedStep, Mapping[str, float]], IterationGraphs]
 """Makes the final graphs of a step that has been measured."""
 
@@ -199,6 +201,10 @@ class Executable:
             program, values = self._following(pending.owner), pending.values
         return self._left_by(self._execute(program, batch, values, program.run))
 
+    def forget(self, other: Executable) -> None:
+        """Let go of the program that does what another graph leaves."""
+        self._after.pop(id(other), None)
+
     def clean_up(self, pending: Pending) -> None:
         """Do what an iteration of this graph left undone."""
         if self._cleanup is not None:
@@ -291,6 +297,8 @@ class Executable:
         if id(owner) not in self._after:
             if self._follow is None or owner.graphs.cleanup is None:
                 raise ValueError("nothing to follow: check can_follow() first")
+            if len(self._after) > MOST_FOLLOWED:  # its own is the first one
+                del self._after[list(self._after)[1]]
             step = self._follow(owner.graphs.cleanup, self.graphs.setup or self.graphs.main)
             self._after[id(owner)] = (owner, self._program(step, self._lower_following()))
         return self._after[id(owner)][1]
