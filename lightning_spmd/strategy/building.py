@@ -280,6 +280,8 @@ class GraphBuilder:
         try:
             if self._context.options.lowering != "none" or self._last_lowering is not as_python:
                 raise NotGeneral("compiled regions and CUDA graphs are made for each size")
+            if captured.variant.pauses:
+                raise NotGeneral("hooks look at gradients in the middle of the iteration")
             found = generalized(captured, self._capture_request(request, split, numbers), request.vary, make)
         except NotGeneral as reason:
             return make(captured), None, str(reason)
