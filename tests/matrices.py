@@ -58,6 +58,15 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/stages/passes/test_fuse_optimizer_training.py": ("[clip_value]", "[nadam]"),
     "tests/stages/passes/test_sharded_collectives.py": ("[8-60",),
     "tests/strategy/test_local_batches.py": ("[zero2]", "[Turned]", "test_accumulated_and_clipped_gradients"),
+    "tests/strategy/test_by_hand.py": (
+        "in_all_ways",
+        "test_four_ranks",
+        "test_rare_ways",
+        "trainer[ZeroedInPlace]",
+        "trainer[LooksAtGradients]",
+        "trainer[Joint]",
+        "trainer[Toggled]",
+    ),
     "tests/strategy/test_bf16_updates.py": (
         "test_checkpoints_of_other_updates_go_on[auto-",
         "test_checkpoints_of_other_updates_go_on[{'bf16_updates': 'stochastic'}-",

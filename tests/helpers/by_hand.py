@@ -20,8 +20,16 @@ from tests.helpers.training import QUIET
 ROWS = 8
 
 
+TWO_LAYERS = {
+    f"{net}.{layer}": style for net in ("generator", "critic") for layer, style in ((0, "colwise"), (2, "rowwise"))
+}
+ONE_NET = {"net.0": "colwise", "net.2": "rowwise"}
+
+
 class ByHand(L.LightningModule):
-    """What all have in common: two networks, and what a run was like."""
+    """What all have in common: two networks, how ranks may share them, and what a run was like."""
+
+    layers: dict[str, str] = TWO_LAYERS
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +159,7 @@ class Penalized(ByHand):
 class Alone(ByHand):
     """One network, one optimizer."""
 
-    kind: Callable[..., Any] = torch.optim.SGD
+    layers = ONE_NET
 
     def make(self) -> None:
         self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -356,11 +364,14 @@ def state_of(module: Any, trainer: Any) -> dict[str, Any]:
     return {"weights": module.state_dict(), "optimizers": optimizers, "gradients": gradients, "seen": module.seen}
 
 
-def fit_on_ranks(name: str, options: dict[str, Any], ranks: int, **flags: Any) -> tuple[dict[str, Any], str, int]:
+def fit_on_ranks(
+    make: type[ByHand], options: dict[str, Any], ranks: int, **flags: Any
+) -> tuple[dict[str, Any], str, int]:
     """On one of several ranks: the whole state in the end, how training ran, and how many graphs that took."""
-    strategy = lightning_spmd.SPMDStrategy(**options)
     layers = options.get("tensor_parallel_size", 1)
-    module, trainer = fit(MODULES[name], strategy, ranks, layers=layers, precision="64-true", **flags)
+    plan = {"tensor_parallel_plan": make.layers} if layers > 1 else {}
+    strategy = lightning_spmd.SPMDStrategy(**options, **plan)
+    module, trainer = fit(make, strategy, ranks, layers=layers, precision="64-true", **flags)
     state = pytree.tree_map_only(DTensor, lambda t: t.full_tensor().detach(), state_of(module, trainer))
     return state, str(strategy.mode), strategy.captures
 
