@@ -6,10 +6,15 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.layout import is_dense
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.by_hand import OPTIMIZER_STEP
+from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.stepped_schedulers import SCHEDULER_STEP
 from lightning_spmd.strategy.memory import gradients_of
 
@@ -19,16 +24,23 @@ class LiveGradients(MutableMapping[str, Tensor]):
 
     Args:
         module: the LightningModule.
+        optimizer: its optimizers, which may have parameters of their own.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
         self._module = module
-        self._parameters: dict[str, Tensor] = {}
+        self._optimizer = optimizer
+        self._slots: dict[str, tuple[dict[str, Any], str]] = {}
 
     def _parameter(self, name: str) -> Tensor:
-        if name not in self._parameters:
-            self._parameters = dict(self._module.named_parameters(remove_duplicate=False))
-        return self._parameters[name]
+        if name not in self._slots:
+            slots = private.tensor_slots(self._module).items()
+            self._slots = {n: (table, key) for n, (table, key) in slots if isinstance(table[key], nn.Parameter)}
+            names = parameter_names(self._module, self._optimizer)
+            theirs = {names[id(p)]: p for group in self._optimizer.param_groups for p in group["params"]}
+            self._slots |= {name: (theirs, name) for name in theirs.keys() - self._slots.keys()}
+        table, key = self._slots[name]
+        return table[key]
 
     def __getitem__(self, name: str) -> Tensor:
         gradient = self._parameter(name).grad
@@ -49,11 +61,27 @@ class LiveGradients(MutableMapping[str, Tensor]):
         return 0
 
     def look_again(self, mesh: StateMesh | None) -> None:
-        """A step is about to begin: parameters may be others, and gradients must lie as graphs expect them."""
-        self._parameters = {}
+        """A step is about to begin: gradients must lie as graphs expect them, whoever put them there."""
+        if all(map(_lies_as_expected, self._module.parameters())):
+            return
         for name, gradient in gradients_of(self._module, mesh).items():
             if gradient is not self[name]:
                 self[name] = gradient
+
+
+def held_gradients(module: Any, optimizer: Optimizer | None) -> MutableMapping[str, Tensor]:
+    """Where gradients are between batches: of automatic optimization in a dictionary, by hand in ``p.grad``."""
+    if optimizer is None or module.automatic_optimization:
+        return {}
+    return LiveGradients(module, optimizer)
+
+
+def _lies_as_expected(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    if gradient is None:
+        return True
+    parts = isinstance(gradient, DTensor)  # its own part may lie otherwise
+    return not parts and gradient.stride() == parameter.stride() and is_dense(TensorSpec.of(parameter))
 
 
 def replayed(module: Any, method: str) -> Callable[..., None] | None:

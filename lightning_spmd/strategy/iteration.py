@@ -7,7 +7,7 @@ rank that has none makes all of them build (``building.py``). ``graph_table.py``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pe
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.building import GraphBuilder
-from lightning_spmd.strategy.by_hand import LiveGradients
+from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
 from lightning_spmd.strategy.choice import Ballot
 from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
 from lightning_spmd.strategy.not_built import CannotBeBuilt
@@ -46,8 +46,7 @@ class TrainingIteration:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
-        by_hand = context.optimizer is not None and not context.module.automatic_optimization
-        self.gradients: MutableMapping[str, Tensor] = LiveGradients(context.module) if by_hand else {}
+        self.gradients = held_gradients(context.module, context.optimizer)
         self.table = GraphTable(context.trainer, self.gradients, rows_vary=context.mesh is None)
         self._arguments: dict[str, Any] = {}  # of the step that runs; graphs read them from here
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
