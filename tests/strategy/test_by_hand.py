@@ -90,7 +90,7 @@ def assert_ranks_equal_one_device(pool: RankPool, name: str, plan: str) -> None:
 
 
 FEW = (("Gan", "replicate"), ("Penalized", "zero3"), ("Averaged", "zero2"), ("SeveralSteps", "tp2"))
-# a norm of a DTensor's parts is no number of the whole; no plan for parametrized layers, nor for norms between split ones
+# a norm of a DTensor is no number of the whole; no plan for parametrized layers or norms between split ones
 ODD = (("InHooks", "zero3"), ("InHooks", "tp2"), ("Normalized", "tp2"), ("AccumulatedNorms", "tp2"))
 OTHERS = [(n, p) for n in ALL for p in list(PLANS)[:4] if (n, p) not in (*FEW, *ODD)]
 
