@@ -43,13 +43,33 @@ def batch_hook(moment: str) -> str:
     return f"on_{_STAGES[the_step()]}_batch_{moment}"
 
 
+_HEARERS: list[list[str]] = []
+
+
+def hear(said: list[str]) -> None:
+    """From now on everything that is said is also put into a list."""
+    _HEARERS.append(said)
+
+
+def hear_no_more(said: list[str]) -> None:
+    """The end of :func:`hear`."""
+    _HEARERS[:] = [hearer for hearer in _HEARERS if hearer is not said]
+
+
+def _note(text: str) -> None:
+    for hearer in _HEARERS:
+        hearer.append(text)
+
+
 def tell(text: str) -> None:
     """An info message of Lightning's logger."""
+    _note(text)
     rank_zero_info(text)
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, everywhere: bool = False) -> None:
     """A warning; shown at the first ``at file:line`` in the text, if there is one; on ``everywhere`` by every rank."""
+    _note(text)
     (_warn if everywhere else rank_zero_only(_warn))(text, category)
 
 

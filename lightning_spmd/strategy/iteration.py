@@ -53,6 +53,7 @@ class TrainingIteration:
         self._pending: Pending | None = None
         self.paused: PausingExecutable | None = None
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
+        self.last_used: Executable | None = None
         self.rechecks = Rechecks(context, self._builder)
         self.own_batches = OwnBatches(context.batch)
         self._own = OwnGraphs(
@@ -99,7 +100,8 @@ class TrainingIteration:
         if isinstance(executable, PausingExecutable):
             self.paused = executable
         else:
-            self._after(executable.captured)
+            self.last_used = executable
+        self._after(executable.captured)
         return self._answer(executable, outputs, batch, rows)
 
     def _step(

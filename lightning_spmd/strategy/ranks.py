@@ -194,6 +194,16 @@ class Ranks:
                 self._metrics.append(part)
 
     # ------------------------------------------------------------------ what they share
+    def in_words(self) -> dict[str, str]:
+        """Mesh and plan, for users."""
+        if self.mesh is None:
+            return {"mesh": "one device"}
+        options = self.options
+        plan = f"data_parallel='{options.data_parallel}'"
+        if self.mesh.shard != self.mesh.size(DATA.name):
+            plan += f", chunks on {self.mesh.shard} ranks each"
+        return {"mesh": ", ".join(f"{name} {size}" for name, size in self.mesh.sizes.items()), "plan": plan}
+
     def plan(self, variant: Variant) -> ParallelPlan:
         """The parallel plan of a variant's graph."""
         plans = {

@@ -228,7 +228,11 @@ class SPMDStrategy(SavingStrategy):
     @override
     @names_lost_ranks
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._training.step(super().training_step, args, kwargs)
+        training, eager = self._training, super().training_step
+        return training.accounts.step(
+            lambda: training.step(eager, args, kwargs),
+            lambda: (training.mode, None if training.iteration is None else training.iteration.last_used),
+        )
 
     @override
     @names_lost_ranks
@@ -272,6 +276,7 @@ class SPMDStrategy(SavingStrategy):
         super().on_train_end()
         if self._training.iteration is not None:
             self._training.iteration.rechecks.tell()
+        self._training.accounts.tell()
 
     # ------------------------------------------------------------------ evaluation
     @override

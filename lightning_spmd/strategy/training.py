@@ -33,6 +33,7 @@ from lightning_spmd.strategy.pauses import PATIENCE, Pauses, may_pause
 from lightning_spmd.strategy.places import compare_training_batches, meet_after_backward, meet_in_training
 from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.replay import StepsInGraphs
+from lightning_spmd.strategy.run_account import Accounts
 from lightning_spmd.strategy.run_context import FellBack, GraphSettings
 from lightning_spmd.strategy.state_layout import StateLayout
 from lightning_spmd.strategy.wide_state import check_precision
@@ -52,6 +53,7 @@ class Training:
         mode: how the current fit runs.
         iteration: its graphs; None where it runs eagerly.
         sync_blocked: gradients stay this rank's own for now.
+        accounts: what is known of the fit.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Training:
         self._overlapping = Overlapping(settings, lambda: self.iteration and self.iteration.pending, self.flush)
         self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
+        self.accounts = Accounts(settings)
 
     # ------------------------------------------------------------------ the beginning
     def forget(self) -> None:
@@ -96,6 +99,7 @@ class Training:
             ConfigurationError: this cannot be trained.
         """
         self._module = module
+        self.accounts.begin(module.trainer)
         if self._ranks.mesh is not None:
             self._random.streams = self._ranks.streams(module.trainer.strategy.broadcast(torch.initial_seed()))
         self._start()
@@ -174,6 +178,7 @@ class Training:
 
     def end(self) -> None:
         """The run is over: hooks are the user's own again."""
+        self.accounts.end()
         self._overlapping.take_away()
         self._pause_no_more()
 

@@ -1,0 +1,48 @@
+"""Shows how a training runs: a table where somebody looks at a terminal, else one line of the log."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_spmd.messages import tell
+
+_IN_A_LINE = ("training_step", "batch", "mesh", "first step")
+
+
+def show(trainer: Any, rows: Mapping[str, str]) -> None:
+    """Show what is known after the first step; on rank zero alone.
+
+    Args:
+        trainer: the Trainer; without a progress bar it wants to be quiet.
+        rows: what there is to say, by what it is about.
+    """
+    bar = trainer.progress_bar_callback
+    if bar is None or not sys.stdout.isatty():
+        tell("strategy='spmd' trains: " + "; ".join(f"{name}: {rows[name]}" for name in _IN_A_LINE if name in rows))
+    elif trainer.is_global_zero:
+        bar.print(as_text(rows))
+
+
+def as_text(rows: Mapping[str, str], width: int | None = None) -> str:
+    """The table as it stands on a terminal.
+
+    Args:
+        rows: likewise.
+        width: of the terminal; None: as it is.
+    """
+    table = Table(title="How this training runs", title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, text in rows.items():
+        table.add_row(name, text)
+    width = width or Console().width
+    console = Console(file=io.StringIO(), width=width, force_terminal=sys.stdout.isatty())
+    console.print(table)
+    file: Any = console.file
+    return file.getvalue().rstrip()
