@@ -193,6 +193,17 @@ class Placing:
             if alias is not operand and alias in self.versions:
                 del self.versions[alias][1:]
 
+    def _siblings(self, root: fx.Node) -> list[fx.Node]:
+        """What one line of a loop creates, turn by turn: decided at once, for each decision is another pass."""
+        info, spec = info_of(root), root.meta["val"]
+
+        def is_alike(node: fx.Node) -> bool:
+            other = info_of(node)
+            same = (other.source, other.section) == (info.source, info.section)
+            return same and node.meta["val"] == spec and node not in self.forced
+
+        return [root, *filter(is_alike, self.graph.find_nodes(op="call_function", target=root.target))]
+
     def _make_whole(self, operand: fx.Node) -> None:
         """Create the storage that ``operand`` is in on every rank as a whole; what is updated is gathered for that."""
         root = self.aliasing.roots[operand]
@@ -200,5 +211,11 @@ class Placing:
             self.updated_whole.add(root)
             raise StartAgain
         if root.op != "placeholder" and self.forced.get(root) != REPLICATE:
-            self.forced[root] = REPLICATE
+            # a write into all of it had made it pieces; as pieces from the start, its views are views of them
+            now = self.versions[root][0]
+            changed = self.result.outputs[root] == (REPLICATE,) and isinstance(now, Shard)
+            if changed and root not in self.forced:
+                self.forced.update(dict.fromkeys(self._siblings(root), now))
+            else:
+                self.forced[root] = REPLICATE
             raise StartAgain
