@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.compatibility import hugging_face, packages
+from tests.compatibility import hugging_face, lightning_examples, packages
 from tests.compatibility.rows import Row
 
 
 def all_rows() -> list[Row]:
     """In the order of the table."""
-    return [*hugging_face.rows(), *packages.rows()]
+    return [*hugging_face.rows(), *packages.rows(), *lightning_examples.rows()]
 
 
 def row_named(name: str) -> Row:

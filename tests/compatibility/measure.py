@@ -68,7 +68,8 @@ class _Losses(L.Callback):
         self.run = run
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        value = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else trainer.callback_metrics["loss"]
+        logged = [v for name, v in trainer.callback_metrics.items() if "loss" in name]
+        value = outputs["loss"] if isinstance(outputs, dict) and "loss" in outputs else logged[0]
         self.run.losses.append(float(value))
 
 

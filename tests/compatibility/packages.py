@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -74,19 +73,6 @@ def _cells() -> Made:
     return plan, samples, None
 
 
-def _linear_evaluation() -> Made:
-    """The benchmark of self-supervised features: a linear layer on a frozen encoder."""
-    from lightly.utils.benchmarking import LinearClassifier
-
-    torch.manual_seed(0)
-    encoder = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 16), torch.nn.ReLU())
-    rows = ROWS // int(os.environ.get("WORLD_SIZE", "1"))
-    model = LinearClassifier(encoder, batch_size_per_device=rows, feature_dim=16, num_classes=3, topk=(1, 2))
-    g = generator()
-    samples = [(torch.randn(3, 8, 8, generator=g), i % 3, f"{i}.png") for i in range(COUNT)]
-    return model, samples, None
-
-
 def _segmentation() -> Made:
     """A U-Net with the loss and the statistics of the package's own example."""
     import lightning as L
@@ -123,6 +109,29 @@ def _segmentation() -> Made:
     return Pets(), samples, None
 
 
+def _earth() -> Made:
+    """The package's own task: land cover of satellite pictures."""
+    from torchgeo.trainers import SemanticSegmentationTask
+
+    torch.manual_seed(0)
+    model = SemanticSegmentationTask(
+        model="unet",
+        backbone="resnet18",
+        weights=None,
+        in_channels=4,
+        task="multiclass",
+        num_classes=5,
+        loss="ce",
+        lr=1e-3,
+    )
+    g = generator()
+    samples = [
+        {"image": torch.randn(4, 64, 64, generator=g), "mask": torch.randint(5, (64, 64), generator=g)}
+        for _ in range(COUNT)
+    ]
+    return without_dropout(model), samples, None
+
+
 def _anomalies() -> Made:
     """A normalizing flow over an encoder's features."""
     from anomalib.data import ImageBatch
@@ -142,9 +151,9 @@ _ROWS: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
      lambda: _forecasting("NBeats", {"widths": [16, 16], "num_blocks": [1, 1], "backcast_loss_ratio": 0.1}), {}),
     ("MPNN", "chemprop", "molecules", _molecules, {}),
     ("SCVI", "scvi", "cells", _cells, {}),
-    ("LinearClassifier", "lightly", "self-supervision", _linear_evaluation, {}),
     ("Unet", "segmentation_models_pytorch", "segmentation", _segmentation,
      {"couples": "the Dice loss adds up areas over the batch"}),
+    ("SemanticSegmentationTask", "torchgeo", "satellite pictures", _earth, {}),
     ("Fastflow", "anomalib", "anomalies", _anomalies, {}),
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import lightning as L
 import torch
 from torch import nn
 
+FOLDER_OF_EXAMPLES = "LIGHTNING_EXAMPLES"
 STEPS, ROWS = 5, 4
 """Optimizer steps of a run, and rows of the global batch."""
 M = TypeVar("M", bound=nn.Module)
@@ -32,6 +34,7 @@ class Row:
         flags: of the Trainer.
         note: what else is to be said of it.
         eager: why it runs eagerly; empty where it must not.
+        draws: what it draws at random, so that several ranks get other numbers than one device.
     """
 
     name: str
@@ -43,10 +46,13 @@ class Row:
     flags: tuple[tuple[str, Any], ...] = ()
     note: str = ""
     eager: str = ""
+    draws: str = ""
 
     @property
     def can_be_made(self) -> bool:
         """Whether its package is installed."""
+        if self.needs == "lightning":  # for its examples, which are in no package
+            return FOLDER_OF_EXAMPLES in os.environ
         return importlib.util.find_spec(self.needs) is not None
 
 

@@ -63,7 +63,7 @@ def _section(kind: str, results: Sequence[Result]) -> str:
         mark = f" [{len(notes)}]" if note else ""
         compiled = first.mode == "compiled"
         one = "bitwise" if result.is_bitwise else "**differs**"
-        two = f"{result.difference:.0e}" if compiled else "as DDP"
+        two = "" if result.row.draws else f"{result.difference:.0e}" if compiled else "as DDP"
         numbers = (len(first.moved), first.captures, f"{first.seconds:.1f}") if compiled else ("", "", "")
         cells = (f"`{result.row.name}`{mark}", first.mode, one, two, *numbers)
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -73,7 +73,7 @@ def _section(kind: str, results: Sequence[Result]) -> str:
 
 def _note(result: Result) -> str:
     row = result.row
-    parts = [row.note, f"moves embeddings, for {row.couples}" if row.couples else ""]
+    parts = [row.note, f"moves embeddings, for {row.couples}" if row.couples else "", row.draws]
     if result.ranks[0].mode != "compiled":
         parts += [row.eager, result.reason]
     if result.faults():
