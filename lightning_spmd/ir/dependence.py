@@ -14,6 +14,7 @@ from torch import fx
 
 from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, written_arguments
 from lightning_spmd.ir.effects import draws_random
+from lightning_spmd.ir.reads import is_check
 from lightning_spmd.ir.verify import copies_nothing, is_wait, starts_collective
 
 T = TypeVar("T")
@@ -137,7 +138,7 @@ def tails(dependences: Dependences) -> list[Tail]:
     found: list[tuple[set[fx.Node], set[fx.Node]]] = []
     for start in filter(starts_collective, order):
         reached = dependences.closure(n for n in start.users if is_wait(n))
-        if any(starts_collective(n) for n in reached):
+        if any(starts_collective(n) or is_check(n) for n in reached):  # what Python decides is decided early
             continue
         joined: tuple[set[fx.Node], set[fx.Node]] = ({start}, reached)
         apart: list[tuple[set[fx.Node], set[fx.Node]]] = []

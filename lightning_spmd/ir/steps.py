@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +158,7 @@ class CapturedStep:
         assign: what puts a value where the step puts one in Python's state, by path.
         own_batch: of a graph of a rank's own batch; None of others.
         cleared: names of parameters whose ``p.grad`` is None after the step, and was not before.
+        answers: the values of tensors that Python read when it was captured, by the number of the read.
     """
 
     graph_module: fx.GraphModule
@@ -171,6 +172,7 @@ class CapturedStep:
     assign: dict[str, Callable[[Any], None]] = field(default_factory=dict[str, Callable[[Any], None]])
     own_batch: OwnBatchFacts | None = None
     cleared: tuple[str, ...] = ()
+    answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])
 
 
 @dataclass

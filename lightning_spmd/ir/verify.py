@@ -3,6 +3,7 @@
 * the graph is in topological order, its placeholders and outputs are those of the signature, every node has its facts;
 * nothing moved across a write to the storage that it reads (:func:`stamp_writes` remembers which side it was on);
 * the memory of a collective under way is left alone;
+* nothing that outlives a run is written before Python's last decision on a value of the step (``ir.reads``);
 * every collective is waited exactly once, and nobody reads it before;
 * operators that walk memory take tensors that are dense and lie alike, index by index (``ir.layout``).
 """
@@ -23,6 +24,7 @@ from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, sto
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.layout import is_dense, lies_as, walked
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec, spec_of
+from lightning_spmd.ir.reads import checks_of, is_check
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 
@@ -42,6 +44,7 @@ def verify_captured(step: CapturedStep) -> None:
     """
     graph = step.graph_module.graph
     _verify_graph(graph, step.signature)
+    _verify_reads(graph, storage_regions(graph))
     for node in graph.nodes:
         if _namespace(node) == _NAMESPACE:
             raise VerificationError(f"{node.name}: a collective in a captured graph, which is the one-device program")
@@ -62,6 +65,7 @@ def verify_sharded(step: ShardedStep, *, stamp: bool = False) -> None:
     _verify_collectives(graph, step.signature)
     regions = storage_regions(graph)
     _verify_in_flight(graph, regions)
+    _verify_reads(graph, regions)
     counts = list(_write_counts(graph, regions))
     _verify_writes(counts)
     for entry in (*step.signature.inputs, *step.signature.outputs):
@@ -179,6 +183,17 @@ def _verify_graph(graph: fx.Graph, signature: Signature) -> None:
     for node in graph.nodes:
         for column in walked(node):
             _verify_column(node, column, names)
+
+
+def _verify_reads(graph: fx.Graph, regions: dict[fx.Node, Region]) -> None:
+    """Nothing that outlives a run is written before the last question that may end it."""
+    left = len(checks_of(graph))
+    for node in graph.nodes if left else ():
+        left -= is_check(node)
+        if not left:
+            return
+        if any(regions[written][0].op in ("placeholder", "get_attr") for written in written_arguments(node)):
+            raise VerificationError(f"{node.name} writes into an input before the last decision on a value of the step")
 
 
 def _verify_facts(node: fx.Node) -> None:

@@ -10,6 +10,7 @@ from torch import fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.placement import ShardAxis
+from lightning_spmd.ir.reads import checks_of
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, ShownGradients
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
@@ -96,7 +97,9 @@ def build(
     if shown is not None:
         pausing(arranged)  # or raises
     on_result("arranged", arranged)
-    decision = deferrable(arranged, _guarded(captured)) if options.overlap_iterations else None
+    # with work of the iteration before in it a run could not end at a decision as if it had not been
+    overlaps = options.overlap_iterations and not checks_of(arranged.graph_module.graph)
+    decision = deferrable(arranged, _guarded(captured)) if overlaps else None
     return IterationGraphs(
         main=arranged,
         notes=str(decision or ""),

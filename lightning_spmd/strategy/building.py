@@ -10,25 +10,25 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
+from lightning_spmd.ir.reads import Number, checks_of
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.state import StateMesh
-from lightning_spmd.stages import BuildOptions, build, finish, lowering
+from lightning_spmd.stages import build, finish, lowering
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.packing import parameter_names
+from lightning_spmd.stages.capture.reads import ReadWanted, UnknownValueError
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.rows_of_rank import about_tensors, lists_of_tensors
 from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.capture.symbolic_family import NotGeneral
-from lightning_spmd.stages.capture.trainer_view import learning_rate_name
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.phases.pause import pausing
 from lightning_spmd.stages.runtime import cuda_graphs
@@ -40,10 +40,12 @@ from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.stages.runtime.profile import agree
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
-from lightning_spmd.strategy.memory import check_writes, has_shared_writes
+from lightning_spmd.strategy.live import live_state, options_of
+from lightning_spmd.strategy.memory import check_writes
 from lightning_spmd.strategy.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.one_for_all_sizes import as_all_ranks, generalized
 from lightning_spmd.strategy.prepared_optimizers import prepare
+from lightning_spmd.strategy.reading import Answers
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
 from lightning_spmd.strategy.telling import Telling
@@ -72,6 +74,7 @@ class GraphBuilder:
         self._last_lowering = self._recorded()
         self._numbers = MovingNumbers()
         self._telling = Telling()
+        self._answers = Answers(context, self._live_state)
         self._dumped: dict[int, Any] = {}
 
     def build(
@@ -80,6 +83,7 @@ class GraphBuilder:
         split: tuple[int, ...],
         known: Executable | None = None,
         refusal: str | None = None,
+        answers: Mapping[int, Number] | None = None,
     ) -> Executable:
         """A graph for a step: on all ranks the same, or of each rank's own batch.
 
@@ -88,6 +92,7 @@ class GraphBuilder:
             split: rows of the global batch by data rank; empty for a batch of this rank's own.
             known: what this rank has for its own batch already; others build.
             refusal: why this rank can have no further graph, or None.
+            answers: values that Python reads from tensors in this step, by the number of the read.
 
         Raises:
             CannotBeBuilt: on all ranks, with the reason of the first one that has one.
@@ -110,12 +115,12 @@ class GraphBuilder:
             if refusal is not None:
                 raise CaptureError(refusal)
             if known is None:
-                executable = self._capture_and_build(request, split, tell)
+                executable = self._capture_and_build(request, split, answers or {}, tell)
         except SPMDError as error:
             problem = error
         if request.vary:
             closed = dataclasses.replace(request, vary={})
-            anew = functools.partial(self._capture_and_build, closed, split, tell)
+            anew = functools.partial(self._capture_and_build, closed, split, None, tell)
             executable, problem = as_all_ranks(executable, problem, anew, self._context.control)
         try:
             self._agree(executable, problem, tell)
@@ -146,9 +151,23 @@ class GraphBuilder:
         """Numbers of Python's state that are inputs of graphs, with their values, by path."""
         return {path: place.read() for path, place in self._numbers.places.items()}
 
-    def capture(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
-        """The global-view graph of a step, as it is now; all numbers of Python's state are constants."""
-        return capture(self._capture_request(request, split, {}))
+    def capture(
+        self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number] | None = None
+    ) -> CapturedStep:
+        """The global-view graph of a step, as it is now; all numbers of Python's state are constants.
+
+        Args:
+            request: the step.
+            split: rows of the global batch by data rank.
+            known: values that Python reads from tensors, by the number of the read.
+
+        Raises:
+            CaptureError: the step cannot be one graph, or not without further values.
+        """
+        try:
+            return capture(self._capture_request(request, split, known or {}))
+        except ReadWanted as wanted:
+            raise UnknownValueError("the value of a tensor decides something", wanted.place) from None
 
     def check_same_batch(self, request: StepRequest) -> None:
         """Compare the batches of ranks that must have the same one; all ranks do so together.
@@ -173,7 +192,11 @@ class GraphBuilder:
         return found or as_python
 
     def _capture_request(
-        self, request: StepRequest, split: tuple[int, ...], moving: Mapping[str, Entry]
+        self,
+        request: StepRequest,
+        split: tuple[int, ...],
+        known: Mapping[int, Number],
+        moving: Mapping[str, Entry] | None = None,
     ) -> CaptureRequest:
         context = self._context
         return CaptureRequest(
@@ -189,42 +212,45 @@ class GraphBuilder:
             clip=request.clip,
             step_context=lambda: context.step_context(request.variant.method),
             tracing_context=lambda: context.tracing_context(split),
-            moving=moving,
             scaler=context.scaler,
             device=context.scaler.device,
             bf16_updates=context.bf16_updates,
             came_late=context.came_late,
             needed=request.needed,
+            answers=known,
+            moving=moving or {},
         )
 
-    def _capture_following(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
+    def _live_state(self, captured: CapturedStep) -> LiveState:
+        return live_state(self._context, captured, self._arguments, self._gradients, self.state_mesh)
+
+    def _capture_following(
+        self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number]
+    ) -> CapturedStep:
         numbers = self._numbers
         before = set(numbers.refused)
-        captured = capture_following(self._capture_request(request, split, {}), numbers)
+        captured = capture_following(self._capture_request(request, split, known), numbers)
         refused = {path: numbers.refused[path] for path in numbers.refused.keys() - before}
         self._telling.of_numbers(refused, captured)
         return captured
 
-    def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
+    def _capture_and_build(
+        self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number] | None, tell: Tell
+    ) -> Executable:
         context = self._context
         for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
             self._telling.once(text)
-        captured = self._without_first_step(lambda: self._capture_following(request, split))
+
+        def trace(known: Mapping[int, Number]) -> CapturedStep:
+            return self._without_first_step(lambda: self._capture_following(request, split, known))
+
+        captured = self._answers.give(request, split, known, trace)
         self._dump("captured", captured.graph_module, captured.signature)
-        state = LiveState(
-            context.module,
-            context.optimizer,
-            parameter_names(context.module, context.optimizer),
-            {**self._host_values(), **captured.host_values},
-            self._gradients,
-            context.streams,
-            None if self.state_mesh is None else self.state_mesh.wrap,
-            context.scaler.tensor,
-        )
+        state = self._live_state(captured)
         make = functools.partial(
             build,
             axes=() if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
-            options=self._options(captured, state, bool(request.needed)),
+            options=options_of(context, captured, state, bool(request.needed)),
             plan=context.plan(captured.variant),
             on_stage=lambda stage: tell(stage, None),
             on_result=lambda stage, step: self._dump(stage, step.graph_module, step.signature),
@@ -282,24 +308,12 @@ class GraphBuilder:
                 raise NotGeneral("compiled regions and CUDA graphs are made for each size")
             if captured.variant.pauses:
                 raise NotGeneral("hooks look at gradients in the middle of the iteration")
-            found = generalized(captured, self._capture_request(request, split, numbers), request.vary, make)
+            if checks_of(captured.graph_module.graph):
+                raise NotGeneral("a tensor's value decides something")
+            found = generalized(captured, self._capture_request(request, split, {}, numbers), request.vary, make)
         except NotGeneral as reason:
             return make(captured), None, str(reason)
         return *found, None
-
-    def _options(self, captured: CapturedStep, state: LiveState, in_order: bool) -> BuildOptions:
-        """How this step is built. Passes take inputs to be apart; on one device they need not be."""
-        options = self._context.options
-        if captured.variant.own_batch:  # ranks measure other graphs, and would decide otherwise
-            return dataclasses.replace(options, overlap_iterations=False, in_order=in_order)
-        if self._context.mesh is not None:
-            return options
-        readers = zip(
-            captured.signature.inputs, state.readers(captured.signature.inputs, captured.constants), strict=True
-        )
-        live = [(entry, read()) for entry, read in readers if callable(read)]
-        apart = not has_shared_writes([entry for entry, _ in live], [value for _, value in live])
-        return options if apart else dataclasses.replace(options, passes=())
 
     def _warn_of_lists(self, batch: Batch, captured: CapturedStep) -> None:
         """Lists of tensors that may be one for each row, if the step looks at them."""
@@ -368,16 +382,6 @@ class GraphBuilder:
         if isinstance(worst, CaptureError | ExpansionError):
             raise CannotBeBuilt(str(worst))
         raise worst
-
-    def _host_values(self) -> dict[str, Callable[[], Any]]:
-        trainer, arguments = self._context.trainer, self._arguments
-        readers: dict[str, Callable[[], Any]] = {name: lambda n=name: arguments[n] for name in arguments}
-        for index, config in enumerate(trainer.lr_scheduler_configs):
-            for group, read in enumerate(private.last_learning_rate_readers(config.scheduler)):
-                readers[learning_rate_name(index, group)] = read
-        readers["trainer.global_step"] = lambda: trainer.global_step
-        readers["trainer.current_epoch"] = lambda: trainer.current_epoch
-        return readers
 
     # ------------------------------------------------------------------ dumps
     def _dump_of(self, number: int) -> Callable[[str, ShardedStep], None]:

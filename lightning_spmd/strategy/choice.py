@@ -75,6 +75,11 @@ class Ballot:
         return found if same else dataclasses.replace(found, index=None)
 
 
+def agreed(control: ControlPlane | None, index: int | None) -> int | None:
+    """A graph that every rank would run, or None."""
+    return index if control is None or len(set(control.gather(index))) == 1 else None
+
+
 def _shape(table: GraphTable, request: StepRequest) -> int:
     """A hash of what the batches of all ranks, and what is to be done with them, must have in common."""
     batch = request.batch

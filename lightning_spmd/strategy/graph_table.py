@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from lightning_spmd.ir.reads import Number, accepts
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.steps import CapturedStep
@@ -46,6 +47,10 @@ class Found:
     reason: str | None
     vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
 
+    def other(self, index: int | None, reason: str) -> Found:
+        """The same for another graph, because the first one did not do."""
+        return dataclasses.replace(self, index=index, reason=reason)
+
 
 class GraphTable:
     """Every graph of a run.
@@ -63,6 +68,8 @@ class GraphTable:
         self._trainer = trainer
         self._gradients = gradients
         self._indices: dict[tuple[Any, ...], list[int]] = {}
+        self._last: dict[tuple[Any, ...], int] = {}
+        self._next: dict[int, int] = {}
         self._dropped: set[tuple[Any, ...]] = set()
         self._told_about_shapes = False
         self._told_about_memory = False
@@ -124,6 +131,40 @@ class GraphTable:
             raise ValueError("without a batch no size is open")
         key = (*step, batch.cache_key(), found.split)
         return dataclasses.replace(found, key=key, vary={}), self.open.refuse(batch, step)
+
+    def continuation(
+        self, request: StepRequest, found: Found, values: Mapping[int, Number], tried: Collection[int | None]
+    ) -> int | None:
+        """Another graph for a step of which some numbers have been read, or None.
+
+        Args:
+            request: the step.
+            found: what it is filed under.
+            values: what was read, by the number of the read.
+            tried: graphs that did not do.
+        """
+        batch = request.batch
+        tensors = [] if batch is None else batch.tensor_values
+        leaves = {} if batch is None else dict(zip(batch.paths, batch.values, strict=True))
+        for index in reversed(self._indices.get(found.key, [])):
+            executable = self._executables[index]
+            inputs = functools.partial(executable.inputs, tensors)
+            if index in tried or not accepts(executable.captured, inputs, values):
+                continue
+            if executable.captured.guards.failure(inputs, lambda: leaves) is None:
+                return index
+        return None
+
+    def used(self, key: tuple[Any, ...], index: int) -> None:
+        """A graph has run. Of several for one step the one that followed last time is tried first the next time."""
+        if key in self._last:
+            self._next[self._last[key]] = index
+        self._last[key] = index
+        likely = self._next.get(index, index)
+        order = self._indices[key]
+        if likely in order:
+            order.remove(likely)
+            order.append(likely)
 
     def changes(self, found: Found) -> list[Change]:
         """All that keeps the newest graph for such a step from being used, of Python's state."""

@@ -7,16 +7,16 @@ rank that has none makes all of them build (``building.py``). ``graph_table.py``
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import BatchError, CannotShowError, ConfigurationError, StaleGraphError, VerificationError
+from lightning_spmd.errors import BatchError, CannotShowError, StaleGraphError, VerificationError
+from lightning_spmd.ir.reads import Number, ReadMiss
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, tell, warn
-from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.control import Place
@@ -25,16 +25,17 @@ from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
-from lightning_spmd.strategy.choice import Ballot
+from lightning_spmd.strategy.choice import Ballot, agreed
 from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
+from lightning_spmd.strategy.last_resort import train_eagerly
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.own_graphs import OwnBallot, OwnGraphs
 from lightning_spmd.strategy.places import Moment, training_moment
 from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import Recorded, replay, resolve
-from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
-from lightning_spmd.strategy.shared_leaves import check_shared, find_shared
+from lightning_spmd.strategy.run_context import RunContext, StepRequest
+from lightning_spmd.strategy.shared_leaves import newly_shared
 
 
 class TrainingIteration:
@@ -52,6 +53,7 @@ class TrainingIteration:
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
         self._pending: Pending | None = None
         self.paused: PausingExecutable | None = None
+        self._found = Found((), (), None, None)  # what runs
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.last_used: Executable | None = None
         self.rechecks = Rechecks(context, self._builder)
@@ -114,12 +116,16 @@ class TrainingIteration:
         batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
         request = self._request(batch, arguments, dataclasses.replace(variant, own_batch=own), clip)
         ballot = self._ballot(request)
-        ahead = self._run_ahead(ballot, batch.tensor_values)
-        if ahead is not None:
-            executable, rows, outputs = ahead
-            return executable, outputs, batch, rows
-        executable, rows = self._executable(request, ballot)
-        return executable, self._run(executable, batch.tensor_values), batch, rows
+        try:
+            ahead = self._run_ahead(ballot, batch.tensor_values)
+            executable = self._executable(request, ballot) if ahead is None else ahead[0]
+            outputs = self._run(executable, batch.tensor_values) if ahead is None else ahead[1]
+        except ReadMiss as miss:
+            executable, outputs = self._run_otherwise(request, batch.tensor_values, miss)
+        found = self._found
+        if executable.decides and found.index is not None:
+            self.table.used(found.key, found.index)
+        return executable, outputs, batch, sum(found.split)
 
     @ends_no_loop
     def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:
@@ -134,7 +140,7 @@ class TrainingIteration:
         self.gradients.update(gradients)
         variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
         request = self._request(None, {}, variant, clip)
-        executable, _ = self._executable(request, self._ballot(request))
+        executable = self._executable(request, self._ballot(request))
         self._run(executable, ())
         self._after(executable.captured)
 
@@ -211,44 +217,72 @@ class TrainingIteration:
 
     def _run_ahead(
         self, ballot: Ballot | OwnBallot | None, tensors: Sequence[Tensor]
-    ) -> tuple[Executable, int, Sequence[Any]] | None:
+    ) -> tuple[Executable, Sequence[Any]] | None:
         """Begin to run what this rank would run while the others say what they would; None if that cannot be.
 
-        The executable, the rows of the global batch, and the outputs.
+        The executable, and the outputs.
         """
         if ballot is None or ballot.found.index is None or self._pending is not None:
             return None
         table, rechecks = self.table, self.rechecks
         if isinstance(ballot, OwnBallot):
             table, rechecks = self._own.table, self._own.rechecks
-        found, executable = ballot.found, table.graph(ballot.found.index)
-        if not executable.can_ask or rechecks.is_due(ballot.found.index):
+        found, index = ballot.found, ballot.found.index
+        executable = table.graph(index)
+        if not executable.can_ask or rechecks.is_due(index):
             return None
 
         def agree() -> None:
             if ballot.result() is not found:
                 raise Outvoted
+            self._found = found
+            rechecks.count_use(index)
 
         try:
             outputs, self._pending = executable.run(tensors, None, agree)
         except Outvoted:
             return None
-        rechecks.count_use(ballot.found.index)
-        return executable, sum(found.split), outputs
+        return executable, outputs
 
-    def _executable(self, request: StepRequest, ballot: Ballot | OwnBallot | None) -> tuple[Executable, int]:
-        """The graph of a step, found or built, and the rows of the global batch."""
+    def _run_otherwise(
+        self, request: StepRequest, tensors: Sequence[Tensor], miss: ReadMiss
+    ) -> tuple[Executable, Sequence[Any]]:
+        """Run another graph of a step, in which Python decides otherwise than it did in the one that was tried."""
+        tried: set[int | None] = set()
+        while True:
+            tried.add(self._found.index)
+            other = self.table.continuation(request, self._found, miss.values, tried)
+            found = self._found = self._found.other(agreed(self.context.control, other), str(miss))
+            if found.index is not None and self._is_up_to_date(found, request):
+                executable = self.table.graph(found.index)
+            else:
+                executable = self._build(request, found, miss.values)
+            try:
+                return executable, self._run(executable, tensors)
+            except ReadMiss as again:
+                miss = again
+
+    def _executable(self, request: StepRequest, ballot: Ballot | OwnBallot | None) -> Executable:
+        """The graph of a step, found or built."""
         table = self.table
         if isinstance(ballot, OwnBallot):
-            return self._own_executable(request, ballot), 0
+            self._found = ballot.found
+            return self._own_executable(request, ballot)
         if ballot is None:
             found = table.find(request, () if request.batch is None else request.batch.first_sizes())
         else:
             found = self._elected(request, ballot)
+        self._found = found
         if found.index is not None and self._is_up_to_date(found, request):
-            return table.graph(found.index), sum(found.split)
-        if self._new_shared_leaves(request, found.split):
+            return table.graph(found.index)
+        if shared := newly_shared(self.context.control, request, found.split, self._builder.capture):
+            self._shared |= shared
             found = table.find(request, found.split)
+        return self._build(request, found, {})
+
+    def _build(self, request: StepRequest, found: Found, known: Mapping[int, Number]) -> Executable:
+        """A new graph of a step, of which some numbers have been read."""
+        table = self.table
         if (surplus := table.surplus(found)) is not None:
             self._fall_back(surplus)
         if found.reason is not None and not table.follows_a_first_step(found.key):
@@ -257,14 +291,17 @@ class TrainingIteration:
         self._builder.follow_numbers(table.changes(found), table.executables)
         found = table.with_open_sizes(found, request)
         try:
-            executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split)
+            executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split, answers=known)
         except CannotBeBuilt as error:
             self._may_go_local(request, str(error))
             self._fall_back(str(error))
-        self.rechecks.begin(table.add(self._closed(found, executable, request).key, executable))
-        for index in self.rechecks.unused_for_longest(MOST_GRAPHS):
-            table.forget(index)
-        return executable, sum(found.split)
+        found = self._closed(found, executable, request)
+        index = table.add(found.key, executable)
+        self.rechecks.begin(index)
+        self._found = dataclasses.replace(found, index=index)
+        for unused in self.rechecks.unused_for_longest(MOST_GRAPHS):
+            table.forget(unused)
+        return executable
 
     def _elected(self, request: StepRequest, ballot: Ballot) -> Found:
         try:
@@ -305,22 +342,6 @@ class TrainingIteration:
         if for_good:
             tell(f"strategy='spmd' builds a graph for each size of {names}: {executable.not_general}")
         return found
-
-    def _new_shared_leaves(self, request: StepRequest, split: tuple[int, ...]) -> bool:
-        """Whether leaves of the batch turned out to be the same for every sample."""
-        batch, control, mesh = request.batch, self.context.control, self.context.mesh
-        if batch is None or control is None or mesh is None or len(split) == 1:
-            return False
-        check_shared(control, batch)
-        variant = dataclasses.replace(request.variant, apply=False)
-
-        def trace(shared: Collection[str]) -> None:
-            trial = dataclasses.replace(request, batch=Batch(batch.tree, shared, part=True), variant=variant, clip=None)
-            self._builder.capture(trial, split)
-
-        found = find_shared(control, batch, trace)
-        self._shared |= found
-        return bool(found)
 
     def _is_up_to_date(self, found: Found, request: StepRequest) -> bool:
         """Whether a graph may run; now and then the step is traced again to tell. If not, it will never be asked again.
@@ -376,16 +397,4 @@ class TrainingIteration:
         return resolve(returned, outputs, batch.values, results)
 
     def _fall_back(self, reason: str) -> NoReturn:
-        if self.context.mesh is not None and self.context.plan(Variant()).needs_graphs:
-            raise ConfigurationError(
-                f"with state sharded over the ranks training cannot go on eagerly: {reason}. Change that, or use "
-                f"{options_in_parts(self.context.plan(Variant()))}"
-            )
-        if self.context.bf16_updates != "plain":
-            raise ConfigurationError(
-                f"with bf16_updates={self.context.bf16_updates!r} training cannot go on eagerly: {reason}. Change "
-                "that, or leave bf16_updates out"
-            )
-        semantics = "" if self.context.mesh is None else " (gradients averaged over the ranks, as DDP does)"
-        warn(f"strategy='spmd' trains eagerly from here on{semantics}: {reason}")
-        raise FellBack
+        train_eagerly(self.context, reason)

@@ -214,7 +214,7 @@ class Rechecks:
         tensors = [] if request.batch is None else request.batch.tensor_values
         try:
             with _silent() as printed:
-                traced = self._builder.capture(request, split)
+                traced = self._builder.capture(request, split, executable.captured.answers)
             self._tell_about_prints(request, "".join(printed))
             used = executable.captured_for(tensors)
             live = functools.partial(executable.inputs, tensors)

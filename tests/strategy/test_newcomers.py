@@ -52,7 +52,7 @@ class OwnNumbers(Quiet):
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
-        return loss if not self.eagerly or loss.item() > 0 else -loss
+        return loss if not self.eagerly or float(loss) > 0 else -loss
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * getattr(self.last, "scale", 1.0)

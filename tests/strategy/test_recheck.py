@@ -67,7 +67,7 @@ class InClock(EachStep):
 
 class Raising(EachStep):
     def hidden(self) -> Any:
-        return 1.0 if HIDDEN.value > 0.75 else float(self.first.weight.sum() > 0) + 0.5  # HERE
+        return 1.0 if HIDDEN.value > 0.75 else float(self.first.weight.sum()) + 0.5  # HERE
 
 
 class LogsTime(Net):

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
 
 from lightning_spmd.errors import CaptureError, SPMDError
+from lightning_spmd.ir.node_info import Section
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.batch import LeafWasRead
@@ -67,6 +69,14 @@ def modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
     finally:
         before.remove()
         after.remove()
+
+
+def name_of_part(recorder: Recorder, optimizer: Optimizer | None) -> str:
+    """What is being captured, for messages."""
+    if recorder.section is Section.OPTIMIZER:
+        return f"{type(optimizer).__name__}.step"
+    words = {Section.BACKWARD: "the backward pass", Section.CLIP: "gradient clipping"}
+    return words.get(recorder.section, the_step())
 
 
 @contextlib.contextmanager

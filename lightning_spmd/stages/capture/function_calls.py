@@ -27,6 +27,12 @@ from lightning_spmd.stages.capture.user_code import user_location
 
 _AS_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__}
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+_AS_NUMBER: dict[Any, type] = {
+    torch.Tensor.__float__: float,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__index__: int,
+    torch.Tensor.__bool__: bool,
+}
 _MAKES_TENSORS = {torch.tensor, torch.as_tensor}
 _DTYPES = {int: torch.int64, bool: torch.bool}
 
@@ -34,12 +40,16 @@ _DTYPES = {int: torch.int64, bool: torch.bool}
 class FunctionCalls(TorchFunctionMode):
     """Sees torch's functions as they are called.
 
+    Args:
+        number: gives the number of a kind in a tensor of the graph, or None where torch's own way will do.
+
     Attributes:
         on_values: told each tensor from outside the graph whose values become Python's at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: Callable[[torch.Tensor, type], Any] = lambda _tensor, _kind: None) -> None:
         super().__init__()
+        self._number = number
         self.on_values: Callable[[torch.Tensor], None] = lambda _: None
         self._function = ""
         self._args: tuple[Any, ...] = ()
@@ -51,7 +61,7 @@ class FunctionCalls(TorchFunctionMode):
         if not (SYMBOLS.isdisjoint(map(type, args)) and SYMBOLS.isdisjoint(map(type, kwargs.values()))):
             self._function, self._args, self._kwargs = getattr(func, "__name__", ""), args, kwargs
             if func in _MAKES_TENSORS and (scalar := scalar_of(args[0])) is not None:
-                dtype = kwargs.get("dtype") or _DTYPES.get(type(scalar.value), torch.get_default_dtype())
+                dtype = kwargs.get("dtype") or _DTYPES.get(type(scalar.sample), torch.get_default_dtype())
                 return torch.scalar_tensor(args[0], dtype=dtype, device=kwargs.get("device"))
         else:
             self._function, self._args, self._kwargs = "", (), {}
@@ -61,6 +71,8 @@ class FunctionCalls(TorchFunctionMode):
                     "what it was; write into it instead (p.copy_(value), p.data.mul_(0.9))",
                     user_location(),
                 )
+            if func in _AS_NUMBER and (number := self._number(args[0], _AS_NUMBER[func])) is not None:
+                return number
             if func in _AS_PYTHON and not isinstance(args[0], private.FakeTensor):
                 self.on_values(args[0])
                 with private.disable_dispatch_modes():

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -120,6 +121,9 @@ class LogRecorder:
                 raise ValueError(
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
+            scalar = scalar_of(value)
+            if scalar is not None and scalar.tensor is not None:  # as Lightning makes it one; nobody waits for it
+                value = scalar.tensor.detach().reshape(()).to(torch.get_default_dtype())
             bool(kwargs.get("batch_size"))  # weighs what is logged on all ranks: this rank's number of rows may not
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 

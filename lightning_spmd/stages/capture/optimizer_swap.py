@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.stages.capture.host_scalar import scalar_of
@@ -239,3 +240,15 @@ class OptimizerSwaps:
             for index, swap in enumerate(self._swaps)
             for guard in swap.guards(stepped=stepped and index in self.stepped)
         ]
+
+
+def check_step(optimizer: Optimizer) -> None:
+    """``step`` may be a function of the instance: a scheduler's counter is left out, the user's cannot be.
+
+    Raises:
+        CaptureError: it is the user's.
+    """
+    if has_step_of_its_own(optimizer):
+        raise CaptureError(
+            f"optimizer.step was replaced on the {type(optimizer).__name__} itself; override `step` in a subclass"
+        )

@@ -14,6 +14,7 @@ from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.layout import densely, has_layout, row_major
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.reads import is_check
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, OutputRole
 from lightning_spmd.stages.capture.host_scalar import scalar_of
 from lightning_spmd.stages.capture.recorder import Recorder
@@ -33,7 +34,7 @@ class Outputs:
         self.nodes.append(self.recorder.argument(value))
         self.values.append(value)
         scalar = scalar_of(value)
-        seen = TensorSpec.of(value) if isinstance(value, Tensor) else value if scalar is None else scalar.value
+        seen = TensorSpec.of(value) if isinstance(value, Tensor) else value if scalar is None else scalar.sample
         self.entries.append(GraphOutput(role, key, name, seen))
         return len(self.nodes) - 1
 
@@ -63,7 +64,7 @@ def in_memory_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 def remove_dead_nodes(graph: fx.Graph) -> None:
     """Erase calls that nothing reads and that change nothing; random draws stay, they advance the generator."""
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or node.users or written_arguments(node):
+        if node.op != "call_function" or node.users or written_arguments(node) or is_check(node):
             continue
         if not draws_random(node):
             graph.erase_node(node)

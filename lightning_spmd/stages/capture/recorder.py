@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +20,14 @@ from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
-from lightning_spmd.messages import batch_hook, the_step
+from lightning_spmd.ir.reads import READ
+from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.default_dtype import with_dtype
 from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
 from lightning_spmd.stages.capture.function_calls import FunctionCalls
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
+from lightning_spmd.stages.capture.known_values import KnownValues, draw_key
+from lightning_spmd.stages.capture.reads import Reads
 from lightning_spmd.stages.capture.symbolic_batch import as_argument
 from lightning_spmd.stages.capture.user_code import user_location
 
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
 
 # Aliases without effect below autograd: recording them would only cost a call a step.
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
@@ -49,12 +51,14 @@ class Recorder(private.TorchDispatchMode):
 
     Args:
         fake_mode: the FakeTensorMode that computes shapes; must be active below this mode.
+        answers: values that Python reads from tensors, as far as they are known, by the number of the read.
     """
 
-    def __init__(self, fake_mode: Any) -> None:
+    def __init__(self, fake_mode: Any, answers: Mapping[int, Number] | None = None) -> None:
         super().__init__()
         self.calls = FakeCalls(fake_mode)
         self.graph = fx.Graph()
+        self.reads = Reads(self, self.graph, answers or {})
         self.section = Section.FORWARD
         self.module_path: list[str] = [""]
         self.decisions: list[tuple[fx.Node, Number, str]] = []
@@ -62,9 +66,9 @@ class Recorder(private.TorchDispatchMode):
         self.on_constant: Callable[[Tensor], fx.Node] | None = None
         self.watch: FrameWatch | None = None
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
-        self._shadows: dict[int, Tensor] = {}
+        self.known = KnownValues()
         self._exposed: list[HostScalar] = []
-        self.functions = FunctionCalls()
+        self.functions = FunctionCalls(self.number)
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
         self.failing = ""
@@ -85,7 +89,7 @@ class Recorder(private.TorchDispatchMode):
 
     def shadow(self, tensor: Tensor, real: Tensor) -> None:
         """Give a single-element tensor its true value, so that ``.item()`` on what is computed from it is known."""
-        self._shadows[id(tensor)] = real
+        self.known.note(tensor, real)
 
     def lift_constant(self, tensor: Tensor) -> fx.Node:
         """A real tensor met in the code: a graph input of its own, read anew each step."""
@@ -117,12 +121,12 @@ class Recorder(private.TorchDispatchMode):
         """Record arithmetic on host numbers and return its result."""
         watched = self.watch is not None and self.watch.pause()
         try:
-            result = function(*[o.value for o in operands])
+            result, later = _computed(function, operands)
             if all(o.node is None for o in operands):
                 return HostScalar(result, None, self)
             node = self.graph.call_function(function, tuple(o.argument() for o in operands))
             node.meta.update(val=result, info=self.info())
-            return HostScalar(result, node, self)
+            return HostScalar(result, node, self, later)
         finally:
             if watched and self.watch is not None:
                 self.watch.go_on()
@@ -130,7 +134,11 @@ class Recorder(private.TorchDispatchMode):
     def decide(self, scalar: HostScalar) -> Number:
         """Python code branches on a recorded number: remember the outcome as a guard."""
         if scalar.node is not None:
-            self.decisions.append((scalar.node, scalar.value, user_location() or "<library code>"))
+            place = user_location() or "<library code>"
+            if scalar.is_read:
+                self.reads.check(scalar, place)
+            else:
+                self.decisions.append((scalar.node, scalar.value, place))
         return scalar.value
 
     def expose(self, scalar: HostScalar, *, from_parser: bool) -> None:
@@ -215,7 +223,7 @@ class Recorder(private.TorchDispatchMode):
                 return self._alias(func, args[0], node)
             if func is aten.lift_fresh.default:
                 func = aten.clone.default  # torch.tensor(...): fresh each step, not the constant itself
-        if func in (_READ_VALUE, aten.item.default):
+        if func in (READ, aten.item.default):
             return self._item(args[0])
         if self._exposed:
             args, kwargs = self.reclaim(func, args, kwargs)
@@ -236,8 +244,8 @@ class Recorder(private.TorchDispatchMode):
     def _alias(self, func: Any, source: Tensor, node: fx.Node) -> Tensor:
         out = self.calls.make(func, (source,), {})
         self.bind(out, node)
-        if id(source) in self._shadows:
-            self._shadows[id(out)] = self._shadows[id(source)]
+        if (real := self.known.get(source)) is not None:
+            self.known.note(out, real)
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -278,7 +286,7 @@ class Recorder(private.TorchDispatchMode):
                     "dense one (sparse=False)",
                     self._location(),
                 )
-        key = _draw_key(func, plain_args, plain_kwargs)
+        key = draw_key(func, plain_args, plain_kwargs)
         if key is not None and key in self._draws:
             return self._repeat_draw(func, self._draws[key], args, out)
         node = self.graph.call_function(func, node_args, with_dtype(func, entries, node_kwargs, out))
@@ -286,7 +294,7 @@ class Recorder(private.TorchDispatchMode):
         self._bind_outputs(node, out)
         if key is not None:
             self._draws[key] = node
-        self._run_shadow(func, plain_args, plain_kwargs, entries, out)
+        self.known.follow(func, plain_args, plain_kwargs, entries, out)
         return out
 
     def _bind_outputs(self, node: fx.Node, out: Any) -> None:
@@ -307,35 +315,30 @@ class Recorder(private.TorchDispatchMode):
     # ------------------------------------------------------------------ known values
     def _item(self, tensor: Tensor) -> Any:
         source = self.argument(tensor)
-        real = self._shadows.get(id(tensor))
+        real = self.known.get(tensor)
         if real is None:
-            raise CaptureError(
-                "a tensor's value is read in Python (.item(), float(), bool(), `if tensor:`)"
-                f"{self._place()}, that of {_described(source)}, which one graph cannot express; keep it a tensor "
-                f"(torch.where instead of `if`), or move the read to {batch_hook('end')}",
-                self._location(),
-            )
-        node = self.graph.call_function(_READ_VALUE, (source,))
+            return self.reads.read(tensor, source, self.info()).as_symbol()
+        node = self.graph.call_function(READ, (source,))
         with private.disable_dispatch_modes():
             value = real.item()
         node.meta.update(val=value, info=self.info())
         return HostScalar(value, node, self).as_symbol()
 
-    def _run_shadow(self, func: Any, args: Any, kwargs: Any, flat: list[Any], out: Any) -> None:
-        """Compute on true values what is computed from single-element host tensors alone (step counters)."""
-        tensors = [a for a in flat if isinstance(a, Tensor)]
-        is_made_here = not tensors and isinstance(out, Tensor) and out.numel() == 1 and out.device.type == "cpu"
-        known = all(id(t) in self._shadows for t in tensors) and not private.is_random(func)
-        if not known or not (tensors or is_made_here):
-            for t in private.mutated_arguments(func, args, kwargs):
-                self._shadows.pop(id(t), None)
-            return
-        real_args, real_kwargs = pytree.tree_map_only(Tensor, lambda t: self._shadows[id(t)], (args, kwargs))
-        with private.disable_dispatch_modes():
-            real = func(*real_args, **real_kwargs)
-        for fake_leaf, real_leaf in zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True):
-            if isinstance(fake_leaf, Tensor) and fake_leaf.numel() == 1:
-                self._shadows[id(fake_leaf)] = real_leaf
+    def number(self, tensor: Tensor, kind: type) -> Any:
+        """``float(tensor)``, ``int(tensor)`` or ``bool(tensor)``: Python's own number, for which the graph then holds.
+
+        None of a tensor whose value is known: torch's own way will do.
+        """
+        if tensor in self.known:
+            return None
+        scalar = scalar_of(tensor.item())
+        if scalar is None or not scalar.is_read:
+            return None
+        if kind is bool and not scalar.is_bool():
+            scalar = self.scalar_call(operator.ne, (scalar, HostScalar(0, None, self)))
+        elif kind is int and not scalar.is_int():
+            scalar = self.scalar_call(int, (scalar,))
+        return kind(self.decide(scalar))
 
     # ------------------------------------------------------------------ random numbers
     def _repeat_draw(self, func: Any, first: fx.Node, args: Any, out: Any) -> Any:
@@ -356,39 +359,29 @@ class Recorder(private.TorchDispatchMode):
 
 def _plain_number(value: Any) -> Any:
     scalar = scalar_of(value)
-    return value if scalar is None else scalar.value
+    return value if scalar is None else scalar.stand_in()
+
+
+def _computed(
+    function: Callable[..., Any], operands: tuple[HostScalar, ...]
+) -> tuple[Number, Callable[[], Number] | None]:
+    """A number of the kind that a function gives, and what gives the number itself where it is read from a tensor."""
+    if not any(o.is_read for o in operands):
+        return function(*[o.value for o in operands]), None
+
+    def later() -> Number:
+        return function(*[o.value for o in operands])
+
+    if any(o.is_unknown for o in operands) and function is not operator.pow:  # an integer's power may be a float
+        with contextlib.suppress(ArithmeticError, ValueError):
+            return function(*[o.sample for o in operands]), later
+    return later(), later
 
 
 def _numbers_of_shapes(func: Any, args: Any, kwargs: Any) -> list[HostScalar]:
     """Numbers that decide shapes, guarded by value: all that follows has these shapes."""
     values = private.decide_shapes(func, args, kwargs)
     return [n for value in values for n in map(scalar_of, flat(value)) if n is not None]
-
-
-def _draw_key(func: Any, args: Any, kwargs: Any) -> bytes | None:
-    """The generator's state, for operators that draw from the default one.
-
-    Fake tensors consume no random numbers, so the recorder advances the real generator by one number a draw:
-    activation checkpointing, which restores the state and computes again, then shows itself by an equal key.
-    """
-    if not private.draws(func, args, kwargs):
-        return None
-    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-    generator = private.default_generator(tensors[0].device if tensors else torch.device("cpu"))
-    with private.disable_dispatch_modes():
-        key = generator.get_state().numpy().tobytes() + str(func).encode()
-        torch.empty(1, device=generator.device).uniform_(generator=generator)
-    return key
-
-
-def _described(node: fx.Node) -> str:
-    """What a node is, for somebody who has never seen the graph."""
-    if node.op == "placeholder":
-        return f"the input {node.name}"
-    if node.target is operator.getitem:
-        return _described(node.all_input_nodes[0])
-    module = node.meta["info"].module if "info" in node.meta else ""
-    return f"what {node.target} gives" + (f" in module {module!r}" if module else "")
 
 
 @contextlib.contextmanager

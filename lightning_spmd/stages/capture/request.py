@@ -46,6 +46,7 @@ class CaptureRequest:
         came_late: says what came since the run began and keeps the step from being this graph, or None.
         sizes: with which sizes the batch is seen, if not its own.
         needed: parameters that get a gradient from another rank's own batch, whatever this one's reaches.
+        answers: values that Python reads from tensors, as far as they are known, by the number of the read.
     """
 
     module: Any
@@ -68,6 +69,7 @@ class CaptureRequest:
     came_late: Callable[[], str | None] = lambda: None
     needed: frozenset[str] = frozenset()
     sizes: OtherSizes | None = None
+    answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])
 
     def fake_mode(self) -> Any:
         """What makes the tensors of one trace."""

@@ -23,10 +23,15 @@ from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep
-from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture import assigned
 from lightning_spmd.stages.capture.appended_lists import Place, lists_followed
-from lightning_spmd.stages.capture.around_trace import explained, grad_mode, modules_followed, random_state_kept
+from lightning_spmd.stages.capture.around_trace import (
+    explained,
+    grad_mode,
+    modules_followed,
+    name_of_part,
+    random_state_kept,
+)
 from lightning_spmd.stages.capture.batch import Looks
 from lightning_spmd.stages.capture.bf16_updates import in_float32
 from lightning_spmd.stages.capture.by_hand import ByHand, check_by_hand
@@ -38,7 +43,7 @@ from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
-from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, has_step_of_its_own
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, check_step
 from lightning_spmd.stages.capture.own_backward import check_backward
 from lightning_spmd.stages.capture.own_batch import OwnBatch
 from lightning_spmd.stages.capture.packing import (
@@ -48,7 +53,9 @@ from lightning_spmd.stages.capture.packing import (
     remove_dead_nodes,
     with_mutations,
 )
+from lightning_spmd.stages.capture.prefix import pack_prefix
 from lightning_spmd.stages.capture.python_state import PythonState
+from lightning_spmd.stages.capture.reads import ReadWanted, writes_apart
 from lightning_spmd.stages.capture.recorder import Recorder, in_section
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
 from lightning_spmd.stages.capture.side_effects import complain_about_new_tensors
@@ -61,8 +68,6 @@ from lightning_spmd.stages.capture.surroundings import (
 )
 from lightning_spmd.stages.capture.trainer_view import learning_rates_followed, trainer_seen_as
 from lightning_spmd.stages.capture.weight_casts import share_weight_casts
-
-_IN_WORDS = {Section.BACKWARD: "the backward pass", Section.CLIP: "gradient clipping"}
 
 
 def trace(request: CaptureRequest) -> Trace:
@@ -95,7 +100,7 @@ class _Capture:
         self.looks = looks
         self.grown = grown
         self.fake_mode = request.fake_mode()
-        self.recorder = Recorder(self.fake_mode)
+        self.recorder = Recorder(self.fake_mode, request.answers)
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = Outputs(self.recorder)
         self.logs = LogRecorder(self.outputs.add)
@@ -119,11 +124,13 @@ class _Capture:
             lambda: bool(self.logs.calls),
         )
         self.recorder.watch = self.python.watch
+        self.recorder.reads.role_of = self.inputs.role_of
         self.recorder.functions.on_values = self.python.content_of
         self.returned: Any = None
         self._fakes: list[Tensor] = []  # of the batch
         self.own: OwnBatch | None = None
         if request.batch is not None and request.variant.own_batch:
+            self.recorder.reads.refusal = "the value of a tensor decides something, on each rank that of its own batch"
             self.own = OwnBatch(request.batch, request.device, self.recorder.node_of, self.outputs.add)
         self.cleared: tuple[str, ...] = ()
 
@@ -133,9 +140,18 @@ class _Capture:
         return found + steps if steps else found
 
     def run(self) -> Trace:
-        request = self.request
-        if request.variant.backward and (reason := request.came_late()) is not None:
+        if self.request.variant.backward and (reason := self.request.came_late()) is not None:
             raise CaptureError(reason)
+        try:
+            self._record()
+        except ReadWanted as wanted:
+            pack_prefix(wanted, self.request, self.recorder, self.inputs, self.python)
+            raise
+        effects = assigned.others(self.python.effects, self.request.assigned)
+        return Trace(self._finish(), effects, effects[0].error(self.python.watch.codes) if effects else None)
+
+    def _record(self) -> None:
+        request = self.request
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.python.following(request.moving, self._host_value))
             stack.enter_context(grad_mode(request.variant))
@@ -163,7 +179,7 @@ class _Capture:
                 for part in self.by_hand.optimizers:
                     self.python.sightings.root(Attributes, part, "optimizer").see("step")
                 stack.enter_context(self.by_hand.active())
-            with explained(self.recorder, self._what):
+            with explained(self.recorder, lambda: name_of_part(self.recorder, request.optimizer)):
                 with self.python.watch.active(), self.looks.followed():
                     if self.by_hand is not None:
                         with torch.enable_grad():
@@ -172,17 +188,11 @@ class _Capture:
                         self._step_alone(batch)
                     else:
                         self._iteration(batch, trained, request.optimizer)
+                if self.recorder.reads.wanted is not None:  # the user's code has caught it
+                    raise self.recorder.reads.wanted
                 self.looks.check()
                 self._collect(slots)
                 self.inputs.complain_about_attributes(self.python.watch.codes)
-        effects = assigned.others(self.python.effects, request.assigned)
-        return Trace(self._finish(), effects, effects[0].error(self.python.watch.codes) if effects else None)
-
-    def _what(self) -> str:
-        """What is being captured, for messages."""
-        if self.recorder.section is Section.OPTIMIZER:
-            return f"{type(self.request.optimizer).__name__}.step"
-        return _IN_WORDS.get(self.recorder.section, the_step())
 
     def _appended(self, place: Place, item: Any) -> None:
         # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
@@ -260,7 +270,8 @@ class _Capture:
                 self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
                 if request.clip is not None:
                     request.clip(optimizer)
-            self._check_step(optimizer)
+            self.python.sightings.root(Attributes, optimizer, "optimizer").see("step")
+            check_step(optimizer)
             with in_section(self.recorder, Section.OPTIMIZER), assigned.unchanged_if_skipped(request, self.scaling):
                 self.scaling.step(optimizer, self._new_state)
         if self.scaling.found is not None:
@@ -270,14 +281,6 @@ class _Capture:
         """Tensors of the optimizer's state that the step made."""
         changes = () if self.swap is None else self.swap.changes()
         return [v for role, _, _, v in changes if role is OutputRole.OPTIMIZER_STATE and isinstance(v, Tensor)]
-
-    def _check_step(self, optimizer: Optimizer) -> None:
-        """``step`` may be a function of the instance: a scheduler's counter is left out, the user's cannot be."""
-        self.python.sightings.root(Attributes, optimizer, "optimizer").see("step")
-        if has_step_of_its_own(optimizer):
-            raise CaptureError(
-                f"optimizer.step was replaced on the {type(optimizer).__name__} itself; override `step` in a subclass"
-            )
 
     def _forward(self, batch: Any) -> Tensor:
         request = self.request
@@ -353,6 +356,7 @@ class _Capture:
         graph.output(tuple(self.outputs.nodes)).meta["val"] = None
         simplify_strided_gradients(graph)
         share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
+        writes_apart(graph)
         remove_dead_nodes(graph)
         if self.by_hand is not None:
             self.by_hand.mark_updates(graph)
@@ -388,4 +392,5 @@ class _Capture:
             {path: assigned.writer(place) for path, place in request.assigned.items()},
             None if self.own is None else self.own.facts,
             self.cleared,
+            recorder.reads.asked(),
         )

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.family import Family
+from lightning_spmd.ir.reads import ReadMiss, checks_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, RecordedCall, ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
@@ -20,7 +21,7 @@ from lightning_spmd.stages.runtime.live_state import LiveState, Reader
 from lightning_spmd.stages.runtime.lowering import Lowering, Together, as_python, is_settled
 from lightning_spmd.stages.runtime.profile import RUNS, Profile
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
-from lightning_spmd.stages.runtime.undo import Before, can_be_undone
+from lightning_spmd.stages.runtime.undo import Before, can_be_undone, random_numbers_kept
 
 OF_THE_OPTIMIZER = (OutputRole.OPTIMIZER_STATE, OutputRole.HYPER_PARAMETER)
 MOST_FOLLOWED = 16
@@ -89,6 +90,9 @@ class Executable:
     Its first run checks layouts node by node, the next ones measure if there is something to arrange, and then the
     final graphs are made.
 
+    Attributes:
+        decides: whether Python decides something by values of the step, so that a run may end with ``ReadMiss``.
+
     Args:
         captured: signature, guards and recorded calls.
         graphs: what runs at first: one graph, nothing deferred.
@@ -130,6 +134,7 @@ class Executable:
         self._writers = state.writers(captured, graphs.main)
         self._found_inf = skips_state(captured)
         self._draws = draws_numbers(captured.graph_module.graph)
+        self.decides = bool(checks_of(captured.graph_module.graph))
         self._main = self._program(graphs.main)
         self._cleanup: Program | None = None
         self._after: dict[int, tuple[Executable, Program]] = {}
@@ -160,7 +165,7 @@ class Executable:
     def can_follow(self, pending: Pending) -> bool:
         """Whether a run may take over what another iteration left."""
         decided = not isinstance(self._lower, Together) or self._main.is_settled
-        return self.is_final and decided and pending.owner.graphs.cleanup is not None
+        return self.is_final and decided and not self.decides and pending.owner.graphs.cleanup is not None
 
     @property
     def is_final(self) -> bool:
@@ -188,6 +193,9 @@ class Executable:
 
         Returns:
             the outputs of the captured graph, and what this iteration leaves undone.
+
+        Raises:
+            ReadMiss: Python would decide otherwise than at capture; everything is as it was.
         """
         self._question = question
         if self.family is not None:
@@ -317,13 +325,14 @@ class Executable:
         with torch.no_grad(), private.disable_autocast():
             inputs = program.inputs(batch, pending)
             if self.state.streams is None:  # one device: the graph draws eager's own numbers
-                outputs = run(*inputs)
+                with random_numbers_kept(draws=self._draws and self.decides):
+                    outputs = run(*inputs)
             else:
                 with self.state.streams.active(draws=self._draws):
                     try:
                         outputs = run(*inputs)
-                    except BaseException:
-                        if self._question is not None:
+                    except BaseException as error:
+                        if self._question is not None or isinstance(error, ReadMiss):
                             self.state.streams.tick -= 1  # this run has not been
                         raise
         return outputs

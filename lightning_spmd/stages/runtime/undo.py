@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.reads import ReadMiss
 from lightning_spmd.ir.signature import GraphInput, InputRole
 
 
@@ -17,6 +19,31 @@ def can_be_undone(entry: GraphInput) -> bool:
     value = entry.value
     counter = entry.role is InputRole.OPTIMIZER_STATE and isinstance(value, TensorSpec) and value.numel == 1
     return entry.role in (InputRole.BUFFER, InputRole.LOSS_SCALE) or counter
+
+
+@contextlib.contextmanager
+def random_numbers_kept(*, draws: bool, always: bool = False) -> Iterator[None]:
+    """Put torch's generators back after a run that ended at a decision.
+
+    Args:
+        draws: whether there is anything to put back.
+        always: after any run.
+    """
+    if not draws:
+        yield
+        return
+    host, ended = torch.get_rng_state(), always
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    except ReadMiss:
+        ended = True
+        raise
+    finally:
+        if ended:
+            torch.set_rng_state(host)
+            if devices:
+                torch.cuda.set_rng_state_all(devices)
 
 
 class Before:

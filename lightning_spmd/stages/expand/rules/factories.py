@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_spmd.ir.placement import REPLICATE, Shard
+from lightning_spmd.ir.reads import READ
 from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.call import Layout, LocalCall, Localizer, OpCall, Rule
 
@@ -20,6 +21,11 @@ def create(call: OpCall) -> list[Layout]:
     if isinstance(call.forced, Shard):
         found.append(Layout(operands, (call.forced,)))
     return found
+
+
+def read(call: OpCall) -> list[Layout]:
+    """A number that Python reads is the global one: of a whole tensor, on every rank."""
+    return []
 
 
 def _size(call: LocalCall) -> dict[str, Any]:
@@ -40,6 +46,7 @@ _SIZED = [
 RULES: dict[Any, Rule] = dict.fromkeys(
     [*_SIZED, aten.scalar_tensor, aten.new_empty_strided, aten.empty_strided], create
 )
+RULES[READ] = read
 
 
 def _size_and_stride(call: LocalCall) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""Numbers that Python reads from tensors while a graph runs, and what Python decided with them.
+
+    if loss > 1: ...        read = _local_scalar_dense(loss); holds(read > 1, True, "model.py:12", (0,), read)
+
+A graph holds for the decisions that were taken when it was captured. ``holds`` asks in the middle of a run whether
+this step's numbers lead to the same ones. If not, :class:`ReadMiss` ends the run before it has changed anything that
+outlives it, and hands on what was read: another graph of the same step takes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_spmd._private_api import OpOverload
+from lightning_spmd.ir.steps import CapturedStep
+
+Number = bool | int | float
+READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
+
+
+class ReadMiss(Exception):
+    """A decision is another one than the graph was captured with; nothing has been changed.
+
+    Args:
+        place: ``file:line`` of the decision.
+        seen: what it is now.
+        expected: what the graph was captured with.
+        values: what was read until then, by the number of the read.
+    """
+
+    def __init__(self, place: str, seen: Number, expected: Number, values: Mapping[int, Number]) -> None:
+        super().__init__(f"a value that is read at {place} changed from {expected!r} to {seen!r}")
+        self.values = dict(values)
+
+
+def holds(seen: Number, expected: Number, place: str, numbers: Sequence[int], *values: Number) -> None:
+    """Ask whether a decision is the one of the capture.
+
+    Args:
+        seen: what Python decides with.
+        expected: what it was at capture.
+        place: ``file:line`` of the decision.
+        numbers: which reads the rest are.
+        values: all that was read until here.
+
+    Raises:
+        ReadMiss: it is not.
+    """
+    if not same_number(seen, expected):
+        raise ReadMiss(place, seen, expected, dict(zip(numbers, values, strict=True)))
+
+
+def same_number(one: Number, other: Number) -> bool:
+    """Equality in which a NaN equals a NaN."""
+    return one == other or (one != one and other != other)
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether a node asks if a decision still holds."""
+    return node.target is holds
+
+
+def checks_of(graph: fx.Graph) -> list[fx.Node]:
+    """All such nodes, in order."""
+    return graph.find_nodes(op="call_function", target=holds)
+
+
+def accepts(step: CapturedStep, inputs: Callable[[], Sequence[Any]], values: Mapping[int, Number]) -> bool:
+    """Whether a graph may be the one for a step of which some numbers have been read.
+
+    Args:
+        step: the captured graph.
+        inputs: gives the values of its inputs now.
+        values: what was read, by the number of the read.
+    """
+    checks = checks_of(step.graph_module.graph)
+    if not checks:
+        return False
+    placeholders = step.graph_module.graph.find_nodes(op="placeholder")
+    given = dict(zip(placeholders, inputs(), strict=True))
+    known: dict[fx.Node, Any] = {n: v for n, v in given.items() if isinstance(v, (bool, int, float))}
+    for check in checks:
+        numbers: Any = check.args[3]
+        reads: Any = check.args[4:]
+        known.update((read, values[i]) for i, read in zip(numbers, reads, strict=True) if i in values)
+        seen = _evaluated(check.args[0], known)
+        if seen is None:
+            return True  # from here on nobody knows before it ran
+        expected: Any = check.args[1]
+        if not same_number(seen, expected):
+            return False
+    return True
+
+
+def _evaluated(value: Any, known: dict[fx.Node, Any]) -> Any:
+    """A number of the host, computed from what is known; None where that does not do."""
+    if not isinstance(value, fx.Node):
+        return value
+    if value not in known:
+        operands = [_evaluated(a, known) for a in value.args]
+        function: Any = value.target
+        plain = value.op == "call_function" and not isinstance(function, OpOverload)
+        if not plain or value.kwargs or any(o is None for o in operands):
+            return None
+        known[value] = function(*operands)
+    return known[value]
+
+
+def reads_of(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Nodes that read a tensor's value."""
+    return iter(graph.find_nodes(op="call_function", target=READ))

@@ -1,0 +1,33 @@
+"""What happens where a step of training cannot be a graph."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.ir.steps import Variant
+from lightning_spmd.messages import warn
+from lightning_spmd.parallel.parallel_plan import options_in_parts
+from lightning_spmd.strategy.run_context import FellBack, RunContext
+
+
+def train_eagerly(context: RunContext, reason: str) -> NoReturn:
+    """Go on eagerly, announced with the reason.
+
+    Raises:
+        FellBack: that is how.
+        ConfigurationError: it cannot go on eagerly.
+    """
+    if context.mesh is not None and context.plan(Variant()).needs_graphs:
+        raise ConfigurationError(
+            f"with state sharded over the ranks training cannot go on eagerly: {reason}. Change that, or use "
+            f"{options_in_parts(context.plan(Variant()))}"
+        )
+    if context.bf16_updates != "plain":
+        raise ConfigurationError(
+            f"with bf16_updates={context.bf16_updates!r} training cannot go on eagerly: {reason}. Change "
+            "that, or leave bf16_updates out"
+        )
+    semantics = "" if context.mesh is None else " (gradients averaged over the ranks, as DDP does)"
+    warn(f"strategy='spmd' trains eagerly from here on{semantics}: {reason}")
+    raise FellBack

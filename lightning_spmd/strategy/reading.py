@@ -1,0 +1,135 @@
+"""Gives capture the values that Python reads from tensors: all ranks run what comes before, on this step's batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from lightning_spmd.errors import CaptureError, SPMDError, portable
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.reads import Number
+from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.stages import build
+from lightning_spmd.stages.capture.reads import ReadWanted, UnknownValueError
+from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
+from lightning_spmd.stages.runtime.live_state import LiveState
+from lightning_spmd.stages.runtime.undo import random_numbers_kept
+from lightning_spmd.strategy.run_context import RunContext, StepRequest
+
+T = TypeVar("T")
+MOST_TRACES = 200
+"""A step that needs more answers than this, one after the other, runs eagerly."""
+
+
+class Answers:
+    """Finds out what a step reads.
+
+    Args:
+        context: what the graphs of the run are made in.
+        state_of: the live objects behind the inputs of a graph.
+    """
+
+    def __init__(self, context: RunContext, state_of: Callable[[CapturedStep], LiveState]) -> None:
+        self._context = context
+        self._state_of = state_of
+
+    def give(
+        self,
+        request: StepRequest,
+        split: tuple[int, ...],
+        known: Mapping[int, Number] | None,
+        trace: Callable[[Mapping[int, Number]], T],
+    ) -> T:
+        """What ``trace`` gives once it has all the answers that it asks for.
+
+        All ranks do so together, but for a graph that some of them build alone: of a rank's own batch, or in place of
+        one that another rank could not build. There nothing is answered.
+
+        Args:
+            request: the step.
+            split: rows of the global batch by data rank.
+            known: values by the number of the read, as far as they are known; None: this rank builds alone.
+            trace: captures the step with these values.
+
+        Raises:
+            SPMDError: of this rank's capture; or another rank's step reads something else.
+        """
+        if known is None or request.variant.own_batch:
+            try:
+                return trace(known or {})
+            except ReadWanted as wanted:
+                raise UnknownValueError("a tensor's value decides something", wanted.place) from None
+        answers = dict(known)
+        for _ in range(MOST_TRACES):
+            found, wanted, problem = None, None, None
+            try:
+                found = trace(answers)
+            except ReadWanted as error:
+                wanted = error
+            except SPMDError as error:
+                problem = error
+            asked = self._together(wanted, problem)
+            if problem is not None:
+                raise problem
+            if wanted is not None and asked:
+                answers |= self._run(wanted, request, split)
+            elif found is not None:
+                return found
+        raise CaptureError(f"the step decides {MOST_TRACES} times by the value of a tensor, each after the other")
+
+    def _together(self, wanted: ReadWanted | None, problem: SPMDError | None) -> bool:
+        """Whether all ranks want the same values.
+
+        Raises:
+            CaptureError: some of them do, others do not.
+        """
+        mine = None if wanted is None else (wanted.place, wanted.numbers)
+        sides = [(mine, None)]
+        if self._context.control is not None:
+            sides = self._context.control.gather((mine, None if problem is None else str(problem)))
+        asked = [side for side, _ in sides]
+        if all(side == mine for side in asked):
+            return mine is not None
+        if problem is not None:
+            return False
+        rank, (other, text) = first(((r, s) for r, s in enumerate(sides) if s[0] != mine), "rank that differs")
+        place = mine if mine is not None else other
+        raise CaptureError(
+            f"the value of a tensor decides something on some ranks alone; rank {rank} "
+            + (text or ("does not read it" if other is None else "reads another one")),
+            None if place is None else place[0],
+        )
+
+    def _run(self, wanted: ReadWanted, request: StepRequest, split: tuple[int, ...]) -> dict[int, Number]:
+        context, prefix = self._context, wanted.prefix
+        if prefix is None:
+            raise RuntimeError("unreachable: a capture that wants a value packs what gives it")
+        executable, problem = None, None
+        try:
+            graphs = build(
+                prefix,
+                () if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
+                dataclasses.replace(context.options, passes=(), overlap_iterations=False),
+                context.plan(prefix.variant),
+                on_fallback=lambda _line: None,
+            )
+            executable = Executable(prefix, graphs, self._state_of(prefix))
+        except SPMDError as error:
+            problem = error
+        control = context.control
+        problems = [problem] if control is None else control.gather(None if problem is None else portable(problem))
+        worst = next((p for p in problems if p is not None), None)
+        if executable is None or worst is not None:
+            raise worst or RuntimeError("unreachable: what could not be built has a reason")
+        streams = context.streams
+        tick = None if streams is None else streams.tick
+        try:
+            with random_numbers_kept(draws=streams is None, always=True):
+                outputs, _ = executable.run(() if request.batch is None else request.batch.tensor_values)
+        except FirstRunError as error:
+            raise CaptureError(str(error), wanted.place) from error
+        finally:
+            if streams is not None and tick is not None:
+                streams.tick = tick
+        return dict(zip(wanted.numbers, outputs, strict=True))

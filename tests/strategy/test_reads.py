@@ -1,0 +1,106 @@
+"""Values of tensors that Python reads in training_step: the step stays a graph, and is one device's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
+
+
+class LogsNumbers(Quiet):
+    """Numbers that are only logged, and what is computed from them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss.item(), on_step=True, on_epoch=True)
+        self.log_dict({"perplexity": math.exp(loss.item()), "half": 0.5 * loss.item() + 1})
+        return loss
+
+
+class Weighs(Quiet):
+    """A number that goes back into tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * (1.0 / (1.0 + loss.item()))
+
+
+class Branches(Quiet):
+    """``if tensor:``, of the loss and of a mask; what one branch logs the other does not."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+        large = batch[0][:, 0] > 1.3
+        if large.any():
+            losses = losses * (1 + large.float())
+        loss = losses.mean()
+        if loss > 1.1 and not torch.isnan(loss):
+            self.log("large", loss)
+            loss = loss * 0.5
+        return loss
+
+
+class Cuts(Quiet):
+    """Sizes: padding is cut behind the longest sequence."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        length = 3 + int((x[:, 0] > 0).sum() % 3)
+        count = (y == 0).sum().item() % 2 + 1
+        padded = F.pad(x[:, :length], (0, 6 - length))
+        return F.cross_entropy(self(padded), y) + 0.01 * x[:, :count].square().mean()
+
+
+class Lists(Quiet):
+    """``tolist`` of a short tensor, and loops over numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        counts = torch.stack([(y == k).sum() for k in range(3)]).clamp(max=3).tolist()
+        loss = F.cross_entropy(self(x), y)
+        for _ in range(min(counts)):
+            loss = loss * 0.9
+        return loss * max(counts)
+
+
+WAYS = [LogsNumbers, Weighs, Branches, Cuts, Lists]
+
+
+class WithState(Net):
+    """Dropout and batch norm in front of a decision: a run that ends there must leave no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(self.norm(batch[0])), batch[1])
+        if loss > 1.1:
+            loss = loss * 0.5
+        return loss + 0.1 * torch.rand(())
+
+
+@pytest.mark.parametrize("make", [*WAYS, WithState])
+def test_values_read_in_python_stay_in_graphs(make: type[Net]) -> None:
+    """Fifty-four steps, bitwise."""
+    assert_as_eager(make, max_epochs=9)
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_a_value_is_that_of_the_global_batch(make: type[Net], two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, make, "spmd", 2, max_epochs=9)
+    theirs = run(make, "auto", data=_in_order, max_epochs=9)
+    assert_compiled(ours[0])
+    assert_equals_one_device(ours, theirs)
+
+
+def _in_order() -> Any:
+    return InOrder(rows(), ROWS, shuffle=False)
