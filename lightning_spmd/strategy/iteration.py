@@ -271,7 +271,12 @@ class TrainingIteration:
         if ballot is None:
             found = table.find(request, () if request.batch is None else request.batch.first_sizes())
         else:
-            found = self._elected(request, ballot)
+            try:
+                found = ballot.result()
+            except BatchError as error:  # on all ranks
+                if error.is_ragged:
+                    self._may_go_local(request, str(error))
+                raise
         self._found = found
         if found.index is not None and self._is_up_to_date(found, request):
             return table.graph(found.index)
@@ -302,14 +307,6 @@ class TrainingIteration:
         for unused in self.rechecks.unused_for_longest(MOST_GRAPHS):
             table.forget(unused)
         return executable
-
-    def _elected(self, request: StepRequest, ballot: Ballot) -> Found:
-        try:
-            return ballot.result()
-        except BatchError as error:  # on all ranks
-            if error.is_ragged:
-                self._may_go_local(request, str(error))
-            raise
 
     def _may_go_local(self, request: StepRequest, reason: str) -> None:
         """What cannot be done on a batch of all ranks may be done on each rank's own.
