@@ -84,6 +84,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "[clip]",
         "[counter on the host]",
     ),
+    "tests/stages/runtime/test_cuda_graphs_by_hand.py": ("[ZeroedInPlace]", "[Penalized]", "[InHooks]"),
     "tests/stages/runtime/test_cuda_graphs_in_runs.py": (
         "test_ranks[",
         "test_other_precisions[",

@@ -383,3 +383,13 @@ def assert_close(ours: Any, theirs: Any) -> None:
     assert spec == other_spec
     for one, other in zip(mine, others, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def assert_bitwise(ours: Any, theirs: Any) -> None:
+    """The same structure, the same bits."""
+    mine, spec = pytree.tree_flatten(ours)
+    others, other_spec = pytree.tree_flatten(theirs)
+    assert spec == other_spec
+    for one, other in zip(mine, others, strict=True):
+        same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        assert same, f"{one} is not {other}"

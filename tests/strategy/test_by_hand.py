@@ -10,8 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from lightning_spmd import messages
@@ -23,6 +21,7 @@ from tests.helpers.by_hand import (
     Joint,
     SeveralSteps,
     ZeroedFirst,
+    assert_bitwise,
     assert_close,
     data,
     fit,
@@ -46,15 +45,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
     "zero3 tp2": {"data_parallel": "zero3", "tensor_parallel_size": 2},
 }
-
-
-def assert_bitwise(ours: Any, theirs: Any) -> None:
-    mine, spec = pytree.tree_flatten(ours)
-    others, other_spec = pytree.tree_flatten(theirs)
-    assert spec == other_spec
-    for one, other in zip(mine, others, strict=True):
-        same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
-        assert same, f"{one} is not {other}"
 
 
 @functools.cache
