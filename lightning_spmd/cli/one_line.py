@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import inspect
 import re
-from typing import Any
+import types
+from collections.abc import Iterable
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightning_spmd.cli.recipe_cli import Parser, advice
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
 
 _KEY = re.compile(r'Parser key "([^"]+)"')
-_EXPECTED = re.compile(r"Expected an? (.+)")
-_GIVEN = re.compile(r"Given value: (.+)")
-_WORDS = {
-    "<class 'int'>": "a whole number",
-    "<class 'float'>": "a number",
-    "<class 'bool'>": "true, false",
-    "<class 'NoneType'>": "null",
-    "<class 'str'>": "a word",
-}
+_EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: .*)?$", re.MULTILINE)
+_GIVEN = re.compile(r"(?:Given value|Got value): (.+)")
+_UNKNOWN = re.compile(r"does not accept option '([\w.]+)'|unrecognized arguments: --([^\s=]+)")
+_OF_CLASS = re.compile(r"Problem with given class_path '([\w.]+)':\n(.*)", re.DOTALL)
+_MISSING = re.compile(r'Key "([\w.]+)" is required')
+_WORDS = {int: "a whole number", float: "a number", type(None): "null", str: "a word", bool: "true, false"}
+_OF_A_RECIPE = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path")
 _LONGEST = 400
 
 
-class OneLineParser(Parser):
+class OneLineParser(LightningArgumentParser):
     """Answers a mistake with one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
@@ -28,42 +32,116 @@ class OneLineParser(Parser):
         if not self.exit_on_error:  # the parser of a class within the command's, which says more
             return super().error(message, ex)
         options = [option for action in self._actions for option in action.option_strings]
-        return self.exit(2, f"{self.prog}: error: {one_line(message, options)}\n")
+        return self.exit(2, f"{self.prog.partition(' [options]')[0]}: error: {one_line(message, options)}\n")
 
 
-def one_line(message: str, options: list[str]) -> str:
+def one_line(message: str, options: Iterable[str]) -> str:
     """What a message of jsonargparse says, in one line.
 
     Args:
         message: the message.
-        options: of the command.
+        options: of the command, with their dashes.
     """
-    hints = " ".join(advice(message, options))
-    keys, allowed = _KEY.findall(message), list(dict.fromkeys(map(_in_words, _EXPECTED.findall(message))))
+    unknown = _UNKNOWN.search(message)
+    if unknown is not None:
+        return _unknown_key(unknown[1] or unknown[2], message, [o.lstrip("-") for o in options])
+    outer = _KEY.findall(message)[:1]
+    of_class = _OF_CLASS.search(message)
+    if of_class is not None:
+        return _in_class(".".join(outer), of_class[1], of_class[2])
+    missing = _MISSING.search(message)
+    if missing is not None:
+        return f"{missing[1]} is missing"
+    allowed = list(dict.fromkeys(map(_in_words, _EXPECTED.findall(message))))
     given = _GIVEN.findall(message)
-    path = ".".join(_without_repeats(keys))
-    if path and hints:  # of a class in the recipe: what it takes
-        return f"{path}: {hints}"
-    if path and allowed and given:
-        text = f"{path}: {given[-1].strip()} is not one of: {', '.join(allowed)}"
-    else:
-        text = " ".join(message.split())
-    text = text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
-    return f"{text}. {hints}" if hints else text
+    if outer and allowed and given:
+        return f"{_inner(message)}: {given[-1].strip()} is not one of: {', '.join(allowed)}"
+    text = " ".join(message.split())
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
 
 
-def _without_repeats(keys: list[str]) -> list[str]:
-    """Keys from the outermost to the innermost one; the outer ones are said again by the inner ones."""
+def _unknown_key(path: str, message: str, options: list[str]) -> str:
+    """A key of a recipe, or a flag, that does not exist."""
+    head, _, name = path.rpartition(".")
+    known = [f"{head}.{key}" for key in _parameters_of(Trainer)] if head == "trainer" else [*options, *_OF_A_RECIPE]
+    near = _near([path], known) or [o for o in known if o.endswith(f".{name}")][:1]
+    flag = "--" if "unrecognized" in message else ""
+    return f"{flag}{path}: there is no such key" + (f". Did you mean {flag}{near[0]}?" if near else "")
+
+
+def _in_class(outer: str, class_path: str, text: str) -> str:
+    """A mistake in what a recipe gives a class."""
+    taken = _parameters(class_path)
+    for option in re.findall(r"Option '(\w+)' is not accepted", text):
+        near = _near([option], taken)
+        hint = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(taken)}"
+        return f"{outer}.init_args.{option}: {class_path} has no {option!r}. {hint}"
+    keys, given = _KEY.findall(text), _GIVEN.findall(text)
+    if keys and given:
+        option = keys[0].split(".")[0]
+        allowed = ", ".join(_values(taken.get(option, Any))) or ", ".join(map(_in_words, _EXPECTED.findall(text)))
+        return f"{outer}.init_args.{option}: {given[0].strip()!r} is not what it takes: {allowed}"
+    module, _, name = class_path.rpartition(".")
+    if "has no attribute" in text:
+        near = _near([name], dir(importlib.import_module(module)))
+        return f"{outer}.class_path: {module} has no {name!r}" + (f". Did you mean {near[0]!r}?" if near else "")
+    reason = " ".join(text.split("\n    - Expected")[0].split("\n  - Expected")[0].split("Given value type")[0].split())
+    return f"{outer}.class_path: {class_path}: {reason.rstrip(' -')}"
+
+
+def refusal(error: Exception) -> str:
+    """What an object of a recipe said when it was made: the message without jsonargparse's frame."""
+    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+    frame = ("Does not validate", "Subtypes:", "Errors:", "Expected a", "Given value")
+    kept = [line for line in lines if line and not line.startswith(frame)]
+    return " ".join(kept) or " ".join(str(error).split())
+
+
+def _near(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """For each name the known one that was probably meant, if there is one: what it begins, or something close."""
+    known, found = list(known), list[str]()
+    for name in names:
+        begun = [k for k in known if k.startswith(name)]
+        found += begun[:1] or difflib.get_close_matches(name, known, n=1)
+    return found
+
+
+def _inner(message: str) -> str:
+    """The path of keys from the outermost to the innermost one; outer ones are said again by inner ones."""
     found: list[str] = []
-    for key in keys:
+    for key in _KEY.findall(message):
         if not any(key == other or other.endswith("." + key) for other in found):
             found = [other for other in found if not key.startswith(other + ".")] + [key]
-    return found
+    return ".".join(found)
 
 
 def _in_words(kind: str) -> str:
     kind = kind.strip().rstrip(".")
     literal = re.fullmatch(r"typing\.Literal\[(.+)\]", kind)
-    return (
-        literal[1].replace("'", "") if literal else _WORDS.get(kind, kind.removeprefix("<class '").removesuffix("'>"))
-    )
+    named = {f"<class '{k.__name__}'>": text for k, text in _WORDS.items()}
+    return literal[1].replace("'", "") if literal else named.get(kind, kind.removeprefix("<class '").removesuffix("'>"))
+
+
+def _parameters(class_path: str) -> dict[str, Any]:
+    """Types of a class' arguments by name; empty where it cannot be imported."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        return _parameters_of(getattr(importlib.import_module(module), name))
+    except (ImportError, AttributeError, NameError, TypeError, ValueError):
+        return {}
+
+
+def _parameters_of(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind.__init__)
+    return {name: hints.get(name, Any) for name in inspect.signature(kind).parameters}
+
+
+def _values(kind: Any) -> list[str]:
+    """How values of a type are written; nothing where that is any value."""
+    if kind is Any:
+        return []
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    if get_origin(kind) in (Union, types.UnionType):
+        return [text for part in get_args(kind) for text in _values(part)]
+    return [_WORDS.get(kind, getattr(kind, "__name__", str(kind)))]

@@ -8,20 +8,18 @@ there shall be none.
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
-import re
-import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_spmd.cli.one_line import OneLineParser, refusal
 from lightning_spmd.messages import tell
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
@@ -78,74 +76,10 @@ def _named_by_recipe(arguments: Sequence[str]) -> Any:
     return name
 
 
-class Parser(LightningArgumentParser):
-    """Adds to an error what could be written instead."""
-
-    def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Answer a mistake; does not return."""
-        options = [option for action in self._actions for option in action.option_strings]
-        return super().error("\n".join([message, *advice(message, options)]), ex)
-
-
-def advice(message: str, options: Iterable[str]) -> list[str]:
-    """What to write in place of what a message of jsonargparse names.
-
-    Args:
-        message: the message.
-        options: of the command.
-    """
-    found = [
-        f"Did you mean {near}?" for near in _near(re.findall(r"unrecognized arguments: (--[^\s=]+)", message), options)
-    ]
-    for path, rest in re.findall(r"Problem with given class_path '([\w.]+)':(.*)", message, re.DOTALL):
-        taken = _parameters(path)
-        for option in re.findall(r"Option '(\w+)' is not accepted", rest):
-            near = _near([option], taken)
-            found.append(f"{path} has no {option!r}. " + (f"Did you mean {near[0]!r}?" if near else _listed(taken)))
-        for option in re.findall(r"Parser key \"(\w+)\":", rest):
-            if option in taken:
-                found.append(f"{option} takes {', '.join(_values(taken[option])) or taken[option]}")
-    return list(dict.fromkeys(found))
-
-
-def _near(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """For each name the known one that was probably meant, if there is one: what it begins, or something close."""
-    known, found = list(known), list[str]()
-    for name in names:
-        begun = [k for k in known if k.startswith(name)]
-        found += begun[:1] or difflib.get_close_matches(name, known, n=1)
-    return found
-
-
-def _listed(names: Iterable[str]) -> str:
-    return f"It has {', '.join(names)}"
-
-
-def _parameters(class_path: str) -> dict[str, Any]:
-    """Types of a class' arguments by name; empty where it cannot be imported."""
-    module, _, name = class_path.rpartition(".")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-        hints = get_type_hints(kind.__init__)
-    except (ImportError, AttributeError, NameError, TypeError, ValueError):
-        return {}
-    return {name: hints.get(name, Any) for name in inspect.signature(kind).parameters}
-
-
-def _values(kind: Any) -> list[str]:
-    """How values of a type are written."""
-    if get_origin(kind) is Literal:
-        return [str(value) for value in get_args(kind)]
-    if get_origin(kind) in (Union, types.UnionType):
-        return [text for part in get_args(kind) for text in _values(part)]
-    words = {bool: ["true", "false"], type(None): ["null"], int: ["a whole number"], float: ["a number"]}
-    return words.get(kind, [getattr(kind, "__name__", str(kind))])
-
-
 class RecipeCLI(LightningCLI):
     """LightningCLI for recipes that name this package's strategies."""
 
-    def __init__(self, *args: Any, parser_class: type[LightningArgumentParser] = Parser, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, parser_class: type[LightningArgumentParser] = OneLineParser, **kwargs: Any) -> None:
         super().__init__(*args, parser_class=parser_class, **kwargs)
 
     def before_instantiate_classes(self) -> None:
@@ -174,4 +108,14 @@ class RecipeCLI(LightningCLI):
                 tell(f"{type(callback).__name__} of the recipe steps aside: trainer.{flag} is false")
                 own = [c for c in own if c is not callback]
         trainer["callbacks"] = own
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (TypeError, ValueError, MisconfigurationException) as error:
+            self.parser.error(f"trainer: {refusal(error)}")
+
+    def instantiate_classes(self) -> None:
+        """Make the objects of the recipe; what they refuse is answered in one line."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:  # what jsonargparse makes of theirs
+            self.parser.error(f"the recipe: {refusal(error)}")

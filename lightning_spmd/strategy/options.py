@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages import BuildOptions
@@ -31,7 +35,7 @@ def checked_options(
     Raises:
         ConfigurationError: one of them has a value that it cannot have.
     """
-    if bucket_size_mb != "auto" and (isinstance(bucket_size_mb, str) or not bucket_size_mb > 0):
+    if bucket_size_mb != "auto" and not (_is_number(bucket_size_mb) and 0 < bucket_size_mb < math.inf):
         raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
     if reduce_dtype not in (None, *REDUCE_DTYPES):
         raise ConfigurationError(f"reduce_dtype={reduce_dtype!r}: known are {list(REDUCE_DTYPES)}, or None")
@@ -50,6 +54,40 @@ def checked_options(
             f"rematerialize={rematerialize!r} needs the pass {REMATERIALIZE.name!r}, which passes=[...] leaves out"
         )
     return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering, bool(cuda_graphs))
+
+
+def check_switches(**switches: Any) -> None:
+    """Check options that are on or off.
+
+    Raises:
+        ConfigurationError: one of them is neither.
+    """
+    for name, value in switches.items():
+        if type(value) is not bool:
+            raise ConfigurationError(f"{name}={value!r}: give True or False")
+
+
+def check_processes(backend: Any, timeout: Any) -> None:
+    """Check how processes find each other.
+
+    Raises:
+        ConfigurationError: no such backend of torch.distributed, or no time.
+    """
+    known = sorted({"gloo", "nccl", "mpi", "ucc", *torch.distributed.Backend.backend_list} - {"undefined"})
+    parts = [] if backend is None else [p.rpartition(":")[2] for p in str(backend).split(",")]
+    if not isinstance(backend, (str, type(None))) or not set(parts) <= set(known):
+        raise ConfigurationError(
+            f"process_group_backend={backend!r}: give one of {', '.join(known)}, one for each kind of device such as "
+            "'cpu:gloo,cuda:nccl', or None"
+        )
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise ConfigurationError(
+            f"timeout={timeout!r}: give a datetime.timedelta above 0, such as timedelta(seconds=600), or None"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_sizes(**sizes: Any) -> None:

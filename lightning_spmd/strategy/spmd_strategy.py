@@ -29,7 +29,15 @@ from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import begin_alike, check_initialized
-from lightning_spmd.strategy.options import check_sizes, checked_batch, checked_folder, checked_options, checked_updates
+from lightning_spmd.strategy.options import (
+    check_processes,
+    check_sizes,
+    check_switches,
+    checked_batch,
+    checked_folder,
+    checked_options,
+    checked_updates,
+)
 from lightning_spmd.strategy.overlap import FinishPendingWork
 from lightning_spmd.strategy.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks import Ranks
@@ -136,6 +144,8 @@ class SPMDStrategy(SavingStrategy):
         dump_dir: str | Path | None = None,
     ) -> None:
         check_data_parallel(data_parallel, data_parallel_shard_size)
+        check_processes(process_group_backend, timeout)
+        check_switches(sequence_parallel=sequence_parallel, save_distributed_checkpoint=save_distributed_checkpoint)
         check_sizes(context_parallel_size=context_parallel_size, tensor_parallel_size=tensor_parallel_size)
         self.layer_sharing = LayerSharing(tensor_parallel_plan, tensor_parallel_size, sequence_parallel)
         layers = self.layer_sharing.plan

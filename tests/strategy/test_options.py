@@ -1,0 +1,41 @@
+"""Options of the strategy that it cannot have: refused when it is made, by their names."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from lightning_spmd import SPMDStrategy
+from lightning_spmd.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("timeout", 30, "a datetime.timedelta above 0"),
+        ("timeout", timedelta(), "a datetime.timedelta above 0"),
+        ("process_group_backend", "mpi2", "one of fake, gloo, mpi, nccl"),
+        ("process_group_backend", "cpu:gloo,cuda:nccl2", "one for each kind of device"),
+        ("process_group_backend", 1, "one of fake, gloo"),
+        ("sequence_parallel", "yes", "True or False"),
+        ("save_distributed_checkpoint", 1, "True or False"),
+        ("bucket_size_mb", float("inf"), "a number of MiB above 0, or 'auto'"),
+        ("bucket_size_mb", None, "a number of MiB above 0, or 'auto'"),
+        ("bucket_size_mb", True, "a number of MiB above 0, or 'auto'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, allowed: str) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigurationError, match=f"{name}=.*give.*{allowed}"):
+        SPMDStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"process_group_backend": "cpu:gloo,cuda:nccl"}, {"timeout": timedelta(seconds=3)}, {"timeout": None}],
+    ids=str,
+)
+def test_a_value_that_can_be_is_taken(options: dict[str, Any]) -> None:
+    SPMDStrategy(**options)
