@@ -22,6 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 
 from lightning_spmd.cli.compare import Recipe
+from lightning_spmd.cli.measured import Measured, calibrated, check_here, measured, measured_facts, print_measured
 from lightning_spmd.cli.one_line import OneLineParser
 from lightning_spmd.cli.recipe_cli import named_options, with_class_for_name
 from lightning_spmd.cost.hardware import DEVICES, LINKS, Machines
@@ -76,6 +77,8 @@ class PlanRecipe(Recipe):
         parser.add_argument("--json", type=str | None, default=None, help="File that receives everything as JSON")
         parser.add_argument("--search", type=bool, default=False, help="Rank layouts, and plan the best one")
         parser.add_argument("--search_seconds", type=float, default=90.0, help="After which no further one is begun")
+        parser.add_argument("--calibrate", type=bool, default=False, help="Measure this machine's CPU, and plan for it")
+        parser.add_argument("--measure", type=bool, default=False, help="Train here too, and compare; calibrates")
         parser.add_argument("--html", type=str | None, default=None, help="File that receives a page with pictures")
         parser.add_argument("--trace", type=str | None, default=None, help="File that receives a trace for Perfetto")
 
@@ -165,7 +168,10 @@ class PlanRecipe(Recipe):
         within = hardware.link(config["within"] or device.link, "--within")
         usual = "ethernet-10" if device.kind == "cpu" else "infiniband-ndr"
         between = hardware.link(config["between"] or usual, "--between")
-        return Machines(device, layout.devices, layout.nodes, within, between)
+        machines = Machines(device, layout.devices, layout.nodes, within, between)
+        if config["measure"] or config["calibrate"]:
+            check_here(machines)
+        return machines
 
 
 def main(args: Sequence[str]) -> None:
@@ -185,6 +191,7 @@ def main(args: Sequence[str]) -> None:
         except ConfigurationError as error:
             _stop(error, 2)
         try:
+            machines, side = _here(recipe, layout, machines)
             outlook, found = _plan(recipe, layout, machines)
         except (ConfigurationError, MisconfigurationException) as error:
             _stop(error, 2)
@@ -192,7 +199,7 @@ def main(args: Sequence[str]) -> None:
             _stop(error, 1)
         except Exception as error:  # the user's own code, which has not trained yet
             _stop(ConfigurationError(f"{_in_short(error)}{_place(error)}"), 1)
-        _report(outlook, found, recipe.config)
+        _report(outlook, found, side, recipe.config)
 
 
 def _read(args: Sequence[str]) -> PlanRecipe:
@@ -212,8 +219,8 @@ def _read(args: Sequence[str]) -> PlanRecipe:
 
 def _as_declared(argument: str) -> str:
     """``--num-nodes=2`` as ``--num_nodes=2``, and switches with their value."""
-    if argument == "--search":
-        return "--search=true"
+    if argument in ("--search", "--calibrate", "--measure"):
+        return f"{argument}=true"
     for name in ("num-nodes", "device-type", "search-seconds"):
         if argument == f"--{name}" or argument.startswith(f"--{name}="):
             return argument.replace(name, name.replace("-", "_"), 1)
@@ -234,7 +241,15 @@ def _plan(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Outlo
     return found.best.outlook, found
 
 
-def _report(outlook: Outlook, found: Search | None, config: Any) -> None:
+def _here(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Machines, Measured | None]:
+    """The machines as they are, if this one was measured; and how the recipe trained here."""
+    config = recipe.config
+    if config["measure"]:
+        return measured(recipe, layout, machines)
+    return (calibrated(machines) if config["calibrate"] else machines), None
+
+
+def _report(outlook: Outlook, found: Search | None, side: Measured | None, config: Any) -> None:
     terminal = Console()
     console = terminal if terminal.is_terminal else Console(width=WIDTH)
     facts = facts_of(outlook)
@@ -242,6 +257,9 @@ def _report(outlook: Outlook, found: Search | None, config: Any) -> None:
         facts["search"] = search_facts(found)
         print_search(found, console)
     print_plan(facts, console)
+    if side is not None:
+        facts["measured"] = measured_facts(outlook, side)
+        print_measured(facts["measured"], console)
     writers = {
         "json": lambda: json.dumps(facts),
         "html": lambda: page_of(facts),

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_spmd.cost.collectives import Kind, wire_bytes
+from lightning_spmd.cost.operators import Work
 
+_ON_HOPPER = 0.35
+"""FlashAttention-2, which torch has, reaches 35 % of an H100 (arXiv:2407.08608), 50 to 73 % of an A100 (2307.08691)."""
 GB, GIB, TERA = 1e9, float(1 << 30), 1e12
 
 
@@ -30,6 +33,8 @@ class DeviceType:
         reserved: bytes that are gone before the first tensor: context, libraries, communication buffers.
         flops_share: of ``flops``, what large products reach.
         bandwidth_share: of ``bandwidth``, what kernels reach.
+        attention_share: of ``flops``, what the products in attention kernels reach.
+        curve_share: of ``bandwidth``, what functions such as GELU and softmax reach.
         launch: seconds from one operator to the next if the device is done at once.
         kind: for which the package decides: ``"cuda"`` or ``"cpu"``.
         source: of the numbers.
@@ -43,13 +48,19 @@ class DeviceType:
     reserved: float = 1.5 * GIB
     flops_share: float = 0.7
     bandwidth_share: float = 0.8
+    attention_share: float = 0.5
+    curve_share: float = 0.8
     launch: float = 5e-6
     kind: str = "cuda"
     source: str = ""
 
-    def products(self, dtype: torch.dtype) -> float:
-        """Operations a second that large products of this dtype reach."""
-        return self.flops_share * self.peak(dtype)
+    def seconds(self, work: Work) -> float:
+        """Time of an operator: its arithmetic or its traffic, whichever takes longer."""
+        moving = work.bytes / (self.bandwidth * (self.curve_share if work.kind == "curve" else self.bandwidth_share))
+        if not work.flops:
+            return moving
+        share = self.attention_share if work.kind == "attention" else self.flops_share
+        return max(moving, work.flops / (share * self.peak(work.dtype)))
 
     def peak(self, dtype: torch.dtype) -> float:
         """Operations a second by the maker; a dtype without units of its own runs as fp32."""
@@ -89,8 +100,14 @@ _AMPERE = {"bf16": 312 * TERA, "fp16": 312 * TERA, "tf32": 156 * TERA, "fp32": 1
 DEVICES: dict[str, DeviceType] = {
     d.name: d
     for d in (
-        DeviceType("h100", 80 * GB, 3350 * GB, _HOPPER, "nvlink4", source="NVIDIA H100 data sheet, SXM5, dense"),
-        DeviceType("h200", 141 * GB, 4800 * GB, _HOPPER, "nvlink4", source="NVIDIA H200 data sheet, SXM, dense"),
+        DeviceType(
+            "h100", 80 * GB, 3350 * GB, _HOPPER, "nvlink4", attention_share=_ON_HOPPER,
+            source="NVIDIA H100 data sheet, SXM5, dense",
+        ),
+        DeviceType(
+            "h200", 141 * GB, 4800 * GB, _HOPPER, "nvlink4", attention_share=_ON_HOPPER,
+            source="NVIDIA H200 data sheet, SXM, dense",
+        ),
         DeviceType("a100-40", 40 * GB, 1555 * GB, _AMPERE, "nvlink3", source="NVIDIA A100 data sheet, SXM4 40 GB"),
         DeviceType("a100-80", 80 * GB, 2039 * GB, _AMPERE, "nvlink3", source="NVIDIA A100 data sheet, SXM4 80 GB"),
         DeviceType(
@@ -101,7 +118,8 @@ DEVICES: dict[str, DeviceType] = {
         DeviceType(
             "b200", 180 * GB, 8000 * GB,
             {"bf16": 2250 * TERA, "fp16": 2250 * TERA, "tf32": 1125 * TERA, "fp32": 75 * TERA, "fp64": 37 * TERA},
-            "nvlink5", source="NVIDIA DGX B200 and HGX B200 data sheets, an eighth of the node, dense",
+            "nvlink5", attention_share=_ON_HOPPER,
+            source="NVIDIA DGX B200 and HGX B200 data sheets, an eighth of the node, dense",
         ),
         DeviceType(
             "v100", 32 * GB, 900 * GB, {"fp16": 125 * TERA, "fp32": 15.7 * TERA, "fp64": 7.8 * TERA},
@@ -109,7 +127,7 @@ DEVICES: dict[str, DeviceType] = {
         ),
         DeviceType(
             "cpu", 16 * GB, 20 * GB, {"fp32": 100e9, "fp64": 50e9, "bf16": 100e9, "fp16": 25e9},
-            "loopback", reserved=0.3 * GIB, kind="cpu",
+            "loopback", reserved=0.3 * GIB, kind="cpu", attention_share=0.2, curve_share=0.3,
             source="an assumption for a few cores: calibrate it (--calibrate) or give a --hardware file",
         ),
     )

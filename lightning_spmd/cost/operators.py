@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -21,6 +22,9 @@ from lightning_spmd._private_api import OpOverload
 from lightning_spmd.ir.aliasing import aliased_argument, written_arguments
 from lightning_spmd.ir.node_info import TensorSpec
 
+Kind = Literal["plain", "attention", "curve"]
+_ATTENTION = "_scaled_dot_product_"
+_CURVES = re.compile("gelu|silu|mish|tanh|sigmoid|softmax|softplus|exp|erf|log1p")
 _ALLOCATING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _PICKING = frozenset({"embedding", "index_select", "gather", "index"})
 """What they read of a table is as much as they write."""
@@ -34,11 +38,14 @@ class Work:
         flops: floating-point operations of products; 0 for what only moves memory.
         bytes: read and written.
         dtype: of the products' operands.
+        kind: ``"attention"``: products inside a kernel that does more; ``"curve"``: functions such as GELU and softmax,
+            which a CPU takes longer for than for the memory they touch.
     """
 
     flops: float
     bytes: float
     dtype: torch.dtype = torch.float32
+    kind: Kind = "plain"
 
     @property
     def is_none(self) -> bool:
@@ -63,7 +70,8 @@ def work_of(node: fx.Node) -> Work:
     if not results and not written_arguments(node):
         return NOTHING  # arithmetic of the host
     flops = _flops(node, name)
-    return Work(flops, _traffic(node, name, results), _dtype(node) if flops else torch.float32)
+    kind: Kind = "attention" if name.startswith(_ATTENTION) else "curve" if _CURVES.search(name) else "plain"
+    return Work(flops, _traffic(node, name, results), _dtype(node) if flops else torch.float32, kind)
 
 
 def specs_in(value: Any) -> Iterator[TensorSpec]:
@@ -112,7 +120,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _flops(node: fx.Node, name: str) -> float:
-    if name.startswith("_scaled_dot_product_"):
+    if name.startswith(_ATTENTION):
         return _attention(node, backward=name.endswith("_backward"))
     if name == "_grouped_mm":
         left, right = _operand(node, 0), _operand(node, 1)

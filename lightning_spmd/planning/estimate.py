@@ -89,9 +89,7 @@ def totals_of(capture: Capture, machines: Machines) -> Totals:
     for part in capture.parts:
         for node in part.captured.graph_module.graph.nodes:
             work = work_of(node)
-            if not work.is_none:
-                moving = work.bytes / (machines.device.bandwidth * machines.device.bandwidth_share)
-                seconds += part.times * max(moving, work.flops / machines.device.products(work.dtype))
+            seconds += part.times * machines.device.seconds(work)
             if work.flops and info_of(node).section is Section.FORWARD and _reads_weight(node):
                 between += part.times * sum(s.bytes for s in specs_in(node.meta.get("val")))
     first, last = capture.parts[0].captured, capture.parts[-1].captured

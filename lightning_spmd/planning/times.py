@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -66,8 +65,4 @@ class Clock:
             message = message_of(node)
             place = self.groups[message.group]
             return self.machines.seconds(message.kind, message.size, place.size, place.stride)
-        work, device = work_of(node), self.machines.device
-        if work.is_none:
-            return 0.0
-        moving: Any = work.bytes / (device.bandwidth * device.bandwidth_share)
-        return max(moving, work.flops / device.products(work.dtype)) if work.flops else moving
+        return self.machines.device.seconds(work_of(node))

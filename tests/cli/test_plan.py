@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_spmd.cli import main as cli
+from lightning_spmd.cli import measured
+from lightning_spmd.planning import calibration
+from lightning_spmd.report.measure import Amount
 
 from .recipe import RECIPE, tiny
 
@@ -65,6 +68,9 @@ def test_the_main_recipe_is_planned_for_1024_devices(run: Run, text: Path, tmp_p
         (["--trainer.devices", "auto"], ["trainer.devices", "--devices NUMBER"]),
         (["--device_type", "h300"], ["--device_type", "'h300'", "Did you mean 'h200'?"]),
         (["--between", "wifi"], ["--between", "'wifi'", "infiniband-ndr"]),
+        (["--calibrate"], ["--device_type h100", "--device_type cpu"]),
+        (["--measure", "--device_type", "cpu", "--num_nodes", "2"], ["--num_nodes 2", "one machine"]),
+        (["--search", "--search-seconds", "-1", "--model.layers", "1"], ["--search_seconds -1", "above 0"]),
         (["--hardware", "/nowhere.yaml"], ["--hardware /nowhere.yaml"]),
         (["--trainer.strategy.tensor_parallel_size", "2"], ["tensor_parallel_size=2", "tensor_parallel_plan"]),
         (["--trainer.strategy.context_parallel_size", "3"], ["context_parallel_size", "1 devices"]),
@@ -82,6 +88,22 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed(run: Run, arguments: li
     assert len(error.strip().splitlines()) == 1, error
     for word in words:
         assert word in error, error
+
+
+def test_a_plan_is_compared_with_the_training_here(
+    run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "AMOUNT", Amount(steps=3, warmup=6, rounds=1))
+    monkeypatch.setattr(calibration, "ROUNDS", 2)
+    out = tmp_path / "plan.json"
+    here = ("--devices", "1", "--device-type", "cpu", "--measure", "--json", str(out))
+    status, printed, error = run("plan", *tiny(text, tmp_path / "runs", *here))
+    assert status == 0, error
+    assert "Predicted and measured here, " in printed
+    facts = json.loads(out.read_text())
+    assert "measured here" in facts["run"]["device"]["source"]
+    assert facts["measured"]["step"]["measured"] > 0
+    assert facts["measured"]["step"]["predicted"] == facts["time"]["step"]
 
 
 def test_a_model_of_any_size_is_planned_without_memory(run: Run, text: Path, tmp_path: Path) -> None:
