@@ -279,8 +279,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "varying shapes, ragged last batch",
         Mode.COMPILED,
-        "one graph a shape, decided by all ranks together",
-        f"{_FIT}::test_ragged_last_batch_equals_eager",
+        "one graph for all sizes from the second one on; on several ranks one for each split of the rows",
+        "tests/strategy/test_varying_sizes.py::test_a_hundred_lengths_take_two_graphs",
     ),
     Feature(
         "gradient checkpointing (torch.utils.checkpoint)",
