@@ -57,7 +57,12 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/stages/expand/test_tensor_parallel_zoo.py": ("[t5-",),
     "tests/stages/passes/test_fuse_optimizer_training.py": ("[clip_value]", "[nadam]"),
     "tests/stages/passes/test_sharded_collectives.py": ("[8-60",),
-    "tests/strategy/test_local_batches.py": ("[zero2]", "[Turned]", "test_accumulated_and_clipped_gradients"),
+    "tests/strategy/test_local_batches.py": (
+        "[zero2]",
+        "[zero3]",
+        "[Turned]",
+        "test_accumulated_and_clipped_gradients",
+    ),
     "tests/strategy/test_by_hand.py": (
         "in_all_ways",
         "test_four_ranks",

@@ -6,6 +6,13 @@ from lightning_spmd.strategy.feature import Feature, Mode
 
 OPTIONS: tuple[Feature, ...] = (
     Feature(
+        "batches that are no parts of one (molecules, padded by rank): batch='auto', 'local' of SPMDStrategy",
+        Mode.COMPILED,
+        "each rank's batch is a graph; gradients and logged values are means weighted by batch size; hooks on "
+        "gradients run between two graphs; no overlap, no lowering",
+        "tests/strategy/test_local_batches.py::test_molecules_train_as_by_the_weighted_mean",
+    ),
+    Feature(
         "lowering='inductor' and 'auto' of SPMDStrategy",
         Mode.COMPILED,
         "chains of pointwise operators and reductions are compiled by Inductor, kept on disk; needs a C++ compiler",

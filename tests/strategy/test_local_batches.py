@@ -8,12 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.errors import ConfigurationError
-from tests.helpers.molecules import MoleculeNet
+from tests.helpers.molecules import MoleculeNet, collate
 from tests.helpers.ranks import RankPool
-from tests.strategy.local_cases import Chemist, Normalized, Sometimes, Turned, by_hand, fit, indices, weights
+from tests.strategy.local_cases import (
+    DATA,
+    Chemist,
+    Normalized,
+    Sometimes,
+    Turned,
+    by_hand,
+    fit,
+    indices,
+    sampler,
+    weights,
+)
 
 
 def _fit(net: Callable[[], nn.Module], steps: int, options: dict[str, Any], **flags: Any) -> Any:
@@ -70,6 +82,72 @@ def test_a_layer_that_one_rank_does_not_reach_is_an_error_where_it_lies_in_parts
     wanted = r"(?s)state sharded over the ranks.*different exchanges.*rank 1: all_gather\S* of parameter_net_rare_"
     with pytest.raises(AssertionError, match=wanted):
         two_ranks.run(_fit, Sometimes, 9, {"data_parallel": "zero3"})
+
+
+class Logs(Chemist):
+    """Logs in all ways."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss, count = self.net.loss(batch), batch["y"].shape[0]  # type: ignore[operator]
+        self.log("rows", float(count), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("largest", batch["y"].max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("count", count, batch_size=count)
+        self.log("total", batch["y"].sum(), reduce_fx=torch.sum, on_step=False, on_epoch=True)
+        self.log_dict({"twice": loss * 2, "half": 0.5}, on_step=False, on_epoch=True)
+        return {"loss": loss, "own": batch["y"]}
+
+
+def _logs() -> dict[str, float]:
+    module = Logs(steps=3)
+    trainer, _ = fit(module)
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def test_logged_values_are_those_of_all_ranks(two_ranks: RankPool) -> None:
+    losses, _ = by_hand(steps=3)
+    sizes = [[len(indices(rank, step)) for rank in range(2)] for step in range(3)]
+    y = [DATA[i]["y"] for step in range(3) for rank in range(2) for i in indices(rank, step)]
+    rows = [sum(pair) for pair in sizes]
+    wanted = {
+        "rows": sum(rows),
+        "largest": float(torch.cat(y).max()),
+        "count": sum(n * n for n in sizes[-1]) / rows[-1],
+        "total": float(torch.cat(y).sum()),
+        "twice": sum(2 * loss * n for loss, n in zip(losses, rows, strict=True)) / sum(rows),
+        "half": 0.5,
+    }
+    for logged in two_ranks.run(_logs):
+        assert logged == pytest.approx(wanted, rel=1e-5)
+
+
+class SameOnAll(Chemist):
+    """All ranks have the batches of rank 0."""
+
+    def train_dataloader(self) -> Any:
+        batches: Any = sampler(0, self.steps)
+        return DataLoader(DATA, batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def _shares_layers() -> tuple[list[float], list[Tensor]]:
+    plan = {"net.messages.0": "colwise", "net.head": "replicate"}
+    module = SameOnAll(steps=3)
+    fit(module, {"tensor_parallel_size": 2, "tensor_parallel_plan": plan})
+    return module.losses, weights(module)
+
+
+def test_ranks_that_share_layers_have_the_same_local_batch(two_ranks: RankPool) -> None:
+    reference: Any = Chemist().net
+    optimizer, losses = torch.optim.AdamW(reference.parameters(), lr=1e-2), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = reference.loss(collate([DATA[i] for i in indices(0, step)]))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    for ours, trained in two_ranks.run(_shares_layers):
+        assert ours == pytest.approx(losses, rel=1e-5)
+        for mine, theirs in zip(trained, reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_option_is_checked() -> None:
