@@ -20,8 +20,8 @@ class ConfigurationError(SPMDError, ValueError):
 class CaptureError(SPMDError):
     """``training_step`` (or the optimizer) did something that one graph cannot express.
 
-    Typical causes: ``.item()``, ``if tensor:``, ``numpy()``, Python's or NumPy's random numbers, appending tensors to a
-    list on the module. The message names the source line. With replicated parameters the strategy announces this once
+    Typical causes: ``.item()``, ``if tensor:``, ``numpy()``, Python's or NumPy's random numbers, a list on the
+    module that the step fills and looks at. The message names the source line. With replicated parameters the strategy announces this once
     and trains eagerly; move the statement into a hook such as ``on_train_batch_end`` to get the graph back.
 
     Args:

@@ -246,6 +246,37 @@ class Indexes(_Kept):
         return self.loss(batch) * [1.0, 2.0, 3.0, 4.0][self.calls % 4] * len(f"{self.calls:02d}")
 
 
+class KeepsWeight(_Kept):
+    """Memory of the model, which goes on changing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.weight = self.first.weight.detach()
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert type(self.weight) is Tensor
+        assert self.weight.data_ptr() == self.first.weight.data_ptr()
+
+
+class CollectsWeights(_Kept):
+    """The same in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append({"bias": self.first.bias.detach()[1:]})
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert all(torch.equal(item["bias"], self.first.bias[1:]) for item in self.seen)
+
+
 LISTS = [Outputs, Dictionaries, Privately]
 PLACES = [Counts, CountsAlone, Latest, Mean, Plain, Toggles, KeepsItsLoss]
 
@@ -263,6 +294,14 @@ def test_places_are_assigned_each_step(make: Callable[[], Net]) -> None:
 def test_a_number_that_is_taken_as_it_is_runs_eagerly() -> None:
     ours = assert_as_eager(Indexes, "eager")
     assert any("changes self.calls" in text for text in ours.warnings)
+
+
+@pytest.mark.parametrize(("make", "named"), [(KeepsWeight, "self.weight"), (CollectsWeights, "self.seen['bias']")])
+def test_memory_of_the_model_is_not_handed_out(make: Callable[[], Net], named: str) -> None:
+    ours = assert_as_eager(make, "eager")
+    told = [text for text in ours.warnings if "trains eagerly" in text]
+    assert len(told) == 1
+    assert f"keeps in {named} memory of a parameter" in told[0]
 
 
 @pytest.mark.parametrize("make", [Dictionaries, Counts, Latest, Mean])

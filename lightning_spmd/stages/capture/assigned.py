@@ -13,20 +13,29 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.same_step import difference_at_capture
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.ir.tree import leaves
+from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Entry
+from lightning_spmd.stages.capture.inputs import InputTable
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
 from lightning_spmd.stages.capture.same_state import MISSING
 from lightning_spmd.stages.capture.side_effects import Effect
+from lightning_spmd.stages.capture.user_code import user_location
 
 _LOOKS = 3
 """A statement may lead to another one that the first look did not reach."""
 Places = Mapping[str, Entry]
+
+
+class _KeptMemory(CaptureError):
+    """The step keeps memory of the model."""
 
 
 def captured_with_assignments(
@@ -38,6 +47,9 @@ def captured_with_assignments(
         request: of the step.
         first: the look that found what the step changes.
         trace: takes another look.
+
+    Raises:
+        CaptureError: what is kept must not be.
     """
     places: dict[str, Entry] = {}
     found = first
@@ -51,6 +63,8 @@ def captured_with_assignments(
             plain = found = trace(dataclasses.replace(request, assigned=places))
             if numbers and found.error is None:
                 found = trace(dataclasses.replace(request, assigned=places, moving={**request.moving, **numbers}))
+        except _KeptMemory:
+            raise
         except CaptureError:
             return None
         if found.error is None:
@@ -67,11 +81,27 @@ def _does_the_same(step: CapturedStep, plain: CapturedStep, numbers: Places) -> 
     return difference_at_capture(step, plain) is None
 
 
-def record(places: Places, logs: LogRecorder) -> None:
+def refuse_memory(path: str, value: Any, inputs: InputTable) -> None:
+    """What is kept past the step must not be memory of the model: there it would change, or be somebody's piece.
+
+    Raises:
+        CaptureError: naming the place.
+    """
+    for where, leaf in leaves(value):
+        if isinstance(leaf, private.FakeTensor) and private.storage_of(leaf) in inputs.storages():
+            raise _KeptMemory(
+                f"{the_step()} keeps in {path}{where} memory of a parameter or buffer, which changes with it; keep a "
+                "copy (x.detach().clone())",
+                user_location(),
+            )
+
+
+def record(places: Places, logs: LogRecorder, inputs: InputTable) -> None:
     """Record what the step has put in these places, as it ends."""
     for path, place in places.items():
         value = place.found_again().read()
         if value is not MISSING:
+            refuse_memory(path, value, inputs)
             logs.record("", "assign", OutputRole.LOGGED, (path, value), {})
 
 

@@ -197,6 +197,8 @@ class _Capture:
     def _appended(self, place: Place, item: Any) -> None:
         # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
         role = OutputRole.LOGGED if self.request.variant.backward else OutputRole.STEP_OUTPUT
+        if self.request.variant.backward:
+            assigned.refuse_memory(f"{place[0] or 'self'}.{place[1]}", item, self.inputs)
         self.logs.record(place[0], "append", role, (place[1], item), {})
 
     def _twin(self, kind: str, fqn: str, tensor: Tensor) -> Tensor:
@@ -338,7 +340,7 @@ class _Capture:
 
     # ------------------------------------------------------------------ packing
     def _collect(self, slots: list[tuple[dict[str, Any], str, str, Any]]) -> None:
-        assigned.record(self.request.assigned, self.logs)
+        assigned.record(self.request.assigned, self.logs, self.inputs)
         complain_about_new_tensors(self.request.module, {fqn for _, _, fqn, _ in slots})
         for tensors, key, fqn, replacement in slots:
             now = tensors.get(key)
