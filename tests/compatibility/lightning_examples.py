@@ -85,7 +85,14 @@ _ROWS: list[tuple[str, Callable[[], Made], dict[str, Any]]] = [
     ("backbone_image_classifier", _classifier, {}),
     ("transformer", _language, {"flags": (("gradient_clip_val", 0.25),)}),
     ("bug_report_model", _boring, {}),
-    ("generative_adversarial_net", _adversarial, {"draws": "draws the generator's noise, other numbers on each rank"}),
+    (
+        "generative_adversarial_net",
+        _adversarial,
+        {
+            "draws": "draws the generator's noise, other numbers on each rank",
+            "flags": (("max_steps", -1), ("max_epochs", 1)),  # two steps a batch
+        },
+    ),
     ("imagenet", _imagenet, {"flags": (("precision", "64-true"),), "note": "in float64, for its last batch norm"}),
     ("semantic_segmentation", _segmentation, {}),
 ]

@@ -15,6 +15,8 @@ from typing import Any
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.guards import PredicateGuard
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.same_step import difference_at_capture
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep
@@ -29,9 +31,27 @@ from lightning_spmd.stages.capture.same_state import MISSING
 from lightning_spmd.stages.capture.side_effects import Effect
 from lightning_spmd.stages.capture.user_code import user_location
 
+_NUMBERS = 9
+"""So many steps' numbers are tried."""
 _LOOKS = 3
 """A statement may lead to another one that the first look did not reach."""
 Places = Mapping[str, Entry]
+
+
+def _decides_by_each_value(step: CapturedStep, predicate: PredicateGuard, path: str) -> bool:
+    """Whether each of the numbers that follow would lead to other decisions: there would be a graph a step."""
+    names = [entry.name for entry in step.signature.inputs]
+    if path in predicate.exact_inputs(names):
+        return True
+    values: list[Any] = [entry.value for entry in step.signature.inputs]
+    position = names.index(path) if path in names else -1
+    if position not in predicate.inputs or any(isinstance(values[i], TensorSpec) for i in predicate.inputs):
+        return False
+    decisions: list[Any] = []
+    for number in range(_NUMBERS):
+        seen = [values[i] + number if i == position else values[i] for i in predicate.inputs]
+        decisions.append(tuple(predicate.program(*seen)))
+    return len(set(decisions)) == _NUMBERS
 
 
 class _KeptMemory(CaptureError):
@@ -74,9 +94,8 @@ def captured_with_assignments(
 
 def _does_the_same(step: CapturedStep, plain: CapturedStep, numbers: Places) -> bool:
     """Whether code did with recorded numbers what it does with plain ones, and takes none of them as it is."""
-    names = [entry.name for entry in step.signature.inputs]
     predicate = step.guards.predicate
-    if predicate is not None and not numbers.keys().isdisjoint(predicate.exact_inputs(names)):
+    if predicate is not None and any(_decides_by_each_value(step, predicate, path) for path in numbers):
         return False
     return difference_at_capture(step, plain) is None
 

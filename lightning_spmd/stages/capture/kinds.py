@@ -30,7 +30,7 @@ STATELESS = (
 )
 WITHOUT_STATE = frozenset(
     {"builtins", "_thread", "torch", "torch._C", "typing", "types", "functools", "operator", "inspect", "dataclasses",
-     "_contextvars"}
+     "_contextvars", "collections"}
 )  # fmt: skip
 """Where classes come from whose objects do not change: ``inspect.Signature``, ``dataclasses.Field``, tokens."""
 PLAIN_DATA = (types.SimpleNamespace, argparse.Namespace)

@@ -85,7 +85,7 @@ def _extreme(op: str) -> Rule:
 def _emit_any(call: LocalCall) -> list[fx.Node | None]:
     local = call.default()
     number = call.call(aten._to_copy.default, local, dtype=torch.int32)
-    op = "max" if call.op.overloadpacket is aten.any else "min"
+    op = "max" if call.op.overloadpacket in (aten.any, aten._is_any_true) else "min"
     whole = call.all_reduce(number, call.emitting_axes(_emit_any), op)
     return [call.call(aten._to_copy.default, whole, dtype=call.outputs[0].dtype)]
 
@@ -207,7 +207,7 @@ RULES: dict[Any, Rule] = {
     aten.count_nonzero: _count,
     **dict.fromkeys(_packet("amax", "max"), _extreme("max")),
     **dict.fromkeys(_packet("amin", "min"), _extreme("min")),
-    **dict.fromkeys(_packet("any", "all"), _any),
+    **dict.fromkeys(_packet("any", "all", "_is_any_true", "_is_all_true"), _any),
     **dict.fromkeys(_packet("var", "std", "var_mean", "std_mean"), _variance),
     **dict.fromkeys(_packet("linalg_vector_norm", "norm"), _norm),
     **dict.fromkeys(_packet("argmax", "argmin", "prod", "aminmax", "median", "nanmedian", "mode", "kthvalue"), _kept),
