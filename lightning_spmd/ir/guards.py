@@ -30,6 +30,36 @@ class ValueGuard:
         return None if same else f"{self.name} changed from {_short(self.expected)} to {_short(seen)}"
 
 
+class PresentGradients:
+    """Which parameters may have a gradient when a step that optimizes by hand begins.
+
+    Args:
+        parameters: by name.
+        present: names of those that had one, or were taken to have one, at capture.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], present: frozenset[str]) -> None:
+        self.present = present
+        self._parameters = list(parameters.values())
+        self._names = list(parameters)
+        self._accepted = {self._pattern(present)}
+
+    def _pattern(self, present: frozenset[str]) -> tuple[bool, ...]:
+        return tuple([name in present for name in self._names])
+
+    def accept(self, present: frozenset[str]) -> None:
+        """The graph does the same where these have one."""
+        self._accepted.add(self._pattern(present))
+
+    def fit(self) -> bool:
+        """Whether the graph is right for the gradients that are there now."""
+        return tuple([parameter.grad is not None for parameter in self._parameters]) in self._accepted
+
+    def guard(self) -> ValueGuard:
+        """The guard that says so."""
+        return ValueGuard("whether the graph was made for the gradients that are there", self.fit, expected=True)
+
+
 @dataclass(frozen=True)
 class BatchGuard:
     """A non-tensor leaf of the batch that training_step reads must equal ``expected``."""

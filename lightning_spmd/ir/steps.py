@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lightning_spmd.ir.guards import Guards
+from lightning_spmd.ir.guards import Guards, PresentGradients
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.signature import GraphOutput, Signature
 
@@ -158,6 +158,7 @@ class CapturedStep:
         assign: what puts a value where the step puts one in Python's state, by path.
         own_batch: of a graph of a rank's own batch; None of others.
         cleared: names of parameters whose ``p.grad`` is None after the step, and was not before.
+        gradients: of a step that optimizes by hand: the gradients that it begins with.
         answers: the values of tensors that Python read when it was captured, by the number of the read.
     """
 
@@ -172,6 +173,7 @@ class CapturedStep:
     assign: dict[str, Callable[[Any], None]] = field(default_factory=dict[str, Callable[[Any], None]])
     own_batch: OwnBatchFacts | None = None
     cleared: tuple[str, ...] = ()
+    gradients: PresentGradients | None = None
     answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])
 
 

@@ -23,6 +23,7 @@ from lightning_spmd.stages import build, finish, lowering
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.holders import Entry
+from lightning_spmd.stages.capture.later_gradients import with_later_gradients
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.reads import ReadWanted, UnknownValueError
 from lightning_spmd.stages.capture.request import CaptureRequest
@@ -242,7 +243,8 @@ class GraphBuilder:
             self._telling.once(text)
 
         def trace(known: Mapping[int, Number]) -> CapturedStep:
-            return self._without_first_step(lambda: self._capture_following(request, split, known))
+            step = self._without_first_step(lambda: self._capture_following(request, split, known))
+            return with_later_gradients(step, self._capture_request(request, split, known, self._numbers.of(step)))
 
         captured = self._answers.give(request, split, known, trace)
         self._dump("captured", captured.graph_module, captured.signature)

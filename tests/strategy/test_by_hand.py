@@ -33,11 +33,13 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
 
 ALL = {**MODULES, **RARE}
+ONCE = ("Gan", "ZeroedFirst", "Normalized", "Retained", "OfInputs", "NothingToStep")
 GRAPHS = {
+    **dict.fromkeys(ONCE, 1),
     **dict.fromkeys(("Penalized", "Accumulated", "AccumulatedNorms", "Toggled", "ChangesGradients"), 4),
     "OncePerEpoch": 3,
 }
-"""Graphs of a run, where more than two: with and without a step, with and without gradients of the batch before."""
+"""Graphs of a run, where not two: with and without a step or momentum, with and without gradients of the batch before."""
 PLANS: dict[str, dict[str, Any]] = {
     "replicate": {},
     "zero2": {"data_parallel": "zero2"},

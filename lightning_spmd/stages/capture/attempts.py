@@ -100,6 +100,10 @@ class MovingNumbers:
             else:
                 self.places[path] = place.detached()
 
+    def of(self, step: CapturedStep) -> dict[str, Entry]:
+        """The places of those that are inputs of a step."""
+        return {path: self.places[path] for path in step.host_values}
+
     def refuse(self, path: str, reason: str) -> None:
         """Never make an input of it."""
         self.places.pop(path, None)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
-from lightning_spmd.ir.guards import ValueGuard
+from lightning_spmd.ir.guards import PresentGradients
 from lightning_spmd.ir.layout import densely
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
@@ -60,11 +60,19 @@ class ByHand:
         names: fully qualified name of every live parameter, by ``id``.
         inputs: where fake twins come from.
         logs: keeps recorded calls.
+        presumed: names of parameters that are taken to have a gradient when the step begins.
     """
 
     def __init__(
-        self, trainer: Any, swaps: OptimizerSwaps, names: dict[int, str], inputs: InputTable, logs: LogRecorder
+        self,
+        trainer: Any,
+        swaps: OptimizerSwaps,
+        names: dict[int, str],
+        inputs: InputTable,
+        logs: LogRecorder,
+        presumed: frozenset[str],
     ) -> None:
+        self._presumed = presumed
         self.steps = 0
         """Steps so far that Lightning counts."""
         self._trainer = trainer
@@ -110,7 +118,7 @@ class ByHand:
             if fake is None:
                 continue
             held = None
-            if live.grad is not None:
+            if live.grad is not None or name in self._presumed:
                 spec = densely(TensorSpec.of(fake))
                 held = self._inputs.fresh_tensor(spec, InputRole.GRADIENT, (name,), f"gradient of {name}")
                 self._gradients.append(self._node(held))
@@ -227,14 +235,10 @@ class ByHand:
                 of_gradients.update([node] if section is Section.CLIP else [])
             node.meta["info"] = replace(info_of(node), section=section)
 
-    def guard(self) -> ValueGuard:
-        """Which parameters have a gradient when the step begins."""
-        lives = [live for _, live, _ in self._parameters]
-
-        def present() -> tuple[bool, ...]:
-            return tuple([live.grad is not None for live in lives])
-
-        return ValueGuard("the parameters that have a gradient", present, present())
+    def present(self) -> PresentGradients:
+        """The gradients with which the step begins."""
+        lives = {name: live for name, live, _ in self._parameters}
+        return PresentGradients(lives, frozenset(name for name, held in self._before.items() if held is not None))
 
 
 def _backward_of(loss: Tensor, _optimizer: Any = None, *args: Any, **kwargs: Any) -> Tensor:

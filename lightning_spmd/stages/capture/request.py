@@ -43,6 +43,7 @@ class CaptureRequest:
         scaler: gives the GradScaler, enabled, that loss and gradients go through, or None.
         device: where training is.
         bf16_updates: how weights of bfloat16 are updated.
+        presumed: names of parameters that are taken to have a gradient, though they have none yet (by hand).
         came_late: says what came since the run began and keeps the step from being this graph, or None.
         sizes: with which sizes the batch is seen, if not its own.
         needed: parameters that get a gradient from another rank's own batch, whatever this one's reaches.
@@ -67,6 +68,7 @@ class CaptureRequest:
     device: torch.device = torch.device("cpu")
     bf16_updates: Updates = "plain"
     came_late: Callable[[], str | None] = lambda: None
+    presumed: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     sizes: OtherSizes | None = None
     answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])

@@ -111,7 +111,7 @@ class _Capture:
         if optimizer is not None and request.variant.by_hand:
             check_by_hand(request)
             self.swap = OptimizerSwaps(parts_of(optimizer), self.names, self.inputs)
-            self.by_hand = ByHand(request.trainer, self.swap, self.names, self.inputs, self.logs)
+            self.by_hand = ByHand(request.trainer, self.swap, self.names, self.inputs, self.logs, request.presumed)
         elif optimizer is not None:
             self.swap = OptimizerSwap(optimizer, self.names, self.inputs)
         self.scaling = LossScaling(request.scaler, request.device, self.inputs)
@@ -366,6 +366,7 @@ class _Capture:
         graph.lint()
         inputs = self.inputs.in_order()
         refuse_counts(request.batch, inputs)
+        present = None if self.by_hand is None else self.by_hand.present()
         guards = [
             submodules_guard(request.module),
             frozen_guard(request.module),
@@ -375,7 +376,7 @@ class _Capture:
             *([hooks_guard(request.module, request.optimizer, request.trainer)] if request.variant.backward else []),
             *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
             *([] if self.swap is None else self.scaling.guards()),
-            *([] if self.by_hand is None else [self.by_hand.guard()]),
+            *([] if present is None else [present.guard()]),
         ]
         read = [] if request.batch is None else request.batch.guarded_values(self.looks)
         leaves = [BatchGuard(path, value) for path, value in read]
@@ -394,5 +395,6 @@ class _Capture:
             {path: assigned.writer(place) for path, place in request.assigned.items()},
             None if self.own is None else self.own.facts,
             self.cleared,
+            present,
             recorder.reads.asked(),
         )
