@@ -39,7 +39,7 @@ GRAPHS = {
     **dict.fromkeys(("Penalized", "Accumulated", "AccumulatedNorms", "Toggled", "ChangesGradients"), 4),
     "OncePerEpoch": 3,
 }
-"""Graphs of a run, where not two: with and without a step or momentum, with and without gradients of the batch before."""
+"""Graphs of a run, where not two: with or without a step, momentum, or gradients of the batch before."""
 PLANS: dict[str, dict[str, Any]] = {
     "replicate": {},
     "zero2": {"data_parallel": "zero2"},
