@@ -97,5 +97,14 @@ def mean_loss(loss: Tensor | None) -> Tensor | None:
 
 
 def synced(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """An optimizer's closure for which every rank sees the mean loss."""
-    return lambda: mean_loss(closure())
+    """An optimizer's closure for which every rank sees the mean loss, also as ``outputs["loss"]`` of callbacks."""
+
+    def run() -> Any:
+        loss = closure()
+        mean = mean_loss(loss)
+        if mean is not None:
+            with torch.no_grad():
+                loss.copy_(mean)  # Lightning keeps this tensor, a copy of its own
+        return mean
+
+    return run

@@ -340,7 +340,8 @@ class Training:
         finally:
             self._stepping = False
         if self.iteration is None:  # the closure fell back: its gradients are in p.grad, its step is still to come
-            return eager(optimizer, lambda: result, model, **kwargs)
+            ran = (lambda: result) if self._ranks.mesh is None else synced(lambda: result)
+            return eager(optimizer, ran, model, **kwargs)
         if self._pauses is not None or self.mode is Mode.SPLIT:
             self._apply(self.iteration, optimizer)
         elif not self._ran_forward:
