@@ -304,7 +304,8 @@ class GraphBuilder:
         """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
         if not request.vary:
             return make(captured), None, None
-        numbers = {path: self._numbers.places[path] for path in captured.host_values}
+        # numbers that the step itself assigns are found anew by each capture
+        numbers = {path: place for path, place in self._numbers.places.items() if path in captured.host_values}
         try:
             if self._context.options.lowering != "none" or self._last_lowering is not as_python:
                 raise NotGeneral("compiled regions and CUDA graphs are made for each size")
