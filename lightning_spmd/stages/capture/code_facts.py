@@ -16,10 +16,13 @@ from types import CodeType
 # Their result depends on attributes that the code does not name.
 _READ_EVERYTHING = frozenset(
     {
-        "vars", "locals", "globals", "eval", "exec", "__dict__", "asdict", "astuple", "fields", "copy", "deepcopy",
-        "replace", "dumps", "__getstate__", "__reduce__", "dir", "getmembers",
+        "builtins", "__builtins__", "__dict__", "asdict", "astuple", "fields", "copy", "deepcopy", "replace", "dumps",
+        "__getstate__", "__reduce__", "getmembers",
     }
 )  # fmt: skip
+# So do these functions of Python's own. As attributes they are something else: ``module.eval()``.
+_BUILTINS_THAT_DO = frozenset({"vars", "locals", "globals", "eval", "exec", "dir"})
+_OF_AN_OBJECT = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 
@@ -76,7 +79,9 @@ def _read(code: CodeType) -> CodeFacts:
     family = list(_family(code))
     names = frozenset(name for part in family for name in (*part.co_names, *part.co_freevars))
     constants = frozenset(word for part in family for word in _words(part.co_consts))
-    everything = not names.isdisjoint(_READ_EVERYTHING) or any(_computes_names(part) for part in family)
+    everything = not names.isdisjoint(_READ_EVERYTHING) or any(
+        _computes_names(part) or _calls_a_reader(part) for part in family
+    )
     imports = tuple(name for part in family for name in _imports(part))
     catches = any(part.co_exceptiontable for part in family)
     environment = not names.isdisjoint(_ENVIRONMENT)
@@ -119,6 +124,16 @@ def _imports(code: CodeType) -> list[str]:
     if dis.opmap["IMPORT_NAME"] not in code.co_code[::2]:
         return []
     return [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME" and i.argval]
+
+
+def _calls_a_reader(code: CodeType) -> bool:
+    """Whether it names one of Python's own functions that read everything, not an attribute of that name."""
+    if _BUILTINS_THAT_DO.isdisjoint((*code.co_names, *code.co_freevars)):
+        return False
+    return any(
+        i.argval in _BUILTINS_THAT_DO and i.opname.startswith("LOAD_") and i.opname not in _OF_AN_OBJECT
+        for i in dis.get_instructions(code)
+    )
 
 
 def _computes_names(code: CodeType) -> bool:
