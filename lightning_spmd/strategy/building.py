@@ -304,8 +304,6 @@ class GraphBuilder:
         """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
         if not request.vary:
             return make(captured), None, None
-        # numbers that the step itself assigns are found anew by each capture
-        numbers = {path: place for path, place in self._numbers.places.items() if path in captured.host_values}
         try:
             if self._context.options.lowering != "none" or self._last_lowering is not as_python:
                 raise NotGeneral("compiled regions and CUDA graphs are made for each size")
@@ -313,6 +311,7 @@ class GraphBuilder:
                 raise NotGeneral("hooks look at gradients in the middle of the iteration")
             if checks_of(captured.graph_module.graph):
                 raise NotGeneral("a tensor's value decides something")
+            numbers = self._numbers.of(captured)
             found = generalized(captured, self._capture_request(request, split, {}, numbers), request.vary, make)
         except NotGeneral as reason:
             return make(captured), None, str(reason)

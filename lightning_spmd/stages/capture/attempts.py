@@ -101,8 +101,8 @@ class MovingNumbers:
                 self.places[path] = place.detached()
 
     def of(self, step: CapturedStep) -> dict[str, Entry]:
-        """The places of those that are inputs of a step."""
-        return {path: self.places[path] for path in step.host_values}
+        """The places of those that are inputs of a step; what a step assigns itself is found anew by each capture."""
+        return {path: place for path, place in self.places.items() if path in step.host_values}
 
     def refuse(self, path: str, reason: str) -> None:
         """Never make an input of it."""
