@@ -298,7 +298,8 @@ class TrainingIteration:
         try:
             executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split, answers=known)
         except CannotBeBuilt as error:
-            self._may_go_local(request, str(error))
+            if not request.variant.by_hand:  # which is no graph on a rank's own batch either
+                self._may_go_local(request, str(error))
             self._fall_back(str(error))
         found = self._closed(found, executable, request)
         index = table.add(found.key, executable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,33 @@ def test_a_weight_that_was_updated_is_cast_again() -> None:
     theirs, ours = (fit(ListsOfWeights, s, batches=6, precision="bf16-mixed") for s in ("auto", "spmd"))
     assert ours[1].strategy.mode == "compiled"
     assert_bitwise(state_of(*ours), state_of(*theirs))
+
+
+class ReadsTheRateTooLate(Alone):
+    """Looks at the rate behind the scheduler's step, which no graph can show."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        schedule: Any = self.lr_schedulers()
+        schedule.step()
+        self.log("rate", schedule.get_last_lr()[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def _said_on_ranks() -> tuple[list[str], str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, trainer = fit(ReadsTheRateTooLate, "spmd", 2, batches=2)
+    return [str(w.message) for w in caught], str(trainer.strategy.mode)
+
+
+def test_ranks_say_why_a_step_by_hand_is_no_graph(two_ranks: RankPool) -> None:
+    (said, mode), _ = two_ranks.run(_said_on_ranks)
+    assert mode == "eager"
+    assert any("reads what scheduler.step() changes" in text for text in said)
