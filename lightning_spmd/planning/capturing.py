@@ -29,6 +29,7 @@ from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.stages.capture.attempts import capture
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.bf16_updates import Updates
+from lightning_spmd.stages.capture.reads import ReadWanted
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.trace import parameter_names
 from lightning_spmd.strategy.feature import Mode
@@ -218,7 +219,14 @@ class _Step:
     def captured(self, variant: Variant) -> CapturedStep:
         """The graph of a part, as it is in every iteration but the first."""
         request = self._request(variant)
-        found = capture(request)
+        try:
+            found = capture(request)
+        except ReadWanted as wanted:
+            raise CaptureError(
+                "the step decides by the value of a tensor (.item(), int(), `if`), which only training knows: a plan "
+                "computes nothing. Plan with that branch taken out",
+                wanted.place,
+            ) from None
         if variant.apply and self._give_state(found):
             with contextlib.suppress(CaptureError):
                 return capture(request)
