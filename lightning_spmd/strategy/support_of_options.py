@@ -1,4 +1,4 @@
-"""Rows of the support matrix (``support.py``) for options of ``SPMDStrategy`` itself."""
+"""Rows of the support matrix (``support.py``) for options of ``SPMDStrategy`` itself, and for what a step may read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ OPTIONS: tuple[Feature, ...] = (
         "each rank's batch is a graph; gradients and logged values are means weighted by batch size; hooks on "
         "gradients run between two graphs; no overlap, no lowering",
         "tests/strategy/test_local_batches.py::test_molecules_train_as_by_the_weighted_mean",
+    ),
+    Feature(
+        ".item(), `if tensor:`, int(tensor), tolist() in training_step",
+        Mode.COMPILED,
+        "the global batch's value; a graph for each way in which Python decides, up to 16, then eagerly with file:line",
+        "tests/strategy/test_reads.py::test_a_value_is_that_of_the_global_batch",
     ),
     Feature(
         "lowering='inductor' and 'auto' of SPMDStrategy",

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_spmd import SPMDStrategy
 from tests.helpers.ranks import RankPool
-from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
+from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
 
 
@@ -100,6 +101,47 @@ def test_a_value_is_that_of_the_global_batch(make: type[Net], two_ranks: RankPoo
     theirs = run(make, "auto", data=_in_order, max_epochs=9)
     assert_compiled(ours[0])
     assert_equals_one_device(ours, theirs)
+
+
+def on_plan(make: Any, options: dict[str, Any], flags: dict[str, Any]) -> Result:
+    return run(make, SPMDStrategy(**options), 2, max_epochs=3, **flags)
+
+
+ZERO = {"data_parallel": "zero3", "overlap_iterations": True}
+TP = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"first": "colwise", "last": "rowwise"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        (
+            {"data_parallel": "zero3", "overlap_iterations": True},
+            {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+        ),
+        (TP, {"limit_train_batches": 5}),
+    ],
+    ids=["zero3", "tensor"],
+)
+def test_under_every_plan(two_ranks: RankPool, options: dict[str, Any], flags: dict[str, Any]) -> None:
+    ours = two_ranks.run(on_plan, Branches, options, flags)
+    assert_compiled(ours[0])
+    assert ours[0].captures > 2
+    assert_equals_one_device(ours, run(Branches, "auto", data=_in_order, max_epochs=3, **flags))
+
+
+class ManySizes(Quiet):
+    """A size that is another one in nearly every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        many = int((batch[0].square().sum() * 1000).item())  # HERE
+        return self.loss(batch) * (1 + many % 7)
+
+
+def test_too_many_ways_end_in_the_eager_path() -> None:
+    ours = assert_as_eager(ManySizes, mode="eager")
+    (told,) = [w for w in ours.warnings if "trains eagerly from here on" in w]
+    assert "16 graphs were built for one batch shape" in told
+    assert "a value that is read at" in told
 
 
 def _in_order() -> Any:
