@@ -29,6 +29,8 @@ SHARES = (0.5, 1.0)
 BUCKETS = (5, 100)
 """MiB that are tried beside the automatic size, for the best layout."""
 _MOST_CONTEXT = 8
+_FOR_LAYOUTS = 0.8
+"""Of the time; the rest is for buckets."""
 _USUAL = {"data_parallel": "replicate", "context_parallel_size": 1, "tensor_parallel_size": 1}
 _TOLD = (*_USUAL, "rematerialize", "bucket_size_mb")
 
@@ -98,27 +100,34 @@ def search(
     queue = _ordered([Candidate(layout, estimated(totals, layout, machines)) for layout in layouts(capture, own)], own)
     found = Search()
 
-    def is_time() -> bool:
-        return time.monotonic() - begun < budget
+    longest = 0.0
 
-    while queue and is_time():
-        candidate = _built(capture, queue.pop(0), machines)
-        say(f"{time.monotonic() - begun:4.0f} s  {_in_words(candidate)}")
-        found.built.append(candidate)
+    def is_time(share: float = 1.0) -> bool:
+        """Whether a layout that takes as long as the longest one so far will be ready."""
+        return time.monotonic() - begun + longest < share * budget
+
+    def build(candidate: Candidate) -> Candidate:
+        nonlocal longest
+        started = time.monotonic()
+        made = _built(capture, candidate, machines)
+        now = time.monotonic()
+        longest = max(longest, now - started)
+        say(f"{now - begun:4.0f} s  {_in_words(made)}")
+        found.built.append(made)
+        return made
+
+    while queue and is_time(_FOR_LAYOUTS):
+        candidate = build(queue.pop(0))
         again = iter(SHARES)
         while candidate.outlook is not None and not candidate.fits and is_time():
             share = next(again, None)
             if share is None or candidate.estimate.fixed > machines.device.memory:
                 break
-            candidate = _built(capture, _changed(candidate, rematerialize=share), machines)
-            say(f"{time.monotonic() - begun:4.0f} s  {_in_words(candidate)}")
-            found.built.append(candidate)
+            candidate = build(_changed(candidate, rematerialize=share))
     found.built.sort(key=_merit)
     for size in BUCKETS:
         if found.built and found.built[0].fits and is_time():
-            candidate = _built(capture, _changed(found.built[0], bucket_size_mb=size), machines)
-            say(f"{time.monotonic() - begun:4.0f} s  {_in_words(candidate)}")
-            found.built.append(candidate)
+            build(_changed(found.built[0], bucket_size_mb=size))
     found.built.sort(key=_merit)
     found.others = queue
     found.seconds = time.monotonic() - begun
@@ -159,11 +168,15 @@ def _axes(layout: Layout) -> tuple[Any, ...]:
 
 
 def _ordered(candidates: Sequence[Candidate], own: Layout) -> list[Candidate]:
-    """What to build first: the recipe's own, the best of each plan, then whatever promises most."""
+    """What to build first: the recipe's own, the best of each kind, then whatever promises most."""
     promising = sorted(candidates, key=lambda c: (not c.estimate.fits, c.estimate.seconds))
     first: dict[Any, Candidate] = {}
     for candidate in promising:
-        first.setdefault(candidate.layout.options.get("data_parallel", "replicate"), candidate)
+        options = candidate.layout.options
+        first.setdefault(options.get("data_parallel", "replicate"), candidate)
+        for axis in ("context_parallel_size", "tensor_parallel_size"):
+            if options.get(axis, 1) > 1:
+                first.setdefault(axis, candidate)
     ahead = [c for c in candidates if c.layout is own]
     ahead += [c for c in promising if c in first.values() and c.layout is not own]
     return [*ahead, *(c for c in promising if c not in ahead)]
