@@ -150,7 +150,7 @@ class Executable:
         """Why a batch has sizes that the graphs do not do for, or None."""
         if self.family is None or self.family.sizes.hold(values := self.family.sizes.of(batch)):
             return None
-        return f"batches with sizes {values} are treated otherwise ({self.family.sizes.condition})"
+        return f"sizes {', '.join(map(str, values))} of a batch are treated otherwise than those before"
 
     def captured_for(self, batch: Sequence[Tensor]) -> CapturedStep:
         """The captured step of a batch for which the graphs do."""
