@@ -63,6 +63,14 @@ ROWS: dict[str, tuple[str, ...]] = {
         "[Turned]",
         "test_accumulated_and_clipped_gradients",
     ),
+    "tests/strategy/test_varying_sizes.py": (
+        "[Loop-",
+        "[Writes-",
+        "[Convolution-",
+        "test_rows_and_lengths_vary_together",
+        "test_one_row_is_a_size_of_its_own",
+        "{'data_parallel': 'zero3'}",
+    ),
     "tests/strategy/test_by_hand.py": (
         "in_all_ways",
         "test_four_ranks",
