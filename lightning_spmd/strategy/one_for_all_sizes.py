@@ -23,6 +23,7 @@ from lightning_spmd.ir.sizes import Dimension, Formula
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs
 from lightning_spmd.ir.unify import Apart, unified
 from lightning_spmd.stages.capture.attempts import capture
+from lightning_spmd.stages.capture.reads import ReadWanted
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.symbolic_batch import OtherSizes, SymbolicBatch
 from lightning_spmd.stages.capture.symbolic_family import NotGeneral, family_of
@@ -124,6 +125,8 @@ def _traced(captured: CapturedStep, request: CaptureRequest, batch: SymbolicBatc
         family = family_of(capture(dataclasses.replace(request, sizes=batch)), batch)
     except NotGeneral:
         raise
+    except ReadWanted as wanted:
+        raise NotGeneral(f"a tensor's value is wanted at {wanted.place}") from None
     except Exception as error:  # whatever code, the user's or torch's, does with what is no plain integer
         raise NotGeneral(f"the step does not run on symbols: {str(error).splitlines()[0]}") from error
     if not any(isinstance(place, Formula) for place in family.places):
@@ -166,6 +169,8 @@ def _check(family: Family, sample: tuple[int, ...], request: CaptureRequest) -> 
     sizes = dict(zip(family.sizes.places, sample, strict=True))
     try:
         traced = capture(dataclasses.replace(request, sizes=OtherSizes(sizes)))
+    except ReadWanted as wanted:
+        raise NotGeneral(f"a tensor's value is wanted at {wanted.place}") from None
     except Exception as error:
         raise NotGeneral(f"the step does not run with sizes {sample}: {str(error).splitlines()[0]}") from error
     _compare(traced, family.at(sample))
