@@ -22,12 +22,13 @@ from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.ir.tree import leaves
 from lightning_spmd.messages import the_step
-from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Entry
+from lightning_spmd.stages.capture.attribute_spy import AttributeSpy
+from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Attributes, Entry
 from lightning_spmd.stages.capture.inputs import InputTable
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
-from lightning_spmd.stages.capture.same_state import MISSING
+from lightning_spmd.stages.capture.same_state import MISSING, is_simple, same_simple
 from lightning_spmd.stages.capture.side_effects import Effect
 from lightning_spmd.stages.capture.user_code import user_location
 
@@ -113,6 +114,25 @@ def refuse_memory(path: str, value: Any, inputs: InputTable) -> None:
                 "copy (x.detach().clone())",
                 user_location(),
             )
+
+
+def assigned_anew(request: CaptureRequest, spy: AttributeSpy) -> dict[str, Entry]:
+    """Places in which the step has put something: those that are known, and attributes that already were what it puts.
+
+    ``self.kind = "long" if x.shape[1] > 64 else "short"``: a graph for short ones puts it back after a long one.
+    """
+    places = dict(request.assigned)
+    for path, part in request.module.named_modules():
+        for owner, name in spy.before:
+            if owner != path:
+                continue
+            before, now = spy.before[owner, name], vars(part).get(name, MISSING)
+            if is_simple(before) and is_simple(now) and same_simple(before, now):
+                holder = Attributes(part, path or "self")
+                holder.root = True
+                place = holder.see(name)
+                places.setdefault(place.path, place)
+    return dict(sorted(places.items()))
 
 
 def record(places: Places, logs: LogRecorder, inputs: InputTable) -> None:

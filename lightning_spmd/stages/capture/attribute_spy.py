@@ -3,16 +3,22 @@
 A counter that a hook changes every step must not force a new graph unless training_step looks at it. While active, the
 classes of the modules have a ``__getattribute__`` that takes notes; the modules keep their classes, for code may ask
 for them (``type(layer) is nn.Linear``, ``type(self).count += 1``).
+
+It also notes what the user's code assigns, even if that is what was there: after a step of another kind it may not be.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torchmetrics import Metric
+
+from lightning_spmd.stages.capture.same_state import MISSING
+from lightning_spmd.stages.capture.user_code import is_user_file
 
 
 class AttributeSpy:
@@ -20,12 +26,18 @@ class AttributeSpy:
 
     Args:
         root: the module; what is below it is watched too.
+
+    Attributes:
+        reads: names by the ``id`` of the module.
+        before: what was there before the first assignment, by path of the module and name.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.modules = [(path, m) for path, m in root.named_modules() if not isinstance(m, Metric)]
         self.reads: dict[int, set[str]] = {id(m): set() for _, m in self.modules}
-        self._watched: dict[type, Any] | None = None
+        self.before: dict[tuple[str, str], Any] = {}
+        self._paths = {id(module): path for path, module in self.modules}
+        self._watched: dict[type, dict[str, Any]] | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -35,11 +47,12 @@ class AttributeSpy:
             self._watch({type(m) for _, m in self.modules})
             yield
         finally:
-            for kind, own in self._watched.items():
-                if own is None:
-                    del kind.__getattribute__  # type: ignore[attr-defined]
-                else:
-                    kind.__getattribute__ = own  # type: ignore[method-assign, assignment]
+            for kind, methods in self._watched.items():
+                for name, own in methods.items():
+                    if own is None:
+                        delattr(kind, name)
+                    else:
+                        setattr(kind, name, own)
             self._watched = None
 
     def add(self, module: nn.Module) -> None:
@@ -52,11 +65,14 @@ class AttributeSpy:
     def _watch(self, kinds: set[type]) -> None:
         if self._watched is None:
             return
+        noting = {"__getattribute__": self._noting, "__setattr__": self._noting_writes}
         new = kinds - self._watched.keys()
-        originals = {kind: _original(kind, self._watched) for kind in new}  # before the first of them is replaced
-        for kind, original in originals.items():
-            self._watched[kind] = vars(kind).get("__getattribute__")
-            kind.__getattribute__ = self._noting(original)  # type: ignore[method-assign, assignment]
+        # before the first of them is replaced
+        originals = {(kind, name): _original(kind, name, self._watched) for kind in new for name in noting}
+        for kind in new:
+            self._watched[kind] = {name: vars(kind).get(name) for name in noting}
+            for name, make in noting.items():
+                setattr(kind, name, make(originals[kind, name]))
 
     def _noting(self, original: Any) -> Any:
         reads = self.reads
@@ -69,16 +85,27 @@ class AttributeSpy:
 
         return __getattribute__
 
+    def _noting_writes(self, original: Any) -> Any:
+        paths, before = self._paths, self.before
+
+        def __setattr__(instance: Any, name: str, value: Any) -> None:
+            path = paths.get(id(instance))
+            if path is not None and is_user_file(sys._getframe(1).f_code.co_filename):  # noqa: SLF001 - who assigns
+                before.setdefault((path, name), object.__getattribute__(instance, "__dict__").get(name, MISSING))
+            original(instance, name, value)
+
+        return __setattr__
+
     def forget(self, places: Iterable[tuple[str, str]]) -> None:
         """Take back notes, given as path of the module and name."""
         for path, module in self.modules:
             self.reads[id(module)] -= {name for owner, name in places if owner == path}
 
 
-def _original(kind: type, watched: dict[type, Any]) -> Any:
+def _original(kind: type, name: str, watched: dict[type, dict[str, Any]]) -> Any:
     """The method that a class has of its own or inherits, when no class is watched."""
     for base in kind.__mro__:
-        own = watched[base] if base in watched else vars(base).get("__getattribute__")
+        own = watched[base][name] if base in watched else vars(base).get(name)
         if own is not None:
             return own
-    return object.__getattribute__
+    return getattr(object, name)

@@ -127,6 +127,7 @@ class _Capture:
         self.recorder.reads.role_of = self.inputs.role_of
         self.recorder.functions.on_values = self.python.content_of
         self.returned: Any = None
+        self.puts: assigned.Places = {}
         self._fakes: list[Tensor] = []  # of the batch
         self.own: OwnBatch | None = None
         if request.batch is not None and request.variant.own_batch:
@@ -340,7 +341,8 @@ class _Capture:
 
     # ------------------------------------------------------------------ packing
     def _collect(self, slots: list[tuple[dict[str, Any], str, str, Any]]) -> None:
-        assigned.record(self.request.assigned, self.logs, self.inputs)
+        self.puts = assigned.assigned_anew(self.request, self.python.spy)
+        assigned.record(self.puts, self.logs, self.inputs)
         complain_about_new_tensors(self.request.module, {fqn for _, _, fqn, _ in slots})
         for tensors, key, fqn, replacement in slots:
             now = tensors.get(key)
@@ -392,7 +394,7 @@ class _Capture:
             self.returned,
             request.variant,
             {path: place.reader() for path, place in request.moving.items()},
-            {path: assigned.writer(place) for path, place in request.assigned.items()},
+            {path: assigned.writer(place) for path, place in self.puts.items()},
             None if self.own is None else self.own.facts,
             self.cleared,
             present,
