@@ -96,6 +96,17 @@ def accepts(step: CapturedStep, inputs: Callable[[], Sequence[Any]], values: Map
     return True
 
 
+def decides_as(step: CapturedStep, inputs: Callable[[], Sequence[Any]]) -> bool:
+    """Whether the numbers that were read at capture still lead to its decisions: ``loss.item() < self.best`` may not.
+
+    Args:
+        step: the captured graph.
+        inputs: gives the values of its inputs now.
+    """
+    has_checks = bool(checks_of(step.graph_module.graph))
+    return not has_checks or accepts(step, inputs, step.answers)
+
+
 def _evaluated(value: Any, known: dict[fx.Node, Any]) -> Any:
     """A number of the host, computed from what is known; None where that does not do."""
     if not isinstance(value, fx.Node):

@@ -90,3 +90,22 @@ class PerRow(Model):
 @pytest.mark.parametrize("kind", [Counts, PerRow])
 def test_counters_and_values_where_sizes_vary(kind: type[Model]) -> None:
     compare(kind, [(3, n) for n in (9, 12, 7, 10, 15, 9)])
+
+
+class Best(Quiet):
+    """Compares the loss with the best one so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = 9.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        value = loss.item()
+        self.best = min(self.best, value)
+        self.log("best", self.best)
+        return loss
+
+
+def test_values_are_compared_with_what_earlier_steps_left() -> None:
+    assert_as_eager(Best)
