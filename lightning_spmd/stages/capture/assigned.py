@@ -116,7 +116,7 @@ def refuse_memory(path: str, value: Any, inputs: InputTable) -> None:
             )
 
 
-def assigned_anew(request: CaptureRequest, spy: AttributeSpy) -> dict[str, Entry]:
+def _assigned_anew(request: CaptureRequest, spy: AttributeSpy) -> dict[str, Entry]:
     """Places in which the step has put something: those that are known, and attributes that already were what it puts.
 
     ``self.kind = "long" if x.shape[1] > 64 else "short"``: a graph for short ones puts it back after a long one.
@@ -135,13 +135,15 @@ def assigned_anew(request: CaptureRequest, spy: AttributeSpy) -> dict[str, Entry
     return dict(sorted(places.items()))
 
 
-def record(places: Places, logs: LogRecorder, inputs: InputTable) -> None:
-    """Record what the step has put in these places, as it ends."""
+def record(request: CaptureRequest, spy: AttributeSpy, logs: LogRecorder, inputs: InputTable) -> Places:
+    """Record what the step has put where, as it ends; gives these places."""
+    places = _assigned_anew(request, spy)
     for path, place in places.items():
         value = place.found_again().read()
         if value is not MISSING:
             refuse_memory(path, value, inputs)
             logs.record("", "assign", OutputRole.LOGGED, (path, value), {})
+    return places
 
 
 @contextlib.contextmanager

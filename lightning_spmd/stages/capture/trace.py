@@ -127,7 +127,6 @@ class _Capture:
         self.recorder.reads.role_of = self.inputs.role_of
         self.recorder.functions.on_values = self.python.content_of
         self.returned: Any = None
-        self.puts: assigned.Places = {}
         self._fakes: list[Tensor] = []  # of the batch
         self.own: OwnBatch | None = None
         if request.batch is not None and request.variant.own_batch:
@@ -341,8 +340,7 @@ class _Capture:
 
     # ------------------------------------------------------------------ packing
     def _collect(self, slots: list[tuple[dict[str, Any], str, str, Any]]) -> None:
-        self.puts = assigned.assigned_anew(self.request, self.python.spy)
-        assigned.record(self.puts, self.logs, self.inputs)
+        self.puts = assigned.record(self.request, self.python.spy, self.logs, self.inputs)
         complain_about_new_tensors(self.request.module, {fqn for _, _, fqn, _ in slots})
         for tensors, key, fqn, replacement in slots:
             now = tensors.get(key)
