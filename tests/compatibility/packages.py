@@ -157,7 +157,8 @@ _ROWS: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
     ("Unet", "segmentation_models_pytorch", "segmentation", _segmentation,
      {"couples": "the Dice loss adds up areas over the batch",
       "flags": (("precision", "64-true"),), "note": "in float64, for its last batch norm"}),
-    ("SemanticSegmentationTask", "torchgeo", "satellite pictures", _earth, {}),
+    ("SemanticSegmentationTask", "torchgeo", "satellite pictures", _earth,
+     {"flags": (("precision", "64-true"),), "note": "in float64, for its last batch norm"}),
     ("Fastflow", "anomalib", "anomalies", _anomalies, {}),
 ]  # fmt: skip
 
