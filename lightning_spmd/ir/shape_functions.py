@@ -7,12 +7,14 @@ zeros of the global batch's size would take the memory that capture is there to 
 pass can be traced, and that with ``batch_first`` results have time outermost in memory. The backward kernel relies on
 the latter, without a check; it has no shape function at all.
 
+``_ctc_loss`` is said to have a shape that depends on data; with lengths that are integers of Python it does not.
+
 ``batch_norm_stats`` and its kind, which ``torch.nn.SyncBatchNorm`` is made of, have kernels for GPUs and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +87,15 @@ def sums_of_gradients(
     )
 
 
+def ctc_losses(
+    _: Any, scores: Tensor, __: Tensor, lengths: Sequence[int], target_lengths: Sequence[int], *___: Any, **____: Any
+) -> tuple[Tensor, Tensor]:
+    """A loss a sequence, and the kernel's table: two places a target and one more, by time."""
+    rows = len(lengths)
+    table = (rows, scores.shape[0], 2 * max(target_lengths, default=0) + 1)
+    return scores.new_empty(rows), scores.new_empty(table)
+
+
 def _bound(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001 - an operator's description
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -138,6 +149,7 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
     for name, function in {
         "_grouped_mm": grouped_product,
         "_cudnn_rnn": recurrent,
+        "_ctc_loss": ctc_losses,
         "_cudnn_rnn_backward": recurrent_backward,
         "batch_norm_stats": statistics,
         "batch_norm_gather_stats_with_counts": statistics,

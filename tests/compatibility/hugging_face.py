@@ -300,9 +300,10 @@ def _make(architecture: str, configuration: str, settings: Mapping[str, Any], sa
 
 
 _READS = "reads values in Python"
+_CHOSEN = "which rows have a label is asked of the whole batch"
 _OTHERWISE: dict[str, dict[str, Any]] = {
-    "DebertaV2ForSequenceClassification": {"eager": _READS},
-    "ElectraForPreTraining": {"eager": _READS},
+    "DebertaV2ForSequenceClassification": {"couples": _CHOSEN},
+    "ElectraForPreTraining": {"couples": _CHOSEN},
     "LongformerForSequenceClassification": {"eager": _READS},
     "SwitchTransformersForConditionalGeneration": {"eager": _READS},
     "Wav2Vec2ForCTC": {"eager": _READS},
@@ -341,7 +342,7 @@ _MULTIMODAL: dict[str, tuple[str, dict[str, Any], Sample, dict[str, Any], str]] 
 
 
 def _row(name: str, kind: str, make: Callable[[], Made], couples: str = "") -> Row:
-    return Row(name, kind, make, couples=couples, fast=name in _FAST, **_OTHERWISE.get(name, {}))
+    return Row(name, kind, make, fast=name in _FAST, **{"couples": couples, **_OTHERWISE.get(name, {})})
 
 
 def rows() -> list[Row]:

@@ -33,6 +33,8 @@ _AS_NUMBER: dict[Any, type] = {
     torch.Tensor.__index__: int,
     torch.Tensor.__bool__: bool,
 }
+_SIZES_OF_INTEGERS = "SymIntArrayRef expected to contain only concrete integers"
+"""What torch says of a function that has no form for recorded sizes."""
 _MAKES_TENSORS = {torch.tensor, torch.as_tensor}
 _DTYPES = {int: torch.int64, bool: torch.bool}
 
@@ -71,13 +73,20 @@ class FunctionCalls(TorchFunctionMode):
                     "what it was; write into it instead (p.copy_(value), p.data.mul_(0.9))",
                     user_location(),
                 )
+            if func is torch.Tensor.__format__ and isinstance(args[0], private.FakeTensor) and args[0].dim() == 0:
+                return format(args[0].item(), args[1])  # as of a real one: f"expert_{index}"
             if func in _AS_NUMBER and (number := self._number(args[0], _AS_NUMBER[func])) is not None:
                 return number
             if func in _AS_PYTHON and not isinstance(args[0], private.FakeTensor):
                 self.on_values(args[0])
                 with private.disable_dispatch_modes():
                     return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if _SIZES_OF_INTEGERS not in str(error):
+                raise
+        return func(*map(_with_plain_sizes, args), **{name: _with_plain_sizes(a) for name, a in kwargs.items()})
 
     def put_back(
         self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -102,3 +111,15 @@ class FunctionCalls(TorchFunctionMode):
 
 def _is_plain(value: Any, scalar: HostScalar) -> bool:
     return type(value) in (int, float) and value == scalar.value
+
+
+def _with_plain_sizes(argument: Any) -> Any:
+    """Sizes that are tensors or recorded numbers, as Python's own numbers, for which the graph then holds."""
+    if not isinstance(argument, (tuple, list)):
+        return argument
+    sizes: list[Any] = list(argument)  # pyright: ignore[reportUnknownArgumentType]
+    return [int(s) if type(s) is torch.SymInt or _is_integer(s) else s for s in sizes]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and not value.dtype.is_floating_point

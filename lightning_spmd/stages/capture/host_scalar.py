@@ -88,6 +88,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "floor": math.floor,
     "ceil": math.ceil,
     "trunc": math.trunc,
+    "sym_and": operator.and_,
+    "sym_or": operator.or_,
     "and_": operator.and_,
     "or_": operator.or_,
     "lshift": operator.lshift,

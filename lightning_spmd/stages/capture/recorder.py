@@ -22,6 +22,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.ir.reads import READ
 from lightning_spmd.messages import the_step
+from lightning_spmd.stages.capture.data_sizes import DataSizes
 from lightning_spmd.stages.capture.default_dtype import with_dtype
 from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
 from lightning_spmd.stages.capture.function_calls import FunctionCalls
@@ -69,6 +70,7 @@ class Recorder(private.TorchDispatchMode):
         self.known = KnownValues()
         self._exposed: list[HostScalar] = []
         self.functions = FunctionCalls(self.number)
+        self.data_sizes = DataSizes(self)
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
         self.failing = ""
@@ -239,7 +241,12 @@ class Recorder(private.TorchDispatchMode):
                 "self.all_gather, or drop the call",
                 user_location(),
             )
-        return self._record(func, args, kwargs)
+        form = self.data_sizes.form_of(func, args, kwargs)
+        return self._record(func, args, kwargs) if form is None else form()
+
+    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record a call as if the user's code had made it."""
+        return self._item(args[0]) if func is aten.item.default else self._record(func, args, kwargs)
 
     def _alias(self, func: Any, source: Tensor, node: fx.Node) -> Tensor:
         out = self.calls.make(func, (source,), {})

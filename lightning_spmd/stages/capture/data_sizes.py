@@ -1,0 +1,174 @@
+"""Operators whose results are as large as their data say: ``nonzero``, ``x[mask]``, ``unique``, lengths of CTC.
+
+The size is a number that is read from a tensor (``reads``), for which the graph then holds, and the operator is
+recorded in a form that has this size as an argument. Eager goes the same way: it counts, makes room, and ``x[mask]`` is
+``x[positions]``; so values are the same bits. The gradient asks for the same positions and finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
+
+aten = torch.ops.aten
+_UNIQUE = aten._unique2.default  # noqa: SLF001 - an operator's public name
+_CTC, _CTC_OF_TENSORS = aten._ctc_loss.default, aten._ctc_loss.Tensor  # noqa: SLF001 - an operator's public name
+_MASKS = (torch.bool, torch.uint8)
+_SCATTERS = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
+
+
+class CallRecorder(Protocol):
+    """Records operators."""
+
+    def node_of(self, tensor: Tensor) -> fx.Node | None:
+        """What produces a tensor, if that is known."""
+        ...
+
+    def decide(self, scalar: HostScalar) -> Number:
+        """The value, which the graph then holds for."""
+        ...
+
+    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record a call."""
+        ...
+
+
+class DataSizes:
+    """Gives such operators sizes.
+
+    Args:
+        recorder: records in their place.
+    """
+
+    def __init__(self, recorder: CallRecorder) -> None:
+        self._recorder = recorder
+        self._found: dict[tuple[fx.Node, int], Tensor] = {}
+        self._forms: dict[Any, Callable[..., Any]] = {
+            aten.nonzero.default: self._positions,
+            aten.masked_select.default: self._masked_select,
+            aten.index.Tensor: self._index,
+            aten.repeat_interleave.Tensor: self._repeat_interleave,
+            _UNIQUE: self._unique,
+            _CTC_OF_TENSORS: self._ctc_loss,
+            **{func: self._scatter_of(func) for func in _SCATTERS},
+        }
+
+    def form_of(self, func: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
+        """What records a call in a form with sizes; None: as it is."""
+        form = self._forms.get(func)
+        if form is None or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None):
+            return None
+        if func is _UNIQUE and (
+            args[0].dtype.is_floating_point or args[0].dtype.is_complex or not (args[1:2] or [True])[0]
+        ):
+            return None  # eager's order, or which of equal values it keeps, is its own
+        if func is aten.index.Tensor and not any(map(_is_mask, args[1])):
+            return None
+        if func in _SCATTERS and not any(map(self._is_known, args[1])):
+            return None  # its result is as large as what it writes into
+        return lambda: form(*args, **kwargs)
+
+    def _numbers(self, *tensors: Tensor) -> list[int]:
+        """The integers in some tensors, all of which are asked for at once."""
+        scalars = [scalar_of(self._recorder.call(aten.item.default, tensor)) for tensor in tensors]
+        return [int(self._recorder.decide(s)) for s in scalars if s is not None]
+
+    def _number(self, tensor: Tensor) -> int:
+        return self._numbers(tensor)[0]
+
+    def _key(self, mask: Tensor) -> tuple[fx.Node, int] | None:
+        node = self._recorder.node_of(mask)
+        return None if node is None or mask.is_inference() else (node, mask._version)  # noqa: SLF001 - documented in torch's notes
+
+    def _is_known(self, mask: Tensor | None) -> bool:
+        return mask is not None and _is_mask(mask) and self._key(mask) in self._found
+
+    def _positions(self, mask: Tensor) -> Tensor:
+        key = self._key(mask)
+        if key is not None and key in self._found:
+            return self._recorder.call(aten.clone.default, self._found[key])  # eager's results share no memory
+        count = self._number(self._recorder.call(aten.count_nonzero.default, mask))
+        found = self._recorder.call(aten.nonzero_static.default, mask, size=count)
+        if key is not None:
+            self._found[key] = found
+            return self._recorder.call(aten.clone.default, found)
+        return found
+
+    def _columns(self, mask: Tensor) -> Iterator[Tensor]:
+        key = self._key(mask)
+        found = self._found.get(key) if key is not None else None
+        if found is None:
+            made = self._positions(mask)
+            found = self._found[key] if key is not None else made
+        for dim in range(mask.dim()):
+            yield self._recorder.call(aten.select.int, found, 1, dim)
+
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        plain: list[Tensor | None] = []
+        for one in indices:
+            plain += self._columns(one) if one is not None and _is_mask(one) else [one]
+        return plain
+
+    def _index(self, source: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+        return self._recorder.call(aten.index.Tensor, source, self._without_masks(indices))
+
+    def _scatter_of(self, func: Any) -> Callable[..., Any]:
+        def record(target: Tensor, indices: Sequence[Tensor | None], *rest: Any, **more: Any) -> Any:
+            return self._recorder.call(func, target, self._without_masks(indices), *rest, **more)
+
+        return record
+
+    def _masked_select(self, source: Tensor, mask: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(source.shape, mask.shape)
+        call = self._recorder.call
+        source = source if source.shape == shape else call(aten.expand.default, source, list(shape))
+        mask = mask if mask.shape == shape else call(aten.expand.default, mask, list(shape))
+        if not shape:
+            source, mask = (call(aten.view.default, each, [1]) for each in (source, mask))
+        return self._index(source, [mask])
+
+    def _repeat_interleave(self, repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+        size = self._number(self._recorder.call(aten.sum.default, repeats)) if output_size is None else output_size
+        return self._recorder.call(aten.repeat_interleave.Tensor, repeats, output_size=size)
+
+    def _unique(
+        self, source: Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call = self._recorder.call
+        flat = call(aten.view.default, call(aten.clone.default, source, memory_format=torch.contiguous_format), [-1])
+        size = flat.shape[0]
+        ordered, places = call(aten.sort.default, flat)
+        first = call(aten.ones.default, [min(size, 1)], dtype=torch.bool, device=source.device)
+        steps = [call(aten.slice.Tensor, ordered, 0, 1), call(aten.slice.Tensor, ordered, 0, 0, max(size - 1, 0))]
+        begins = call(aten.cat.default, [first, call(aten.ne.Tensor, *steps)] if size > 1 else [first])
+        found = call(aten.select.int, self._positions(begins), 1, 0)
+        values = call(aten.index.Tensor, ordered, [found])
+        of_each = of_value = call(aten.empty.memory_format, [0], dtype=torch.int64, device=source.device)
+        if inverse:
+            ranks = call(aten.sub.Tensor, call(aten.cumsum.default, begins, 0), 1)
+            of_each = call(aten.view.default, call(aten.scatter.src, places, 0, places, ranks), list(source.shape))
+        if counts:
+            end = call(aten.full.default, [1], size, dtype=torch.int64, device=source.device)
+            ends = call(aten.cat.default, [call(aten.slice.Tensor, found, 0, 1), end])
+            of_value = call(aten.sub.Tensor, ends, found)
+        return values, of_each, of_value
+
+    def _ctc_loss(
+        self, scores: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, *rest: Any, **more: Any
+    ) -> Any:
+        call = self._recorder.call
+        entries = [
+            [call(aten.select.int, each, 0, i) for i in range(each.shape[0])] for each in (lengths, target_lengths)
+        ]
+        numbers = self._numbers(*entries[0], *entries[1])
+        both = numbers[: len(entries[0])], numbers[len(entries[0]) :]
+        return call(_CTC, scores, targets, *both, *rest, **more)
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in _MASKS

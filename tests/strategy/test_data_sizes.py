@@ -1,0 +1,70 @@
+"""Results as large as the data say (``x[mask]``, ``unique``): a graph for each size, one device's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
+
+
+class Masks(Quiet):
+    """Rows and entries that a mask chooses; the mean is over those that were chosen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self(x)
+        losses = F.cross_entropy(out, y, reduction="none")
+        chosen = losses[y > 0]
+        rows, columns = torch.where(out > out.detach().mean())
+        return chosen.mean() + out[rows, columns].square().mean() + x.masked_select(x > 1.4).sum() * out.mean()
+
+
+class Kinds(Quiet):
+    """``unique`` with all it gives, ``repeat_interleave``, names of what was found."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = F.cross_entropy(self(x), y, reduction="none")
+        kinds, of_row, counts = y.unique(return_inverse=True, return_counts=True)
+        weights = {f"kind {kind}": 1.0 + 0.5 * i for i, kind in enumerate(kinds)}
+        by_kind = losses.new_zeros(len(kinds)).index_add(0, of_row, losses) / counts
+        twice = losses.repeat_interleave(1 + (y == 1).long())
+        return sum(w * by_kind[i] for i, w in enumerate(weights.values())) / len(weights) + twice.mean()
+
+
+class Transcribes(Quiet):
+    """CTC over flat targets, whose lengths are tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        scores = torch.stack([self(x), self(-x), self(2 * x)]).log_softmax(-1)
+        mask = torch.stack([y > 0, y > 1], dim=1)
+        targets = torch.ones_like(mask, dtype=torch.long).masked_select(mask)
+        lengths = torch.full_like(y, 3)
+        return F.ctc_loss(scores, targets, lengths, mask.sum(1), zero_infinity=True)
+
+
+WAYS = [Masks, Kinds, Transcribes]
+
+
+def _few() -> Any:
+    return InOrder(rows(16), ROWS, shuffle=False)
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_sizes_that_the_data_say_stay_in_graphs(make: type[Net]) -> None:
+    """Two batches, each three times: bitwise."""
+    assert_compiled(assert_as_eager(make, data=_few))
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_they_are_those_of_the_global_batch(make: type[Net], two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, make, "spmd", 2, data=_few)
+    assert_compiled(ours[0])
+    assert_equals_one_device(ours, run(make, "auto", data=_few))
