@@ -221,7 +221,7 @@ FEATURES: tuple[Feature, ...] = (
         detect_anomaly,
     ),
     Feature(
-        "float(loss) and formats, boolean indexing, Python or NumPy random numbers in training_step",
+        "float(loss) and formats, unique_consecutive, Python or NumPy random numbers in training_step",
         Mode.EAGER,
         "found at capture; announced once with file:line",
         "tests/strategy/test_bad_input.py::test_item_falls_back",

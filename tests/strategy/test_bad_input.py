@@ -46,9 +46,8 @@ class Branch(Quiet):
 
 class Selects(Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        keep = x[:, 0] > -10
-        return F.cross_entropy(self(x[keep]), y[keep])  # HERE
+        kinds = batch[0][:, 0].unique_consecutive()  # HERE
+        return self.loss(batch) * (1 + 0.01 * kinds.sum())
 
 
 class ToNumpy(Quiet):

@@ -33,7 +33,7 @@ class CallRecorder(Protocol):
         """The value, which the graph then holds for."""
         ...
 
-    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call."""
         ...
 
@@ -73,9 +73,12 @@ class DataSizes:
             return None  # its result is as large as what it writes into
         return lambda: form(*args, **kwargs)
 
+    def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._recorder.__torch_dispatch__(func, (), args, kwargs)
+
     def _numbers(self, *tensors: Tensor) -> list[int]:
         """The integers in some tensors, all of which are asked for at once."""
-        scalars = [scalar_of(self._recorder.call(aten.item.default, tensor)) for tensor in tensors]
+        scalars = [scalar_of(self._call(aten.item.default, tensor)) for tensor in tensors]
         return [int(self._recorder.decide(s)) for s in scalars if s is not None]
 
     def _number(self, tensor: Tensor) -> int:
@@ -91,12 +94,12 @@ class DataSizes:
     def _positions(self, mask: Tensor) -> Tensor:
         key = self._key(mask)
         if key is not None and key in self._found:
-            return self._recorder.call(aten.clone.default, self._found[key])  # eager's results share no memory
-        count = self._number(self._recorder.call(aten.count_nonzero.default, mask))
-        found = self._recorder.call(aten.nonzero_static.default, mask, size=count)
+            return self._call(aten.clone.default, self._found[key])  # eager's results share no memory
+        count = self._number(self._call(aten.count_nonzero.default, mask))
+        found = self._call(aten.nonzero_static.default, mask, size=count)
         if key is not None:
             self._found[key] = found
-            return self._recorder.call(aten.clone.default, found)
+            return self._call(aten.clone.default, found)
         return found
 
     def _columns(self, mask: Tensor) -> Iterator[Tensor]:
@@ -106,7 +109,7 @@ class DataSizes:
             made = self._positions(mask)
             found = self._found[key] if key is not None else made
         for dim in range(mask.dim()):
-            yield self._recorder.call(aten.select.int, found, 1, dim)
+            yield self._call(aten.select.int, found, 1, dim)
 
     def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         plain: list[Tensor | None] = []
@@ -115,17 +118,17 @@ class DataSizes:
         return plain
 
     def _index(self, source: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-        return self._recorder.call(aten.index.Tensor, source, self._without_masks(indices))
+        return self._call(aten.index.Tensor, source, self._without_masks(indices))
 
     def _scatter_of(self, func: Any) -> Callable[..., Any]:
         def record(target: Tensor, indices: Sequence[Tensor | None], *rest: Any, **more: Any) -> Any:
-            return self._recorder.call(func, target, self._without_masks(indices), *rest, **more)
+            return self._call(func, target, self._without_masks(indices), *rest, **more)
 
         return record
 
     def _masked_select(self, source: Tensor, mask: Tensor) -> Tensor:
         shape = torch.broadcast_shapes(source.shape, mask.shape)
-        call = self._recorder.call
+        call = self._call
         source = source if source.shape == shape else call(aten.expand.default, source, list(shape))
         mask = mask if mask.shape == shape else call(aten.expand.default, mask, list(shape))
         if not shape:
@@ -133,13 +136,13 @@ class DataSizes:
         return self._index(source, [mask])
 
     def _repeat_interleave(self, repeats: Tensor, *, output_size: int | None = None) -> Tensor:
-        size = self._number(self._recorder.call(aten.sum.default, repeats)) if output_size is None else output_size
-        return self._recorder.call(aten.repeat_interleave.Tensor, repeats, output_size=size)
+        size = self._number(self._call(aten.sum.default, repeats)) if output_size is None else output_size
+        return self._call(aten.repeat_interleave.Tensor, repeats, output_size=size)
 
     def _unique(
         self, source: Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        call = self._recorder.call
+        call = self._call
         flat = call(aten.view.default, call(aten.clone.default, source, memory_format=torch.contiguous_format), [-1])
         size = flat.shape[0]
         ordered, places = call(aten.sort.default, flat)
@@ -161,7 +164,7 @@ class DataSizes:
     def _ctc_loss(
         self, scores: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, *rest: Any, **more: Any
     ) -> Any:
-        call = self._recorder.call
+        call = self._call
         entries = [
             [call(aten.select.int, each, 0, i) for i in range(each.shape[0])] for each in (lengths, target_lengths)
         ]

@@ -244,10 +244,6 @@ class Recorder(private.TorchDispatchMode):
         form = self.data_sizes.form_of(func, args, kwargs)
         return self._record(func, args, kwargs) if form is None else form()
 
-    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record a call as if the user's code had made it."""
-        return self._item(args[0]) if func is aten.item.default else self._record(func, args, kwargs)
-
     def _alias(self, func: Any, source: Tensor, node: fx.Node) -> Tensor:
         out = self.calls.make(func, (source,), {})
         self.bind(out, node)
