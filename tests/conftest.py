@@ -21,6 +21,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.keyword and not any("::" in argument for argument in config.args):
         matrices.check(item.nodeid for item in items)
     for item in items:
+        if matrices.is_row(item.nodeid, matrices.LONG):
+            item.add_marker("long")
         if matrices.is_row(item.nodeid) and item.get_closest_marker("long") is None:
             item.add_marker("matrix")
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

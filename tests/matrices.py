@@ -156,11 +156,27 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 """By file, what the ids of such rows contain."""
 
+LONG: dict[str, tuple[str, ...]] = {
+    "tests/compatibility/test_rows.py": ("[SegformerForSemanticSegmentation]",),
+    "tests/cost/test_sharded_memory.py": ("test_measured_memory_is_what_was_counted[512]",),
+    "tests/cuda/test_five_models.py": ("[llama]",),
+    "tests/equality/test_context_parallel.py": ("test_a_checkpoint_goes_on_beside_other_plans", "test_dropout_is"),
+    "tests/equality/test_plans.py": ("[zero3-4-conv-accumulate_clip]", "test_dropout_is_reproducible[zero3]"),
+    "tests/gpu/test_script.py": ("test_it_trains_where_jsonargparse_is_missing",),
+    "tests/strategy/test_loss_scaling_on_ranks.py": ("test_the_scale_goes_through_checkpoints_of_parts[False]",),
+    "tests/strategy/test_lowering.py": ("on_two_ranks_is_within_1e_4[gpt-zero3]", "[gpt-sgd-inductor]"),
+    "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer",),
+    "tests/strategy/test_overlap.py": ("[conv-sgd-accumulate]",),
+    "tests/strategy/test_pauses.py": ("[rate-3]", "[zero2-read]"),
+    "tests/strategy/test_varying_sizes.py": ("test_graphs_that_were_not_used", "test_rows_and_lengths_vary_together"),
+}
+"""By file, rows of either part that ``.ci/run`` has no time for: ``pytest -m long``."""
 
-def is_row(test: str) -> bool:
+
+def is_row(test: str, rows: dict[str, tuple[str, ...]] = ROWS) -> bool:
     """Whether a test, by its id, is one of them."""
     file, _, name = test.partition("::")
-    return any(part in f"::{name}" for part in ROWS.get(file, ()))
+    return any(part in f"::{name}" for part in rows.get(file, ()))
 
 
 def check(tests: Iterable[str]) -> None:
@@ -173,7 +189,8 @@ def check(tests: Iterable[str]) -> None:
     for test in tests:
         file, _, name = test.partition("::")
         names.setdefault(file, []).append(f"::{name}")
-    for file in ROWS.keys() & names.keys():
-        for part in ROWS[file]:
-            if not any(part in name for name in names[file]):
-                raise ValueError(f"tests/matrices.py: no test of {file} contains {part!r}")
+    for rows in (ROWS, LONG):
+        for file in rows.keys() & names.keys():
+            for part in rows[file]:
+                if not any(part in name for name in names[file]):
+                    raise ValueError(f"tests/matrices.py: no test of {file} contains {part!r}")

@@ -81,7 +81,7 @@ def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 # ---------------------------------------------------------------------- the command
 def test_two_processes_train_under_each_strategy_in_turn(text: Path, tmp_path: Path) -> None:
-    variants = '{"spmd": {}, "no network": {"process_group_backend": "carrier_pigeon"}}'
+    variants = '{"spmd": {}, "no network": {"process_group_backend": "mpi"}}'
     file, results = tmp_path / "out" / "comparison.json", tmp_path / "results"
     done = run_compare(
         tmp_path,
@@ -94,7 +94,7 @@ def test_two_processes_train_under_each_strategy_in_turn(text: Path, tmp_path: P
     assert list(sides) == ["auto", "ddp", "ddp:1", "fsdp2", "spmd", "no network"]
     assert comparison["ranks"] == 2
     # failed on both ranks, before and after strategies that ran
-    assert "carrier_pigeon" in sides.pop("no network")["reason"].lower()
+    assert "mpi" in sides.pop("no network")["reason"].lower()
     for name, side in sides.items():
         assert "reason" not in side, side
         # batches of 2 on 2 ranks; an epoch of 4 batches ends in the middle of the 4 steps, and that step is left out

@@ -113,7 +113,7 @@ def test_gradients_that_a_hook_sees_lie_as_their_parameters(two_ranks: RankPool,
     results = two_ranks.run(_train, "adamw_fused", {"data_parallel": plan}, 2, Hooked)
     reference = _train("adamw_fused", "auto", 1)
     for result in results:
-        assert result.mode == "split", result.warnings
+        assert result.mode == ("split" if plan == "zero2" else "compiled"), result.warnings
         assert deviation(result, reference).weights < 1e-12
 
 

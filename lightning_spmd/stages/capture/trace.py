@@ -222,17 +222,16 @@ class _Capture:
         return batch.rebuild(fakes, self.looks)
 
     def _trained_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        """(name, fake) of what gets a gradient: the optimizer's parameters, or all of the module's in split mode."""
+        """(name, fake) of what gets a gradient: the optimizer's parameters, or all of the module's in split mode.
+
+        Also of what got one in earlier micro-batches, and is frozen by now.
+        """
         wanted = {id(p) for g in optimizer.param_groups for p in g["params"]}
         found = []
         for live, name in self.inputs.live_parameters(self.names):
             fake = self.inputs.fake_of(live)
-            if (
-                fake is not None
-                and fake.requires_grad
-                and (self.request.variant.expose_gradients or id(fake) in wanted)
-            ):
-                found.append((name, fake))
+            if fake is not None and (self.request.variant.expose_gradients or id(fake) in wanted):
+                found += [(name, fake)] if fake.requires_grad or name in self.request.accumulators else []
         return found
 
     # ------------------------------------------------------------------ the iteration
@@ -254,7 +253,7 @@ class _Capture:
             with torch.enable_grad():
                 loss = self.scaling.scaled(self._forward(batch))
                 with in_section(self.recorder, Section.BACKWARD):
-                    gradients = self._backward(loss, trained)
+                    gradients = self._backward(loss, [pair for pair in trained if pair[1].requires_grad])
         with torch.no_grad(), in_section(self.recorder, Section.BACKWARD):
             gradients = self._add_accumulated(gradients, trained)
         if not variant.apply:

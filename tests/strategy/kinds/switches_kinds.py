@@ -107,7 +107,7 @@ class Anomaly(Kind):
     """Autograd looks for NaNs then, which no graph can."""
 
     mode = "eager"
-    told = "a tensor's value decides something in the backward part"
+    told = "a tensor's value"
 
     def start(self) -> None:
         pass
