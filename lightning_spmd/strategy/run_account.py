@@ -108,7 +108,7 @@ class RunAccount:
         text = f"{self.steps} steps"
         if self._times:
             text += f" of {1e3 * statistics.median(self._times):.3g} ms (median)"
-        text += f", {self.built} graphs built"
+        text += f", {self.built} graph" + ("" if self.built == 1 else "s") + " built"
         if self.eager:
             text += f", {self.eager} steps eager"
         tell(f"{_PREFIX}ends: {text}")

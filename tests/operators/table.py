@@ -32,7 +32,8 @@ Up to {samples} samples of each of {operators} operators, as different as possib
 
     python -m tests.operators --sides {names} --write docs/operators.md
 
-An operator stands where its worst sample stands:
+An operator stands where its worst sample stands. Here a trace is given no values: what is refused because a value or a
+size has to be read is a graph in training, which reads it ([limits.md](limits.md)).
 
 {counts}
 
