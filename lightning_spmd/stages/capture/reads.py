@@ -104,19 +104,20 @@ class Reads:
 
     def _ask(self, number: int) -> Number:
         node = self.nodes[number]
+        place = user_location() or info_of(node).source
         if self.refusal is not None:
-            raise CaptureError(self.refusal, user_location())
+            raise CaptureError(self.refusal, place)
         sections = [info_of(n).section for n in self._graph.nodes if n.op == "call_function"]
         if (section := max(sections, key=list(Section).index)) is not Section.FORWARD:
             raise CaptureError(
                 f"a tensor's value decides something in the {section} part of the iteration or after it, which one "
                 "graph cannot express; keep it a tensor (torch.where instead of `if`), or move the read to "
                 f"{batch_hook('end')}",
-                user_location(),
+                place,
             )
         if number not in self.answers:
             unknown = tuple(i for i in range(len(self.nodes)) if i not in self.answers)
-            self.wanted = ReadWanted(user_location() or info_of(node).source, unknown)
+            self.wanted = ReadWanted(place, unknown)
             raise self.wanted
         self._asked.append(number)
         value = self.answers[number]
