@@ -72,7 +72,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "{'data_parallel': 'zero3'}",
     ),
     "tests/strategy/test_by_hand.py": (
-        "in_all_ways",
         "test_four_ranks",
         "test_rare_ways",
         "trainer[ZeroedInPlace]",
@@ -133,7 +132,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/strategy/test_rematerialize.py": ("test_training_on_two_ranks_keeps_its_bits",),
     "tests/cuda/test_rematerialized.py": ("test_on_gpus_bytes_are_given_back",),
     "tests/strategy/test_evaluation.py": ("test_two_ranks_equal_one_device[24]",),
-    "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer",),
     "tests/strategy/test_memory_layouts.py": (
         "test_gradients_that_a_hook_replaces_may_lie_as_they_like[replicate]",
         "test_gradients_that_a_hook_sees_lie_as_their_parameters[replicate]",
@@ -165,7 +163,10 @@ LONG: dict[str, tuple[str, ...]] = {
     "tests/gpu/test_script.py": ("test_it_trains_where_jsonargparse_is_missing",),
     "tests/strategy/test_loss_scaling_on_ranks.py": ("test_the_scale_goes_through_checkpoints_of_parts[False]",),
     "tests/strategy/test_lowering.py": ("on_two_ranks_is_within_1e_4[gpt-zero3]", "[gpt-sgd-inductor]"),
-    "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer",),
+    "tests/strategy/test_by_hand.py": ("in_all_ways",),
+    "tests/strategy/test_data_sizes.py": ("global_batch[Kinds]",),
+    "tests/strategy/test_local_batches.py": ("[Sometimes]",),
+    "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer", "test_nothing_stays_of_a_trainer"),
     "tests/strategy/test_overlap.py": ("[conv-sgd-accumulate]",),
     "tests/strategy/test_pauses.py": ("[rate-3]", "[zero2-read]"),
     "tests/strategy/test_varying_sizes.py": ("test_graphs_that_were_not_used", "test_rows_and_lengths_vary_together"),
