@@ -166,7 +166,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "tests/strategy/test_by_hand.py": ("in_all_ways",),
     "tests/strategy/test_data_sizes.py": ("global_batch[Kinds]",),
     "tests/strategy/test_local_batches.py": ("[Sometimes]",),
-    "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer", "test_nothing_stays_of_a_trainer"),
+    "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer",),
     "tests/strategy/test_overlap.py": ("[conv-sgd-accumulate]",),
     "tests/strategy/test_pauses.py": ("[rate-3]", "[zero2-read]"),
     "tests/strategy/test_varying_sizes.py": ("test_graphs_that_were_not_used", "test_rows_and_lengths_vary_together"),
