@@ -195,6 +195,8 @@ def test_a_module_outlives_its_trainer(two_ranks: RankPool) -> None:
 def has_own_groups() -> list[float]:
     """The user's groups are neither used nor ended."""
     begun = []
+    if not dist.is_initialized():
+        train(strategy=STRATEGIES["zero3"])
     own = dist.new_group(backend="gloo")
     before = own._get_sequence_number_for_group()
     train(strategy=STRATEGIES["zero3"])
