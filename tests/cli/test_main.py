@@ -14,23 +14,6 @@ from .recipe import RECIPE, tiny
 pytest.importorskip("jsonargparse")
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs the command in this process; gives its exit status, stdout and stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        # Lightning warns where arguments come from the caller and from the process both.
-        monkeypatch.setattr(sys, "argv", ["lightning-spmd"])
-        status = 0
-        try:
-            cli.main(arguments)
-        except SystemExit as stop:
-            status = stop.code if isinstance(stop.code, int) else 1
-        return status, *capsys.readouterr()
-
-    return run
-
-
 def test_print_config_fills_in_the_recipe(run) -> None:
     status, out, _ = run("fit", "--config", RECIPE, "--trainer.devices", "2", "--data.path", "books", "--print_config")
     config = yaml.safe_load(out)

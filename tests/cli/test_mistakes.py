@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lightning_spmd import messages
-from lightning_spmd.cli import main as cli
 from lightning_spmd.cli.one_line import one_line
 from lightning_spmd.cli.recipe_cli import with_class_for_name
 
+from .conftest import Run
 from .recipe import RECIPE, tiny
 
 pytest.importorskip("jsonargparse")
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process; gives its exit status, stdout and stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lightning-spmd"])
-        status = 0
-        try:
-            cli.main(arguments)
-        except SystemExit as stop:
-            status = stop.code if isinstance(stop.code, int) else 1
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import json
 import resource
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lightning_spmd.cli import main as cli
 from lightning_spmd.cli import measured
 from lightning_spmd.planning import calibration
 from lightning_spmd.report.measure import Amount
 
+from .conftest import Run
 from .recipe import RECIPE, tiny
 
 pytest.importorskip("jsonargparse")
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in this process; gives its exit status, stdout and stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lightning-spmd"])
-        status = 0
-        try:
-            cli.main(arguments)
-        except SystemExit as stop:
-            status = stop.code if isinstance(stop.code, int) else 1
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")
