@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import default_collate
@@ -47,6 +47,7 @@ class Wanted:
         optimizer: name in ``modules.OPTIMIZERS``.
         bf16: whether under autocast.
         half: whether under autocast to float16, with loss scaling.
+        true: whether everything is bfloat16.
         clip: gradient clipping by norm.
         rows: of each rank.
         kernel: which attention kernel PyTorch would choose.
@@ -60,6 +61,7 @@ class Wanted:
     optimizer: str = "adamw_fused"
     bf16: bool = False
     half: bool = False
+    true: bool = False
     clip: float | None = None
     rows: int = 4
     kernel: str = "flash"
@@ -147,19 +149,21 @@ def build(wanted: Wanted) -> Built:
     if wanted.count > 1:
         ranks._processes = Processes(wanted.count, wanted.rank, wanted.count, device, "fake")
         ranks.mesh = make_mesh(mesh_sizes(options, wanted.count), wanted.rank, "cuda", "fake")
-    module = MODELS[wanted.model](optimizer=wanted.optimizer, **wanted.settings)
+    mixed = "bf16-mixed" if wanted.bf16 else "16-mixed"
+    precision = MixedPrecision(mixed, "cuda") if wanted.bf16 or wanted.half else Precision()  # type: ignore[arg-type]
+    precision = HalfPrecision("bf16-true") if wanted.true else precision
+    module = precision.convert_module(MODELS[wanted.model](optimizer=wanted.optimizer, **wanted.settings))
     layout = StateLayout(ranks, save_distributed=False)
     with fake:
         on_device(module, device)
         layout.shard(module)
     optimizer = module.configure_optimizers()
     layout.shard_optimizers(module, [optimizer])
-    mixed = "bf16-mixed" if wanted.bf16 else "16-mixed"
-    precision = MixedPrecision(mixed, "cuda") if wanted.bf16 or wanted.half else Precision()  # type: ignore[arg-type]
     module._trainer = stand_in(precision, device)
     settings = GraphSettings(ranks, BuildOptions(), None)
     context = settings.of_training(module, optimizer, ranks.streams(0), None, False)
     real = default_collate(samples("conv" if wanted.model == "conv" else "gpt", wanted.rows))
+    real = precision.convert_input(real)
     with fake:
         batch = Batch([torch.empty(t.shape, dtype=t.dtype, device=device) for t in real])
     clip = None if wanted.clip is None else functools.partial(clipped, precision, wanted.clip)

@@ -30,7 +30,16 @@ def test_batch_norm_on_ranks_is_torchs_kernels_for_it(lane: Lane) -> None:
     assert [two.operators[f"aten.{name}"] for name in BATCH_NORM] == [2] * len(BATCH_NORM)
     assert not any(name in one.operators for name in BATCH_NORM)
     assert one.nodes == 57
-    assert two.nodes <= 140  # with plain operators 190; 44 are buckets
+    assert two.nodes <= 128  # with plain operators 190; without batch norm 72, and 37 on one device
+
+
+@pytest.mark.parametrize("options", [{"bf16": True}, {"half": True}, {"true": True}], ids=str)
+def test_batch_norms_kernels_are_given_one_precision(lane: Lane, options: dict[str, bool]) -> None:
+    """They raise where running statistics or weights are in another one than sums."""
+    found = lane.run(facts, Wanted("conv", **options))
+    kernels = [found.operators[f"aten.{name}"] for name in BATCH_NORM]
+    assert kernels == [0 if options.get("true") else 2] * len(BATCH_NORM)
+    assert not found.fallbacks
 
 
 def test_sharded_weights_travel_in_the_precision_in_which_they_are_read(lane: Lane) -> None:

@@ -17,8 +17,8 @@ merged.
 
 Recomputation stays. A forward value and its copy in the backward pass are what activation checkpointing asks for, so
 parts of the iteration are kept apart; and within the backward pass a value is used again only while it is alive anyway
-(checkpoints inside checkpoints recompute there twice). Views cost no memory and are merged everywhere, also those that
-are written through.
+(checkpoints inside checkpoints recompute there twice), or if it is a few bytes that no operand goes into. Views cost no
+memory and are merged everywhere, also those that are written through.
 
 Only all-reduces are merged, no gathers: parameters gathered again for the backward pass are meant to be. Does nothing
 to a graph without duplicates. Bitwise.
@@ -38,13 +38,16 @@ from torch import fx
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.effects import is_pure, is_same_on_all_ranks, leaving_storages, replace_reads
 from lightning_spmd.ir.geometry import is_view
-from lightning_spmd.ir.node_info import Section, info_of, value_of
+from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, value_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import is_wait, stamp_writes
 from lightning_spmd.stages.passes.contract import GraphPass, PassState
 
 _aten = torch.ops.aten
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default  # noqa: SLF001 - an operator's public name
+
+_SMALL = 512
+"""Bytes that the backward pass may hold to its end: a block of CUDA's allocator."""
 
 _SPLITS = {
     _aten.split.Tensor,
@@ -120,7 +123,7 @@ class _Merger:
             return False
         if first.target is _ALL_REDUCE:
             return self._waits(first, second) is not None
-        if info_of(first).section is not Section.BACKWARD:
+        if info_of(first).section is not Section.BACKWARD or _is_small_constant(first):
             return True
         now = self.position[second]
         return all(self.last_use.get(storage, -1) > now for storage in _storages(first))
@@ -146,6 +149,12 @@ class _Merger:
         for node in reversed(gone):
             self.graph.erase_node(node)
         return len(gone)
+
+
+def _is_small_constant(node: fx.Node) -> bool:
+    """Whether a value of no operand is not worth being made again."""
+    spec = value_of(node)
+    return not node.all_input_nodes and isinstance(spec, TensorSpec) and spec.bytes <= _SMALL
 
 
 def _storages(node: fx.Node) -> list[fx.Node]:

@@ -152,6 +152,16 @@ def test_the_backward_pass_reuses_only_what_is_alive_anyway(alive: bool) -> None
     assert merged(body).count("exp.default") == (1 if alive else 2)
 
 
+@pytest.mark.parametrize(("count", "left"), [(1, 1), (1000, 2)])
+def test_the_backward_pass_keeps_a_few_bytes_of_no_operand(count: int, left: int) -> None:
+    def body(w: Writer, x: fx.Node, p: fx.Node) -> Any:
+        w.info = NodeInfo(BACKWARD)
+        sums = [w.call(aten.sum.default, w.call(aten.full.default, [count], 3.0)) for _ in range(2)]
+        return [(w.call(aten.stack.default, sums), R)]
+
+    assert merged(body).count("full.default") == left
+
+
 def test_equal_all_reduces_become_one_with_one_wait() -> None:
     def body(w: Writer, x: fx.Node, p: fx.Node) -> Any:
         first, second = w.reduce(x), w.reduce(x)
