@@ -17,7 +17,9 @@ Models that nobody here wrote, each through the Trainer with its own classes and
 of the module's own optimizer, {rows} rows a step, random weights and data, dropout and drop path off. torch {torch},
 lightning {lightning}. Made by
 
-    python -m tests.compatibility --write docs/compatibility.md
+```bash
+python -m tests.compatibility --write docs/compatibility.md
+```
 
 * **one process**: losses and weights against Lightning's own strategy. *bitwise* is the same bits.
 * **two processes**: the largest relative difference of a loss from one device on the whole batch. Rows have different

@@ -30,7 +30,9 @@ device, in float64. NaN and infinities must be in the same places, and both rank
 
 Up to {samples} samples of each of {operators} operators, as different as possible; torch {version}. Made by
 
-    python -m tests.operators --sides {names} --write docs/operators.md
+```bash
+python -m tests.operators --sides {names} --write docs/operators.md
+```
 
 An operator stands where its worst sample stands. Here a trace is given no values: what is refused because a value or a
 size has to be read is a graph in training, which reads it ([limits.md](limits.md)).
