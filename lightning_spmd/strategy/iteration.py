@@ -323,7 +323,7 @@ class TrainingIteration:
         try:
             executable = self._own.executable(request, ballot)
         except CannotBeBuilt as error:
-            self._fall_back(str(error))
+            self._fall_back(self.own_batches.refused(str(error)))
         self.flush()  # what another iteration left is not compared here
         self.own_batches.announce(executable)
         return executable

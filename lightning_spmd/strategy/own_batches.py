@@ -42,6 +42,12 @@ class OwnBatches:
         self.are_used = True
         self._reason = reason
 
+    def refused(self, reason: str) -> str:
+        """Why a step is no graph, neither on each rank's own batch, for ``reason``, nor on the batch of all ranks."""
+        if self._told or self._reason is None or self._reason == reason:
+            return reason
+        return f"{self._reason}. And on each rank's own batch: {reason}"
+
     def announce(self, executable: Executable) -> None:
         """Say so once there is a graph of such a batch."""
         facts = executable.captured.own_batch

@@ -153,6 +153,8 @@ def undo_effects(sightings: Sightings) -> list[Effect]:
     found: list[Effect] = []
     for holder in reversed(sightings.holders):
         effects = list(_effects_on(holder, sightings.substitutes)) if holder.lasts else []
+        if effects and sightings.gifts.are_gone(holder):
+            continue
         for effect in effects:
             effect.undo()
         found += reversed(effects)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_spmd.stages.capture.code_facts import CodeFacts
 from lightning_spmd.stages.capture.containers import Content, Entries, Items, Members
+from lightning_spmd.stages.capture.gifts import Gifts
 from lightning_spmd.stages.capture.holders import Attributes, Closure, Entry, Fields, Holder
 
 H = TypeVar("H", bound=Holder)
@@ -34,6 +35,7 @@ class Sightings:
         hidden: modules that are not registered below the LightningModule.
         caches: functions with a ``functools.lru_cache`` that were met.
         untold: paths that cannot be compared, with the reason.
+        gifts: what libraries gave to the step.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
@@ -49,6 +51,7 @@ class Sightings:
         self._by_subject: dict[tuple[int, type[Holder]], Holder] = {}
         self._made_here: set[int] = set()
         self._alive: list[Any] = []
+        self.gifts = Gifts(self.holders, self._alive)
 
     def holder(self, kind: type[H], subject: Any, path: str, place: Entry | None, **how: Any) -> H:
         """The holder of ``subject``; a new one if it was not met."""

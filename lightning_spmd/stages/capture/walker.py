@@ -80,6 +80,7 @@ class Walker(abc.ABC):
         self.look_at(value, path, facts)
         if not known:
             self.sightings.lasts(value)
+            self.sightings.gifts.add(value)
 
     def look_at_globals(self, scope: dict[str, Any], facts: CodeFacts) -> None:
         """Follow the globals that a frame names."""
