@@ -28,6 +28,7 @@ from lightning_spmd.errors import (
 from lightning_spmd.strategy.foreign_lightning import explain_in_pytorch_lightning
 from lightning_spmd.strategy.run_context import BuildEvent
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
+from lightning_spmd.strategy.step_statistics import StepStatistics
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "SPMDError",
     "SPMDStrategy",
     "StaleGraphError",
+    "StepStatistics",
     "VerificationError",
     "__version__",
 ]

@@ -106,6 +106,16 @@ def is_within_training_epoch(trainer: Any) -> bool:
     )
 
 
+def logs_this_step(trainer: Any) -> bool:
+    """Whether the step that runs gets a row in the log (``log_every_n_steps``); Lightning's own callbacks ask this."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def step_of_log(trainer: Any) -> int:
+    """The number of that row, as ``self.log`` has it."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
 def layer_sync(strategy: Any) -> Any:
     """The layer-sync plugin that the Trainer handed to the strategy (``sync_batchnorm=True``), or None."""
     return strategy._layer_sync

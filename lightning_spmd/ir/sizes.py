@@ -129,6 +129,11 @@ class Sizes:
         """A step with this batch begins."""
         self._values = self.of(tensors)
 
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The sizes of the step that runs."""
+        return self._values
+
     def now(self, formulas: Sequence[Formula]) -> Callable[[], tuple[Any, ...]]:
         """A function that gives the numbers of the step that runs."""
         compute = self._function(f"({''.join(f'{formula}, ' for formula in formulas)})")

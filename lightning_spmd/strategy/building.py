@@ -279,7 +279,7 @@ class GraphBuilder:
             lowering(
                 "none" if captured.variant.own_batch else context.options.lowering,
                 context.company(captured.variant.method, self._dump_of(self.captures)),
-                self._last_lowering,
+                context.waits.timing(self._last_lowering),
             ),
             on_repairs=self._telling.of_repairs,
             asks=self._last_lowering is as_python,

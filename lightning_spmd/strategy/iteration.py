@@ -34,7 +34,7 @@ from lightning_spmd.strategy.own_graphs import OwnBallot, OwnGraphs
 from lightning_spmd.strategy.places import Moment, training_moment
 from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import Recorded, replay, resolve
-from lightning_spmd.strategy.run_context import RunContext, StepRequest
+from lightning_spmd.strategy.run_context import Ran, RunContext, StepRequest
 from lightning_spmd.strategy.shared_leaves import newly_shared
 
 
@@ -55,7 +55,7 @@ class TrainingIteration:
         self.paused: PausingExecutable | None = None
         self._found = Found((), (), None, None)  # what runs
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
-        self.last_used: Executable | None = None
+        self.ran = Ran()  # the micro-batch before
         self.rechecks = Rechecks(context, self._builder)
         self.own_batches = OwnBatches(context.batch)
         self._own = OwnGraphs(
@@ -99,10 +99,7 @@ class TrainingIteration:
             except NoGlobalBatch as reason:
                 self.own_batches.begin(str(reason))
                 executable, outputs, batch, rows = self._step(batch_tree, arguments, variant, clip)
-        if isinstance(executable, PausingExecutable):
-            self.paused = executable
-        else:
-            self.last_used = executable
+        self.paused = executable if isinstance(executable, PausingExecutable) else self.paused
         self._after(executable.captured)
         return self._answer(executable, outputs, batch, rows)
 
@@ -224,19 +221,17 @@ class TrainingIteration:
         """
         if ballot is None or ballot.found.index is None or self._pending is not None:
             return None
-        table, rechecks = self.table, self.rechecks
-        if isinstance(ballot, OwnBallot):
-            table, rechecks = self._own.table, self._own.rechecks
+        side = self._own if isinstance(ballot, OwnBallot) else self
         found, index = ballot.found, ballot.found.index
-        executable = table.graph(index)
-        if not executable.can_ask or rechecks.is_due(index):
+        executable = side.table.graph(index)
+        if not executable.can_ask or side.rechecks.is_due(index):
             return None
 
         def agree() -> None:
             if ballot.result() is not found:
                 raise Outvoted
             self._found = found
-            rechecks.count_use(index)
+            side.rechecks.count_use(index)
 
         try:
             outputs, self._pending = executable.run(tensors, None, agree)
@@ -387,6 +382,8 @@ class TrainingIteration:
         if captured.own_batch is not None:
             found = outputs[captured.own_batch.rows]
             rows = int(found) if found.device.type == "cpu" else found  # a GPU need not be waited for
+        split, tables = self._found.split if self.context.mesh is None else None, (self.table, self._own.table)
+        self.ran = Ran.of(executable, rows, split, tables)
         with self.context.step_context(captured.variant.method):
             is_global = self.context.control is not None
             calls, returned = executable.calls_and_result()

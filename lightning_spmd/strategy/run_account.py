@@ -17,7 +17,7 @@ from lightning_spmd.messages import tell
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.run_context import BuildEvent, GraphSettings
+from lightning_spmd.strategy.run_context import BuildEvent, GraphSettings, Ran
 from lightning_spmd.strategy.start_table import show
 
 _KEPT = 10_000
@@ -128,9 +128,15 @@ class Accounts:
 
     Args:
         settings: what graphs are made with.
+
+    Attributes:
+        ran: how the last micro-batch did.
+        waits: measures how long its graphs wait for collectives, if that is wanted before they are built.
     """
 
     def __init__(self, settings: GraphSettings) -> None:
+        self.ran = Ran()
+        self.waits = settings.waits
         self._settings = settings
         self._current: RunAccount | None = None
 
@@ -141,19 +147,20 @@ class Accounts:
         self._current.begin()
         self._settings.listeners.append(self._current.on_build)
 
-    def step(self, run: Callable[[], Any], how: Callable[[], tuple[Mode, Executable | None]]) -> Any:
+    def step(self, run: Callable[[], Any], how: Callable[[], tuple[Mode, Ran]]) -> Any:
         """Run one micro-batch.
 
         Args:
             run: does it.
-            how: says afterwards how it ran: the mode, and the graph if it was one.
+            how: says afterwards how it ran: the mode of the fit, and this one.
         """
         account = self._current
         if account is None:
             return run()
         account.step_begins()
         output = run()
-        account.step_ran(*how())
+        mode, self.ran = how()
+        account.step_ran(mode, self.ran.executable)
         return output
 
     def tell(self) -> None:
@@ -163,6 +170,7 @@ class Accounts:
 
     def end(self) -> None:
         """The fit is over."""
+        self.ran = Ran()
         if self._current is not None:
             self._settings.listeners.remove(self._current.on_build)
             self._current.end()

@@ -21,8 +21,10 @@ from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.bf16_updates import Updates
 from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.lowering import Company
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.stages.runtime.waiting import WaitMeter
 from lightning_spmd.strategy.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.newcomers import Newcomers
 from lightning_spmd.strategy.own_batches import BatchMode
@@ -31,6 +33,46 @@ from lightning_spmd.strategy.ranks import Ranks
 
 class FellBack(Exception):
     """This iteration cannot be one graph; the caller goes on eagerly."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a micro-batch ran.
+
+    Args:
+        executable: its graph; None: eagerly.
+        rows: of the global batch, where the host knows.
+        tables: of all graphs of its run.
+    """
+
+    executable: Executable | None = None
+    rows: int | None = None
+    tables: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, executable: Executable, rows: Any, split: tuple[int, ...] | None, tables: tuple[Any, ...]) -> Ran:
+        """With the rows where they are known.
+
+        Args:
+            executable: the graph.
+            rows: of the global batch of several ranks; a number on a GPU is not waited for.
+            split: on one device the first sizes of all tensors of the batch, which may be rows or something else.
+            tables: of all graphs of its run.
+        """
+        if split is not None:
+            rows = split[0] if len(set(split)) == 1 else None
+        return cls(executable, rows if isinstance(rows, int) else None, tables)
+
+    @property
+    def graphs(self) -> int:
+        """Number of graphs that are kept."""
+        return sum(len(table.executables) for table in self.tables)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those sizes of its batch that the graph leaves open, until the next one runs."""
+        family = None if self.executable is None else self.executable.family
+        return () if family is None else family.sizes.values
 
 
 @dataclass(frozen=True)
@@ -71,6 +113,7 @@ class RunContext:
         fenced: some rank may finish pending work alone, when a hook of its looks at a weight.
         batch: whether the ranks have one batch together or a batch each.
         came_late: says what came since the mode of the run was chosen and asks for another one, or None.
+        waits: measures how long graphs wait for collectives, where somebody wants to know.
     """
 
     module: Any
@@ -89,6 +132,7 @@ class RunContext:
     fenced: bool = False
     batch: BatchMode = "global"
     came_late: Callable[[], str | None] = lambda: None
+    waits: WaitMeter = field(default_factory=WaitMeter)
 
     @property
     def scaler(self) -> TrainersScaler:
@@ -139,6 +183,7 @@ class GraphSettings:
         listeners: called with each BuildEvent.
         bf16_updates: how weights of bfloat16 are updated.
         batch: whether the ranks of training have one batch together or a batch each.
+        waits: measures how long graphs of training wait for collectives, where somebody wants to know.
     """
 
     ranks: Ranks
@@ -147,6 +192,7 @@ class GraphSettings:
     listeners: list[Callable[[BuildEvent], None]] = field(default_factory=list[Callable[[BuildEvent], None]])
     bf16_updates: Updates = "plain"
     batch: BatchMode = "auto"
+    waits: WaitMeter = field(default_factory=WaitMeter)
 
     def of_training(
         self,
@@ -166,7 +212,7 @@ class GraphSettings:
             overlaps: whether iterations may overlap, or ``"auto"``.
         """
         context = self._context(module, optimizer, streams, self.dump_dir, overlaps, newcomers)
-        return dataclasses.replace(context, batch=self.batch)
+        return dataclasses.replace(context, batch=self.batch, waits=self.waits)
 
     def of_evaluation(self, module: Any, streams: RandomStreams | None) -> RunContext:
         """What graphs of evaluation steps are made in."""

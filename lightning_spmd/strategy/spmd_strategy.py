@@ -172,6 +172,7 @@ class SPMDStrategy(SavingStrategy):
         self._settings = GraphSettings(ranks, self.build_options, self.dump_dir, [], updates, batches)
         steps = StepsInGraphs()
         self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random)
+        self.accounts = self._training.accounts
         self._evaluation = Evaluation(self._layout, steps, self._new_evaluation)
 
     # ------------------------------------------------------------------ from setup to teardown
@@ -241,7 +242,7 @@ class SPMDStrategy(SavingStrategy):
         training, eager = self._training, super().training_step
         return training.accounts.step(
             lambda: training.step(eager, args, kwargs),
-            lambda: (training.mode, None if training.iteration is None else training.iteration.last_used),
+            lambda: (training.mode, training.ran),
         )
 
     @override

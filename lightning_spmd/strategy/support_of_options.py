@@ -19,6 +19,12 @@ OPTIONS: tuple[Feature, ...] = (
         "tests/strategy/test_reads.py::test_a_value_is_that_of_the_global_batch",
     ),
     Feature(
+        "lightning_spmd.StepStatistics, step time and MFU in the Trainer's loggers",
+        Mode.COMPILED,
+        "medians every log_every_n_steps steps; eagerly time and memory alone; with CUDA graphs no waiting time",
+        "tests/strategy/test_step_statistics.py::test_one_device_logs_each_row_and_keeps_its_bits",
+    ),
+    Feature(
         "lowering='inductor' and 'auto' of SPMDStrategy",
         Mode.COMPILED,
         "chains of pointwise operators and reductions are compiled by Inductor, kept on disk; needs a C++ compiler",

@@ -34,7 +34,7 @@ from lightning_spmd.strategy.places import compare_training_batches, meet_after_
 from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.replay import StepsInGraphs
 from lightning_spmd.strategy.run_account import Accounts
-from lightning_spmd.strategy.run_context import FellBack, GraphSettings
+from lightning_spmd.strategy.run_context import FellBack, GraphSettings, Ran
 from lightning_spmd.strategy.state_layout import StateLayout
 from lightning_spmd.strategy.wide_state import check_precision
 
@@ -54,6 +54,7 @@ class Training:
         iteration: its graphs; None where it runs eagerly.
         sync_blocked: gradients stay this rank's own for now.
         accounts: what is known of the fit.
+        ran: how the last micro-batch did.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Training:
         self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
         self.accounts = Accounts(settings)
+        self.ran = Ran()
 
     # ------------------------------------------------------------------ the beginning
     def forget(self) -> None:
@@ -179,6 +181,7 @@ class Training:
     def end(self) -> None:
         """The run is over: hooks are the user's own again."""
         self.accounts.end()
+        self.ran = Ran()
         self._overlapping.take_away()
         self._pause_no_more()
 
@@ -198,7 +201,7 @@ class Training:
         """
         self._follow_optimizer()
         iteration = self._usable_iteration()
-        self._backward_passes = 0
+        self._backward_passes, self.ran = 0, Ran()
         if iteration is None:
             meet_in_training(self._module, self._ranks.control, self._newcomers)
             return self._eagerly(eager, args, kwargs)
@@ -218,7 +221,7 @@ class Training:
             return self.step(eager, args, kwargs)
         if self._pauses is not None and iteration.paused is not None:
             self._pauses.begin(iteration.paused)
-        self._ran_forward = True
+        self._ran_forward, self.ran = True, iteration.ran
         self._steps.add("training_step")
         if self.mode is Mode.SPLIT:
             self._held = dict(iteration.gradients)

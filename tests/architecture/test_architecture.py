@@ -49,6 +49,7 @@ PUBLIC_NAMES = {
     "SPMDError",
     "SPMDStrategy",
     "StaleGraphError",
+    "StepStatistics",
     "VerificationError",
     "__version__",
 }

@@ -34,6 +34,10 @@ class HostClock:
     def settle(self) -> None:
         """Wait until every mark has been passed."""
 
+    def has_passed(self, mark: float) -> bool:
+        """Whether a mark has been passed."""
+        return True
+
 
 class DeviceClock:
     """Time on a GPU: events in its stream, which take no synchronisation, so the host runs ahead as it always does."""
@@ -51,6 +55,10 @@ class DeviceClock:
     def settle(self) -> None:
         """Wait until every mark has been passed."""
         torch.cuda.synchronize()
+
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        """Whether a mark has been passed; nobody waits for it."""
+        return mark.query()
 
 
 def clock_of(graph: fx.Graph) -> HostClock | DeviceClock:

@@ -1,0 +1,70 @@
+"""What a device of this machine could compute at most: a GPU by its maker, a CPU by what large products reach."""
+
+from __future__ import annotations
+
+import functools
+import re
+import statistics
+import time
+from collections.abc import Mapping
+
+import torch
+
+from lightning_spmd.cost.hardware import DEVICES
+from lightning_spmd.cost.operators import work_of
+from lightning_spmd.ir.steps import CapturedStep
+
+# As drivers name the devices of the table. Others of the same name (H100 PCIe, H200 NVL) reach less.
+_KNOWN = {
+    r"H100 80GB HBM3|H100 SXM": "h100",
+    r"H200(?! NVL)": "h200",
+    r"A100\b": "a100-80",
+    r"L40S\b": "l40s",
+    r"B200\b": "b200",
+    r"V100-SXM2": "v100",
+}
+_ROWS, _INNER, _COLUMNS = 2048, 512, 512
+_ROUNDS = 5
+
+
+def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations a second of products on one device; None of a device that nobody knows.
+
+    Args:
+        device: a GPU, or the host, whose products are measured at the first call.
+        dtype: of the operands.
+    """
+    if device.type == "cpu":
+        return _measured(dtype, torch.get_num_threads())
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = next((known for pattern, known in _KNOWN.items() if re.search(pattern, name)), None)
+    return None if found is None else DEVICES[found].peak(dtype)
+
+
+def products_per_second(dtype: torch.dtype, rounds: int = _ROUNDS) -> float:
+    """Operations a second of a large product on the host; the first round fills caches."""
+    left, right = torch.ones(_ROWS, _INNER, dtype=dtype), torch.ones(_INNER, _COLUMNS, dtype=dtype)
+    seconds: list[float] = []
+    with torch.no_grad():
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            torch.mm(left, right)
+            seconds.append(time.perf_counter() - begin)
+    return 2.0 * _ROWS * _INNER * _COLUMNS / statistics.median(seconds[1:])
+
+
+@functools.cache
+def _measured(dtype: torch.dtype, _threads: int) -> float:
+    return products_per_second(dtype)
+
+
+def products_of(step: CapturedStep) -> Mapping[torch.dtype, float]:
+    """Floating-point operations of a step's products by the dtype of their operands, as one device would do them."""
+    found: dict[torch.dtype, float] = {}
+    for node in step.graph_module.graph.nodes:
+        work = work_of(node)
+        if work.flops:
+            found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
+    return found
