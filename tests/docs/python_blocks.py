@@ -38,12 +38,12 @@ def run_page(page: str, devices: int, folder: str) -> None:
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with _in(Path(folder)):
-        printed = ""
+        printed = None
         for block in blocks_of(page):
-            if block.word == "output" and int(os.environ.get("RANK", "0")) == 0:
+            if block.word == "output" and printed is not None and os.environ.get("RANK", "0") == "0":
                 _compare(block, printed)
-            elif block.language == "python" and block.word != "not run" and devices in block.devices:
-                printed = _run(block, namespace, devices)
+            elif block.language == "python" and block.word != "not run":
+                printed = _run(block, namespace, devices) if devices in block.devices else None
 
 
 def has_blocks(page: str, devices: int) -> bool:

@@ -18,6 +18,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,6 +86,8 @@ def check_command(command: str, folder: Path) -> None:
 def _check_one(words: list[str], folder: Path) -> None:
     while words and (_SETTING.match(words[0]) or words[0] in ("exec", "export")):
         words = words[1:]
+    for written in [after for word, after in pairwise(words) if word == ">" and "/" not in after]:
+        (folder / written).touch()  # later commands may name it
     words = words[: next((i for i, word in enumerate(words) if word in (">", ">>", "<", "2>&1")), len(words))]
     if not words:
         return
