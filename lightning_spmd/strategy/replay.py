@@ -23,6 +23,7 @@ from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.strategy.by_hand import replayed
+from lightning_spmd.strategy.replayed_functions import FUNCTIONS
 
 
 def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: Sequence[Any] = ()) -> Any:
@@ -80,6 +81,8 @@ def replay(
         kwargs = resolve(call.kwargs, outputs, leaves, results)
         if (by_hand := replayed(module, call.method)) is not None:
             results.append(by_hand(*args, **kwargs))
+        elif (function := FUNCTIONS.get(call.method)) is not None:
+            results.append(function(*args, **kwargs))
         elif call.method == "assign":
             results.append(recorded.assign[args[0]](args[1]))
         elif call.method == "append":

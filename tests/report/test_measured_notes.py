@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -16,7 +17,7 @@ from tests.strategy.small import Quiet, loader_of, rows
 class ReadsTheLoss(Quiet):
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
-        return loss if float(loss) > 0 else -loss
+        return loss if math.fsum([loss]) > 0 else -loss
 
 
 def _measured(module: type[Quiet], options: dict[str, Any], devices: int) -> tuple[int, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import random
 import re
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class Item(Quiet):
 class Branch(Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        if float(loss) > 1.0:  # HERE
+        if math.fsum([loss]) > 1.0:  # HERE
             loss = loss * 0.5
         return loss
 
@@ -53,7 +54,7 @@ class Selects(Quiet):
 class ToNumpy(Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        self.log("read", float(loss.detach().numpy()))  # HERE
+        self.log("read", math.fsum([loss.detach().numpy()]))  # HERE
         return loss
 
 
@@ -114,7 +115,7 @@ class LateBranch(Quiet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        if batch_idx >= 2 and float(loss) > 100.0:
+        if batch_idx >= 2 and math.fsum([loss]) > 100.0:
             loss = loss * 2
         return loss
 

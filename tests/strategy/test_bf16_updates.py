@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def test_what_cannot_be_is_an_error(strategy: Any, flags: dict[str, Any], words:
 class _Reads(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss if float(loss) > 0 else -loss
+        return loss if math.fsum([loss]) > 0 else -loss
 
 
 def test_training_that_turns_out_to_be_eager_is_an_error() -> None:

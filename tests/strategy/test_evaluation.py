@@ -71,7 +71,7 @@ class ReadsAValue(Everything):
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         loss = F.cross_entropy(self(batch[0]), batch[1])
-        if float(loss) > 100:
+        if math.fsum([loss]) > 100:
             loss = loss * 2
         self.log("val/loss", loss, sync_dist=True)
 
@@ -101,14 +101,14 @@ class FallsBackLater(Steady):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         if self.trainer.global_step >= 8:
-            float(loss)
+            math.fsum([loss])
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         if batch_idx >= 1:
-            float(loss)
+            math.fsum([loss])
         self.log("val", loss, on_step=True, sync_dist=True)
         self.log("largest", loss, reduce_fx="max")
         self.accuracy.update(self(batch[0]), batch[1])

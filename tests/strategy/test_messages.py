@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from tests.strategy.small import Quiet, loader_of, rows
 class ReadsTheLoss(Quiet):
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
-        return loss if float(loss) > 0 else -loss
+        return loss if math.fsum([loss]) > 0 else -loss
 
 
 class LooksAtGradients(Quiet):
@@ -87,7 +88,7 @@ def test_every_fit_of_a_process_announces_its_fallback_at_the_users_line() -> No
     assert len(said) == 2
     for warning in said:
         assert warning.filename == __file__
-        assert warning.lineno == _line(ReadsTheLoss.loss, "float(")
+        assert warning.lineno == _line(ReadsTheLoss.loss, "math.fsum(")
         assert "a tensor's value is read" in str(warning.message)
         assert "aten.nll_loss_forward" in str(warning.message)  # what was read
         assert "DDP" not in str(warning.message)  # one device averages nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -52,7 +53,7 @@ class OwnNumbers(Quiet):
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
-        return loss if not self.eagerly or float(loss) > 0 else -loss
+        return loss if not self.eagerly or math.fsum([loss]) > 0 else -loss
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * getattr(self.last, "scale", 1.0)

@@ -133,8 +133,8 @@ class ManySizes(Quiet):
     """A size that is another one in nearly every step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        many = int((batch[0].square().sum() * 1000).item())  # HERE
-        return self.loss(batch) * (1 + many % 7)
+        many = int((batch[0].square().sum() * 1000).item())
+        return self.loss(batch) * (1 + len(range(many)) % 7)  # HERE
 
 
 def test_too_many_ways_end_in_the_eager_path() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class FallsBack(Quiet):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.loss(batch) * 0 + batch_idx
         if batch_idx == 1:
-            float(loss)
+            math.fsum([loss])
         self.log("own", loss)
         self.log("synced", loss, sync_dist=True)
         self.log("own metric", batch_idx + 0.0, batch_size=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -55,7 +56,7 @@ def sized(*counts: int) -> Any:
 class ReadsLoss(Quiet):
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
-        return loss if float(loss) > 0 else -loss
+        return loss if math.fsum([loss]) > 0 else -loss
 
 
 class Fetches(Quiet):
@@ -112,7 +113,7 @@ class Distinct(Quiet):
 class DistinctEager(Distinct):
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
-        return loss if torch.is_grad_enabled() or float(loss) > 0 else -loss
+        return loss if torch.is_grad_enabled() or math.fsum([loss]) > 0 else -loss
 
 
 def _trainer(plan: str, flags: dict[str, Any]) -> L.Trainer:

@@ -24,6 +24,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture import attribute_spy
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of
+from lightning_spmd.stages.capture.recorded_builtins import Builtins
 from lightning_spmd.stages.capture.same_state import SIMPLE
 from lightning_spmd.stages.capture.user_code import is_installed, is_standard, is_user_code
 from lightning_spmd.stages.capture.walk import Walk
@@ -88,6 +89,7 @@ class FrameWatch:
         self._alive: list[CodeType] = []
         self._problem: BaseException | None = None
         self._on = False
+        self._builtins = Builtins()
         self._hook = self._sieve()
 
     @contextlib.contextmanager
@@ -105,6 +107,7 @@ class FrameWatch:
         finally:
             self._on = False
             sys.setprofile(None)
+            self._builtins.put_back()
             if callable(before):
                 sys.setprofile(before)
             elif before is not None:  # cProfile: an object that is no function
@@ -187,6 +190,7 @@ class FrameWatch:
             self._users.add(key)
             self._followed.add(key)
             self.walk.look_at_globals(frame.f_globals, facts)
+            self._builtins.meet(code, frame.f_globals)
             for name in facts.imports:
                 self._imported(name, frame.f_globals, facts)
             if facts.environment:

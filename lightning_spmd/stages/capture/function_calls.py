@@ -47,12 +47,14 @@ class FunctionCalls(TorchFunctionMode):
 
     Attributes:
         on_values: told each tensor from outside the graph whose values become Python's at once.
+        array_of: gives what stands for NumPy's array of a tensor of the graph.
     """
 
     def __init__(self, number: Callable[[torch.Tensor, type], Any] = lambda _tensor, _kind: None) -> None:
         super().__init__()
         self._number = number
         self.on_values: Callable[[torch.Tensor], None] = lambda _: None
+        self.array_of: Callable[[torch.Tensor], Any] = lambda tensor: tensor.numpy()
         self._function = ""
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
@@ -75,6 +77,10 @@ class FunctionCalls(TorchFunctionMode):
                 )
             if func is torch.Tensor.__format__ and isinstance(args[0], private.FakeTensor) and args[0].dim() == 0:
                 return format(args[0].item(), args[1])  # as of a real one: f"expert_{index}"
+            if func in _MAKES_TENSORS and args and _is_list_of_numbers(args[0]):
+                return _tensor_of(args[0], kwargs)
+            if func is torch.Tensor.numpy and isinstance(args[0], private.FakeTensor):
+                return self.array_of(args[0])
             if func in _AS_NUMBER and (number := self._number(args[0], _AS_NUMBER[func])) is not None:
                 return number
             if func in _AS_PYTHON and not isinstance(args[0], private.FakeTensor):
@@ -107,6 +113,22 @@ class FunctionCalls(TorchFunctionMode):
                 found.append(scalar)
         positional = [values.pop(name) for name in names[: len(args)]]
         return tuple(positional), values, found
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    """Whether it is a list of numbers of which some are recorded."""
+    if type(value) not in (list, tuple) or not value:
+        return False
+    kinds = set(map(type, value))
+    return not SYMBOLS.isdisjoint(kinds) and kinds <= SYMBOLS | {int, float, bool}
+
+
+def _tensor_of(numbers: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    samples = [number if (scalar := scalar_of(number)) is None else scalar.sample for number in numbers]
+    kind = float if float in map(type, samples) else int if int in map(type, samples) else bool
+    dtype, device = kwargs.get("dtype") or _DTYPES.get(kind, torch.get_default_dtype()), kwargs.get("device")
+    made = torch.stack([torch.scalar_tensor(number, dtype=dtype, device=device) for number in numbers])
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
 
 
 def _is_plain(value: Any, scalar: HostScalar) -> bool:

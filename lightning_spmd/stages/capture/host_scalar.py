@@ -200,6 +200,8 @@ class HostScalar(_Answers):
         if self._later is not None:
             self.sample = self._later()
             self._later = None
+            if self.node is not None:  # what runs on stand-ins is to see it
+                self.node.meta["val"] = self.sample
         return self.sample
 
     @property
@@ -225,7 +227,12 @@ class HostScalar(_Answers):
         function = _OPERATORS.get(name)
         if function is None:
             raise AttributeError(f"a recorded number has no operation {name!r}")
-        return lambda *others: self.recorder.scalar_call(function, (self, *others))
+
+        def call(*others: Any) -> HostScalar:
+            numbers = [o if isinstance(o, HostScalar) else HostScalar(o, None, self.recorder) for o in others]
+            return self.recorder.scalar_call(function, (self, *numbers))
+
+        return call
 
     # --- the rest of that protocol: numbers and decisions
     @property
@@ -294,19 +301,6 @@ def scalar_of(value: Any) -> HostScalar | None:
 
 
 @contextlib.contextmanager
-def _formatted(kind: Any, plain: type) -> Iterator[None]:
-    """``f"{number:.3f}"`` is of the number's value, for which the graph then holds; torch knows no formats."""
-    if "__format__" in vars(kind):
-        yield
-        return
-    kind.__format__ = lambda self, spec: format(plain(self), spec)
-    try:
-        yield
-    finally:
-        del kind.__format__
-
-
-@contextlib.contextmanager
 def math_follows_scalars(recorder: ScalarRecorder) -> Iterator[None]:
     """While capturing, functions of ``math`` applied to recorded numbers record themselves."""
     saved = {name: getattr(math, name) for name in _REFLECTED}
@@ -324,10 +318,7 @@ def math_follows_scalars(recorder: ScalarRecorder) -> Iterator[None]:
     try:
         for name, original in saved.items():
             setattr(math, name, follow(original))
-        with contextlib.ExitStack() as stack:
-            for kind, plain in ((torch.SymFloat, float), (torch.SymInt, int), (torch.SymBool, bool)):
-                stack.enter_context(_formatted(kind, plain))
-            yield
+        yield
     finally:
         for name, original in saved.items():
             setattr(math, name, original)

@@ -23,7 +23,10 @@ from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.appended_lists import AppendOnly
 from lightning_spmd.stages.capture.batch import is_unread, reference_to_leaf
 from lightning_spmd.stages.capture.host_scalar import scalar_of
+from lightning_spmd.stages.capture.later_array import LaterArray
 from lightning_spmd.stages.capture.later_value import LaterValue, LaterValues, reference_to
+from lightning_spmd.stages.capture.printed import prints_followed
+from lightning_spmd.stages.capture.texts import Texts
 from lightning_spmd.stages.capture.user_code import user_location
 
 _METRIC_METHODS = ("update", "forward", "compute", "reset")
@@ -38,6 +41,7 @@ class LogRecorder:
 
     def __init__(self, add_output: Callable[[Any, OutputRole, tuple[Any, ...], str], int]) -> None:
         self.calls: list[RecordedCall] = []
+        self.texts = Texts()
         self._add_output = add_output
 
     def lift(self, value: Any, role: OutputRole, name: str) -> Any:
@@ -52,6 +56,8 @@ class LogRecorder:
                 return reference_to_leaf(item)
             if isinstance(item, LaterValue):
                 return reference_to(item)
+            if type(item) is str and (parts := self.texts.parts(item)) is not None:
+                return CallRef(self.record("", "text", role, parts, {}))
             if isinstance(item, Tensor):
                 return OutputRef(self._add_output(item.detach(), role, (), name + path))
             if scalar_of(item) is not None:
@@ -87,7 +93,22 @@ class LogRecorder:
                     stack.enter_context(_shadow(part, "log", self._log_method(path)))
                     stack.enter_context(_shadow(part, "log_dict", self._log_dict_method(path, part)))
                     stack.enter_context(_shadow(part, "print", self._print_method(path)))
+            stack.enter_context(self.texts.active())
+            stack.enter_context(prints_followed(self._function))
             yield
+            self.texts.check()
+
+    def _function(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        return self.record("", name, OutputRole.LOGGED, args, kwargs)
+
+    def array_of(self, tensor: Tensor) -> LaterArray:
+        """What stands for ``tensor.numpy()``."""
+        return LaterArray(
+            CallRef(self._function("numpy", ("array", tensor), {})), self._made_of, self.texts.mark, tensor
+        )
+
+    def _made_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LaterArray:
+        return LaterArray(CallRef(self._function("numpy", args, kwargs)), self._made_of, self.texts.mark)
 
     def _metric_method(self, path: str, metric: nn.Module, method: str) -> Callable[..., Any]:
         def shadow(*args: Any, **kwargs: Any) -> Any:
@@ -95,8 +116,9 @@ class LogRecorder:
             if method not in ("forward", "compute"):
                 return None
             if isinstance(metric, MetricCollection):
-                return LaterValues(call, path, [str(name) for name in metric.keys(keep_base=False)])
-            return LaterValue(CallRef(call), path)
+                names = [str(name) for name in metric.keys(keep_base=False)]
+                return LaterValues(call, path, names, self._made_of, self.texts.mark)
+            return LaterValue(CallRef(call), path, self._made_of, self.texts.mark)
 
         return shadow
 

@@ -126,6 +126,7 @@ class _Capture:
         self.recorder.watch = self.python.watch
         self.recorder.reads.role_of = self.inputs.role_of
         self.recorder.functions.on_values = self.python.content_of
+        self.recorder.functions.array_of = self.logs.array_of
         self.returned: Any = None
         self._fakes: list[Tensor] = []  # of the batch
         self.own: OwnBatch | None = None
