@@ -12,6 +12,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/cli/test_compare.py": ("test_two_processes_train_under_each_strategy_in_turn",),
     "tests/cost/test_sharded_memory.py": ("test_measured_memory_is_what_was_counted",),
     "tests/cuda/test_five_models.py": ("[llama]",),
+    "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-"),
     "tests/cuda/test_recordings.py": ("[llama]", "[experts]", "[cudnn]", "[efficient]", "[lstm]"),
     "tests/equality/test_context_parallel.py": ("[cp2 zero3-", "test_a_checkpoint_goes_on_beside_other_plans"),
     "tests/equality/test_one_device.py": (

@@ -7,7 +7,8 @@ zeros of the global batch's size would take the memory that capture is there to 
 pass can be traced, and that with ``batch_first`` results have time outermost in memory. The backward kernel relies on
 the latter, without a check; it has no shape function at all.
 
-``_ctc_loss`` is said to have a shape that depends on data; with lengths that are integers of Python it does not.
+``_ctc_loss`` is said to have a shape that depends on data; with lengths that are integers of Python it does not. Its
+gradient has no shape function.
 
 ``batch_norm_stats`` and its kind, which ``torch.nn.SyncBatchNorm`` is made of, have kernels for GPUs and nothing else.
 """
@@ -96,6 +97,11 @@ def ctc_losses(
     return scores.new_empty(rows), scores.new_empty(table)
 
 
+def of_scores(_: Any, __: Tensor, scores: Tensor, *___: Any, **____: Any) -> Tensor:
+    """A tensor of the shape of the second one."""
+    return scores.new_empty(scores.shape)
+
+
 def _bound(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001 - an operator's description
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -150,6 +156,7 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
         "_grouped_mm": grouped_product,
         "_cudnn_rnn": recurrent,
         "_ctc_loss": ctc_losses,
+        "_ctc_loss_backward": of_scores,
         "_cudnn_rnn_backward": recurrent_backward,
         "batch_norm_stats": statistics,
         "batch_norm_gather_stats_with_counts": statistics,

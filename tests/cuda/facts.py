@@ -14,11 +14,12 @@ from lightning_spmd._private_api import pytree
 from lightning_spmd.cost.memory import liveness
 from lightning_spmd.ir.layout import lies_as, walked
 from lightning_spmd.ir.node_info import TensorSpec, spec_of
+from lightning_spmd.ir.reads import checks_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages import finish
-from lightning_spmd.stages.runtime.agreement import describe, describe_capture
+from lightning_spmd.stages.runtime.agreement import describe, describe_capture, exchanges
 from lightning_spmd.stages.runtime.control import stable_hash
 from tests.cuda.ranks import Built, Wanted, build, process_groups
 from tests.cuda.stand_ins import gpus
@@ -40,6 +41,9 @@ class Facts:
         gathered: number of elements that they make, by dtype.
         deferred: whether work moves into the next iteration.
         memory: by phase, the most bytes alive beside the inputs, and those that are left for the next iteration.
+        exchanges: what ranks with batches of their own must have in common.
+        prefixes: digests of the graphs that are run to know a value that Python reads.
+        general: whether the graph does for all sizes that it was asked to leave open.
     """
 
     vote: str
@@ -54,6 +58,9 @@ class Facts:
     gathered: Counter[str]
     deferred: bool
     memory: dict[str, tuple[int, int]]
+    exchanges: list[str]
+    prefixes: list[str]
+    general: bool
 
     @property
     def nodes(self) -> int:
@@ -76,7 +83,8 @@ def _facts(built: Built) -> Facts:
     nodes = list(step.graph_module.graph.nodes)
     lists = [one for node in nodes for one in walked(node)]
     crossed = [one for one in lists if not all(lies_as(spec_of(n), spec_of(one[0])) for n in one)]
-    looks = (built.batch.shared_key(), built.batch.shared_values())
+    own = captured.variant.own_batch
+    looks = () if own else (built.batch.shared_key(), built.batch.shared_values())
     found = {
         "vote": stable_hash(looks),
         "operators": Counter(_name(n) for n in nodes if n.op == "call_function"),
@@ -87,6 +95,9 @@ def _facts(built: Built) -> Facts:
         "activations": [n.name for n in activation_collectives(step)],
         "gathers": [str(spec_of(n).dtype) for n in nodes if "all_gather" in _name(n)],
         "gathered": Counter(),
+        "exchanges": exchanges(step, captured),
+        "prefixes": [stable_hash(describe(prefix)) for prefix in built.prefixes],
+        "general": built.executable.family is not None,
     }
     for node in nodes:
         if "all_gather" in _name(node):
@@ -94,12 +105,19 @@ def _facts(built: Built) -> Facts:
     graphs = IterationGraphs(main=step)
     memory = {"arranged": _memory(step)}
     digests = {"captured": stable_hash(describe_capture(captured)), "arranged": stable_hash(describe(step))}
-    if built.ranks.mesh is not None:
+    if built.ranks.mesh is not None and _may_overlap(built):
         graphs = finish(captured, step, {n.name: 1e-4 for n in nodes})
         phases = {"setup": graphs.setup, "main": graphs.main, "cleanup": graphs.cleanup}
         digests |= {name: stable_hash(describe(phase)) for name, phase in phases.items() if phase is not None}
         memory |= {name: _memory(phase) for name, phase in phases.items() if phase is not None}
     return Facts(**found, digests=digests, deferred=graphs.cleanup is not None, memory=memory)
+
+
+def _may_overlap(built: Built) -> bool:
+    """Whether iterations of such steps may overlap, however it was asked for here."""
+    captured = built.executable.captured
+    apart = captured.variant.by_hand or captured.variant.own_batch
+    return not apart and not checks_of(built.executable.graphs.main.graph_module.graph)
 
 
 def _memory(step: ShardedStep) -> tuple[int, int]:

@@ -21,7 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import default_collate
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.steps import Variant
+from lightning_spmd._private_api import pytree
+from lightning_spmd.ir.several_optimizers import SeveralOptimizers
+from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.mesh import make_mesh, mesh_sizes
 from lightning_spmd.parallel.parallel_plan import ReplicatedPlan
@@ -29,10 +31,12 @@ from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.building import GraphBuilder
+from lightning_spmd.strategy.by_hand import held_gradients
 from lightning_spmd.strategy.ranks import Processes, Ranks
 from lightning_spmd.strategy.run_context import GraphSettings, StepRequest
 from lightning_spmd.strategy.state_layout import StateLayout
 from tests.cuda.models import MODELS
+from tests.cuda.steps import STEPS, Step, answered, on_gpu, optimize_by_hand
 from tests.helpers.modules import samples
 
 
@@ -41,13 +45,14 @@ class Wanted:
     """A rank and its run.
 
     Args:
-        model: name in ``models.MODELS``.
+        model: name in ``models.MODELS`` or ``steps.STEPS``; the latter have optimizer and settings of their own.
         rank, count: which one of how many.
         plan: of the data axis.
         optimizer: name in ``modules.OPTIMIZERS``.
         bf16: whether under autocast.
         half: whether under autocast to float16, with loss scaling.
         true: whether everything is bfloat16.
+        rematerialize: the share of the activations' bytes to give back.
         clip: gradient clipping by norm.
         rows: of each rank.
         kernel: which attention kernel PyTorch would choose.
@@ -62,6 +67,7 @@ class Wanted:
     bf16: bool = False
     half: bool = False
     true: bool = False
+    rematerialize: float | None = None
     clip: float | None = None
     rows: int = 4
     kernel: str = "flash"
@@ -133,17 +139,20 @@ class Built:
         executable: what would run.
         batch: what it was built for.
         ranks: the rank's view of the mesh.
+        prefixes: graphs of what comes before a value that Python reads.
     """
 
     executable: Executable
     batch: Batch
     ranks: Ranks
+    prefixes: list[ShardedStep] = dataclasses.field(default_factory=list)
 
 
 def build(wanted: Wanted) -> Built:
     """The graph of a training step, as the strategy builds it; under ``stand_ins.gpus`` and :func:`process_groups`."""
     fake = private.FakeTensorMode(allow_non_fake_inputs=True)
     device = torch.device("cuda", wanted.rank)
+    step = STEPS.get(wanted.model) or _step_of_model(wanted)
     options = ParallelOptions(wanted.plan, "auto", 1, 1, lambda: ReplicatedPlan())
     ranks = Ranks(options, "auto", None)
     if wanted.count > 1:
@@ -152,23 +161,44 @@ def build(wanted: Wanted) -> Built:
     mixed = "bf16-mixed" if wanted.bf16 else "16-mixed"
     precision = MixedPrecision(mixed, "cuda") if wanted.bf16 or wanted.half else Precision()  # type: ignore[arg-type]
     precision = HalfPrecision("bf16-true") if wanted.true else precision
-    module = precision.convert_module(MODELS[wanted.model](optimizer=wanted.optimizer, **wanted.settings))
+    module: Any = precision.convert_module(step.make())
     layout = StateLayout(ranks, save_distributed=False)
     with fake:
         on_device(module, device)
         layout.shard(module)
-    optimizer = module.configure_optimizers()
-    layout.shard_optimizers(module, [optimizer])
     module._trainer = stand_in(precision, device)
-    settings = GraphSettings(ranks, BuildOptions(), None)
-    context = settings.of_training(module, optimizer, ranks.streams(0), None, False)
-    real = default_collate(samples("conv" if wanted.model == "conv" else "gpt", wanted.rows))
-    real = precision.convert_input(real)
+    optimizer = _optimizer(module, layout)
+    settings = GraphSettings(ranks, BuildOptions(rematerialize=wanted.rematerialize), None)
+    overlaps = step.variant.pauses
+    context = settings.of_training(module, optimizer, ranks.streams(0), None, overlaps)
+    real = precision.convert_input(step.batch(wanted.rank, wanted.rows))
     with fake:
-        batch = Batch([torch.empty(t.shape, dtype=t.dtype, device=device) for t in real])
+        batch = Batch(pytree.tree_map(functools.partial(on_gpu, device=device), real))
     clip = None if wanted.clip is None else functools.partial(clipped, precision, wanted.clip)
-    request = StepRequest(batch, Variant(), {"batch_idx": 0}, clip)
-    builder = GraphBuilder(context, {"batch_idx": 0}, {})
-    with _MadeOnDevice(fake):  # the optimizer's first state
-        executable = builder.build(request, (wanted.rows,) * wanted.count)
-    return Built(executable, batch, ranks)
+    sizes = {(leaf, dim): batch.tensor_values[leaf].shape[dim] for leaf, dim in step.vary}
+    request = StepRequest(batch, step.variant, {"batch_idx": 0}, clip, vary=sizes)
+    builder = GraphBuilder(context, {"batch_idx": 0}, held_gradients(module, optimizer))
+    split = () if step.variant.own_batch else (wanted.rows,) * wanted.count
+    prefixes: list[ShardedStep] = []
+    with _MadeOnDevice(fake), answered(step.answers, prefixes):  # the optimizer's first state
+        executable = builder.build(request, split, answers={})
+    return Built(executable, batch, ranks, prefixes)
+
+
+def _step_of_model(wanted: Wanted) -> Step:
+    kind = "conv" if wanted.model == "conv" else "gpt"
+    make = functools.partial(MODELS[wanted.model], optimizer=wanted.optimizer, **wanted.settings)
+    return Step(make, lambda _, rows: default_collate(samples(kind, rows)))
+
+
+def _optimizer(module: Any, layout: StateLayout) -> Any:
+    """All that the module's hook gives, as graphs take it."""
+    made = module.configure_optimizers()
+    made, schedulers = made if isinstance(made, tuple) else (made, [])
+    optimizers = made if isinstance(made, list) else [made]
+    layout.shard_optimizers(module, optimizers)
+    if module.automatic_optimization:
+        return optimizers[0]
+    configs = [SimpleNamespace(scheduler=scheduler) for scheduler in schedulers]
+    optimize_by_hand(module.trainer.strategy, module, optimizers, configs)
+    return SeveralOptimizers(optimizers)

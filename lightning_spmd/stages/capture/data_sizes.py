@@ -18,6 +18,13 @@ from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar
 aten = torch.ops.aten
 _UNIQUE = aten._unique2.default  # noqa: SLF001 - an operator's public name
 _CTC, _CTC_OF_TENSORS = aten._ctc_loss.default, aten._ctc_loss.Tensor  # noqa: SLF001 - an operator's public name
+_CTC_BACKWARD = aten._ctc_loss_backward  # noqa: SLF001 - an operator's public name
+_ASKS_FOR_LIBRARY = frozenset(
+    getattr(packet, overload)
+    for packet in (getattr(aten, f"_use_{library}_ctc_loss", None) for library in ("cudnn", "miopen"))
+    if packet is not None
+    for overload in packet.overloads()
+)
 _MASKS = (torch.bool, torch.uint8)
 _SCATTERS = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
 
@@ -48,6 +55,7 @@ class DataSizes:
     def __init__(self, recorder: CallRecorder) -> None:
         self._recorder = recorder
         self._found: dict[tuple[fx.Node, int], Tensor] = {}
+        self._lengths: dict[tuple[tuple[fx.Node, int] | None, ...], tuple[list[int], list[int]]] = {}
         self._forms: dict[Any, Callable[..., Any]] = {
             aten.nonzero.default: self._positions,
             aten.masked_select.default: self._masked_select,
@@ -55,6 +63,8 @@ class DataSizes:
             aten.repeat_interleave.Tensor: self._repeat_interleave,
             _UNIQUE: self._unique,
             _CTC_OF_TENSORS: self._ctc_loss,
+            _CTC_BACKWARD.Tensor: self._ctc_loss_backward,
+            **dict.fromkeys(_ASKS_FOR_LIBRARY, _not_a_library),
             **{func: self._scatter_of(func) for func in _SCATTERS},
         }
 
@@ -68,6 +78,8 @@ class DataSizes:
         ):
             return None  # eager's order, or which of equal values it keeps, is its own
         if func is aten.index.Tensor and not any(map(_is_mask, args[1])):
+            return None
+        if func is _CTC_BACKWARD.Tensor and self._keys(args[3:5]) not in self._lengths:
             return None
         if func in _SCATTERS and not any(map(self._is_known, args[1])):
             return None  # its result is as large as what it writes into
@@ -170,7 +182,20 @@ class DataSizes:
         ]
         numbers = self._numbers(*entries[0], *entries[1])
         both = numbers[: len(entries[0])], numbers[len(entries[0]) :]
+        self._lengths[self._keys((lengths, target_lengths))] = both
         return call(_CTC, scores, targets, *both, *rest, **more)
+
+    def _ctc_loss_backward(self, gradient: Tensor, scores: Tensor, targets: Tensor, *rest: Any, **more: Any) -> Tensor:
+        both = self._lengths[self._keys(rest[:2])]  # nothing is read any more in the backward pass
+        return self._call(_CTC_BACKWARD.default, gradient, scores, targets, *both, *rest[2:], **more)
+
+    def _keys(self, tensors: Sequence[Tensor]) -> tuple[tuple[fx.Node, int] | None, ...]:
+        return tuple(map(self._key, tensors))
+
+
+def _not_a_library(*_: Any, **__: Any) -> bool:
+    """Whether a GPU's library shall compute CTC: torch's own kernel takes lengths that the graph knows."""
+    return False
 
 
 def _is_mask(index: Tensor | None) -> bool:

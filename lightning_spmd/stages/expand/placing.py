@@ -38,6 +38,11 @@ def casts_to_less(parameter: fx.Node) -> list[fx.Node]:
     return readers
 
 
+def is_read_by_update_alone(node: fx.Node) -> bool:
+    """Whether nothing before clipping and the optimizer reads a value."""
+    return all(info_of(user).section in UPDATE for user in node.users)
+
+
 class StartAgain(Exception):
     """Propagation must start again with another placement at the creation of a storage."""
 

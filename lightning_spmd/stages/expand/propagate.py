@@ -33,11 +33,12 @@ from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
 from lightning_spmd.ir.placement import OWN, REPLICATE, Partial, Placement, Replicate, Shard
+from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is_tensor
 from lightning_spmd.stages.expand.own_batches import layout_of_own
-from lightning_spmd.stages.expand.placing import UPDATE, Placing, StartAgain
+from lightning_spmd.stages.expand.placing import UPDATE, Placing, StartAgain, is_read_by_update_alone
 from lightning_spmd.stages.expand.redistribute import goes_through_whole
 from lightning_spmd.stages.expand.registered import registered_layouts
 from lightning_spmd.stages.expand.rules import layouts_of
@@ -70,13 +71,18 @@ class Propagation(Placing):
         inputs = iter(self.signature.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self._set(node, (self.plan.input_placement(self.axis, first(inputs, "input in the signature")),))
+                self._set(node, (self._input(node, first(inputs, "input in the signature")),))
             elif node.op == "output":
                 self._results(node)
             elif node.target is operator.getitem:
                 self._getitem(node)
             elif hasattr(node.target, "_schema"):
                 self._operator(node)
+
+    def _input(self, node: fx.Node, entry: GraphInput) -> Placement:
+        if self.own_batches and entry.role is InputRole.CONSTANT and is_read_by_update_alone(node):
+            return REPLICATE  # `torch.tensor(1.0)` in an optimizer's step
+        return self.plan.input_placement(self.axis, entry)
 
     def _getitem(self, node: fx.Node) -> None:
         parent, index = node.args

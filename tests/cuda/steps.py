@@ -1,0 +1,119 @@
+"""Steps of which a graph is more than forward, backward, update; what a rank of the lane has to know of each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from lightning_spmd.ir.reads import Number
+from lightning_spmd.ir.steps import ShardedStep, Variant
+from lightning_spmd.stages import build
+from lightning_spmd.strategy.reading import Answers
+from tests.helpers.by_hand import MODULES as BY_HAND
+from tests.helpers.by_hand import data
+from tests.helpers.by_hand_rare import RARE
+from tests.helpers.modules import GPT, samples
+from tests.helpers.molecules import collate, molecules
+from tests.strategy import test_data_sizes, test_reads
+from tests.strategy.local_cases import Chemist
+from tests.strategy.small import rows
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kind of step.
+
+    Args:
+        make: makes its module.
+        batch: of a rank, given its number and that of the rows.
+        variant: part of the iteration.
+        vary: sizes that its graph leaves open: of which leaf, which dimension.
+        decides: whether values that Python reads decide something.
+        answers: what a tensor has that Python reads, by the type that it wants.
+    """
+
+    make: Callable[[], L.LightningModule]
+    batch: Callable[[int, int], Any]
+    variant: Variant = Variant()
+    vary: tuple[tuple[int, int], ...] = ()
+    decides: bool = False
+    answers: Mapping[type, Number] = field(default_factory=lambda: {bool: True, int: 2, float: 2.0})
+
+
+def _small(_: int, count: int) -> Any:
+    return default_collate(rows(count))
+
+
+def _pairs(_: int, count: int) -> Any:
+    return default_collate([data()[i] for i in range(count)])
+
+
+def _tokens(_: int, count: int) -> Any:
+    return default_collate(samples("gpt", count))
+
+
+def _molecules(rank: int, count: int) -> Any:
+    return collate(molecules(count + rank, seed=rank))
+
+
+def _gpt() -> L.LightningModule:
+    return GPT(optimizer="adamw_fused", dropout=0.0)
+
+
+_DECIDING = (test_reads.Branches, test_reads.Cuts, test_reads.Lists, test_reads.WithState)
+STEPS: dict[str, Step] = {
+    **{f"reads {make.__name__}": Step(make, _small) for make in (test_reads.LogsNumbers, test_reads.Weighs)},
+    **{f"reads {make.__name__}": Step(make, _small, decides=True) for make in _DECIDING},
+    **{f"sizes of data {make.__name__}": Step(make, _small, decides=True) for make in test_data_sizes.WAYS},
+    **{
+        f"by hand {name}": Step(make, _pairs, Variant.optimized_by_hand())
+        for name, make in {**BY_HAND, **RARE}.items()
+        if name not in ("Plateau", "NothingToStep")  # they want more of a Trainer
+    },
+    "local": Step(Chemist, _molecules, Variant(own_batch=True)),
+    "pauses": Step(_gpt, _tokens, Variant(expose_gradients=True)),
+    "open sizes": Step(_gpt, _tokens, vary=((0, 1), (1, 1))),
+}
+
+
+def optimize_by_hand(strategy: SimpleNamespace, module: Any, optimizers: list[Any], schedulers: list[Any]) -> None:
+    """Let ``self.optimizers()`` and what is called on it find what they ask a strategy for."""
+    strategy._lightning_optimizers = [LightningOptimizer(optimizer) for optimizer in optimizers]
+    for optimizer in strategy._lightning_optimizers:
+        optimizer._strategy = strategy
+    strategy.optimizers = optimizers
+    strategy.lightning_module = module
+    module.trainer.optimizers = optimizers
+    module.trainer.lr_scheduler_configs = schedulers
+    module.trainer.training = True
+    module.trainer.is_last_batch = False
+
+
+@contextlib.contextmanager
+def answered(values: Mapping[type, Number], prefixes: list[ShardedStep]) -> Iterator[None]:
+    """Tensors that Python reads have certain values: nothing can be computed here. Graphs up to there are collected."""
+
+    def run(self: Answers, wanted: Any, request: Any, split: tuple[int, ...]) -> dict[int, Number]:
+        context, prefix = self._context, wanted.prefix
+        axes = () if context.mesh is None else context.mesh.axes(split)
+        prefixes.append(build(prefix, axes, plan=context.plan(prefix.variant)).main)
+        kinds = [type(entry.value) for entry in prefix.signature.outputs]
+        return {number: values[kind] for number, kind in zip(wanted.numbers, kinds, strict=True)}
+
+    with mock.patch.object(Answers, "_run", run):
+        yield
+
+
+def on_gpu(value: Any, device: torch.device) -> Any:
+    """A tensor as a fake one, inside a fake tensor mode; everything else as it is."""
+    return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
