@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 ROWS: dict[str, tuple[str, ...]] = {
     "tests/cli/test_compare.py": ("test_two_processes_train_under_each_strategy_in_turn",),
+    "tests/cli/test_recipes.py": ("[gpt2]", "[long_context]", "[image_classifier]"),
     "tests/cost/test_sharded_memory.py": ("test_measured_memory_is_what_was_counted",),
     "tests/cuda/test_five_models.py": ("[llama]",),
     "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-"),

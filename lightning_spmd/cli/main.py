@@ -13,6 +13,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 import lightning_spmd  # noqa: F401  (registers the strategies that a recipe names)
 from lightning_spmd.cli import compare, plan
+from lightning_spmd.cli.own_modules import classes_beside
 from lightning_spmd.cli.recipe_cli import RecipeCLI, with_class_for_name
 
 DESCRIPTION = (
@@ -41,6 +42,11 @@ def main(args: Sequence[str] | None = None) -> None:
             "Install it with: pip install 'lightning-spmd[cli]', or by itself: pip install 'jsonargparse[signatures]'"
         )
     arguments = sys.argv[1:] if args is None else list(args)
+    with classes_beside(arguments):
+        _command(arguments, of_process=args is None)
+
+
+def _command(arguments: list[str], of_process: bool) -> None:
     if arguments[:1] == ["compare"]:
         compare.main(arguments[1:])
         return
@@ -54,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> None:
         # Lightning means callers from Python; here the arguments are the process's own, with a name spelt out.
         warnings.filterwarnings("ignore", message=".*parameter is intended to run from within Python.*")
         RecipeCLI(
-            args=None if args is None and given == arguments else given,
+            args=None if of_process and given == arguments else given,
             # A rerun into the same folder replaces the recipe that was saved beside the last run's results.
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"prog": "lightning-spmd", "description": DESCRIPTION, **usage},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,6 +19,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_spmd.cli.one_line import OneLineParser, refusal
+from lightning_spmd.cli.own_modules import recipes_of
 from lightning_spmd.messages import tell
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
@@ -67,12 +67,10 @@ def with_class_for_name(arguments: Sequence[str]) -> list[str]:
 def _named_by_recipe(arguments: Sequence[str]) -> Any:
     """The strategy of the last recipe that names one."""
     name = None
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        file = value if flag in ("-c", "--config") else flag.removeprefix("--config=")
-        if (flag in ("-c", "--config") or file != flag) and Path(file).is_file():
-            recipe = yaml.safe_load(Path(file).read_text())
-            trainer = recipe.get("trainer") if isinstance(recipe, dict) else None
-            name = (trainer.get("strategy") if isinstance(trainer, dict) else None) or name
+    for file in recipes_of(arguments):
+        recipe = yaml.safe_load(file.read_text())
+        trainer = recipe.get("trainer") if isinstance(recipe, dict) else None
+        name = (trainer.get("strategy") if isinstance(trainer, dict) else None) or name
     return name
 
 

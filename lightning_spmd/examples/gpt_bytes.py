@@ -9,6 +9,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_spmd.examples.optimization import adamw_with_warmup
+
 VOCABULARY_SIZE = 256
 """One token for each value of a byte."""
 
@@ -49,18 +51,20 @@ class MLP(nn.Module):
     Args:
         width: Features per position.
         dropout: Probability of dropping a feature of the output.
+        gelu: ``"tanh"`` for the approximation that GPT-2 has.
     """
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, gelu: str = "none") -> None:
         super().__init__()
         self.dropout = dropout
+        self.gelu = gelu
         self.up = nn.Linear(width, 4 * width)
         self.proj = nn.Linear(4 * width, width)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position by itself: ``[..., width]`` → ``[..., width]``."""
-        return F.dropout(self.proj(F.gelu(self.up(x))), self.dropout, self.training)
+        return F.dropout(self.proj(F.gelu(self.up(x), approximate=self.gelu)), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -70,14 +74,15 @@ class Block(nn.Module):
         width: Features per position.
         heads: Attention heads; divides ``width``.
         dropout: Probability of dropping an attention weight or a feature.
+        gelu: ``"tanh"`` for the approximation that GPT-2 has.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, gelu: str = "none") -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = CausalSelfAttention(width, heads, dropout)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = MLP(width, dropout)
+        self.mlp = MLP(width, dropout, gelu)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -209,32 +214,9 @@ class GPTBytes(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": self.weight_decay},
-                {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-            ],
-            lr=self.learning_rate,
-            betas=(0.9, 0.95),
-            fused=True,
+        return adamw_with_warmup(
+            self, self.learning_rate, self.weight_decay, self.warmup_steps, self.final_learning_rate_fraction
         )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def learning_rate_factor(self, step: int) -> float:
-        """Factor on ``learning_rate`` at an optimizer step: linear warmup, then cosine decay to the trainer's end.
-
-        A trainer without an end (``max_epochs=-1``) stays at the highest learning rate.
-        """
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        total = self.trainer.estimated_stepping_batches
-        if math.isinf(total):
-            return 1.0
-        progress = min(1.0, (step - self.warmup_steps) / max(1.0, total - self.warmup_steps))
-        low = self.final_learning_rate_fraction
-        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
     @torch.no_grad()
     def generate(

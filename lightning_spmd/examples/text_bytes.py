@@ -16,10 +16,10 @@ SKIPPED_STDLIB_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "t
 
 
 class ByteWindows(Dataset[dict[str, Tensor]]):
-    """Windows that tile a row of bytes, each with its bytes and the same bytes one position later.
+    """Windows that tile a row of bytes (or tokens), each with its bytes and the same bytes one position later.
 
     Args:
-        data: uint8 ``[bytes]``.
+        data: uint8 ``[bytes]``, or integers of any kind.
         sequence_length: Bytes of a window's ``"inputs"``. Windows start ``sequence_length`` apart, so that every byte
             but the first is a target once; an incomplete last window is left out.
     """
@@ -57,6 +57,9 @@ class TextBytes(LightningDataModule):
         FileNotFoundError: At ``setup``, if ``path`` does not exist.
     """
 
+    unit = "bytes of text"
+    """What a window consists of, for messages."""
+
     def __init__(
         self,
         path: str | None = None,
@@ -68,10 +71,13 @@ class TextBytes(LightningDataModule):
         super().__init__()
         if sequence_length < 1 or batch_size < 1:
             raise ValueError(
-                f"TextBytes(sequence_length={sequence_length}, batch_size={batch_size}): both must be at least 1."
+                f"{type(self).__name__}(sequence_length={sequence_length}, batch_size={batch_size}): both must be at "
+                "least 1."
             )
         if not 0 < validation_fraction < 1:
-            raise ValueError(f"TextBytes(validation_fraction={validation_fraction}): must lie between 0 and 1.")
+            raise ValueError(
+                f"{type(self).__name__}(validation_fraction={validation_fraction}): must lie between 0 and 1."
+            )
         self.path = path
         self.sequence_length = sequence_length
         self.batch_size = batch_size
@@ -85,17 +91,21 @@ class TextBytes(LightningDataModule):
         """Read the files, once per process."""
         if self._train is not None:
             return
-        data = read_text(self.path)
+        data = self.read()
         split = len(data) - int(len(data) * self.validation_fraction)
         train = ByteWindows(data[:split], self.sequence_length)
         validation = ByteWindows(data[split:], self.sequence_length)
         for name, windows in (("training", train), ("validation", validation)):
             if len(windows) < 1:
                 raise ValueError(
-                    f"--data.path={self.path!r} leaves {len(windows.data)} bytes of text for {name}; one window needs "
+                    f"--data.path={self.path!r} leaves {len(windows.data)} {self.unit} for {name}; one window needs "
                     f"{self.sequence_length + 1}. Give more text, or lower --data.sequence_length."
                 )
         self._train, self._validation = train, validation
+
+    def read(self) -> Tensor:
+        """All text in one row, of which windows are cut."""
+        return read_text(self.path)
 
     @override
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -142,14 +152,27 @@ def read_text(path: str | None) -> Tensor:
         FileNotFoundError: If ``path`` does not exist.
         ValueError: If there is no text in it.
     """
+    # A bytearray, because torch warns about sharing memory with immutable bytes.
+    return torch.frombuffer(bytearray(b"\n".join(read_files(path))), dtype=torch.uint8)
+
+
+def read_files(path: str | None) -> list[bytes]:
+    """The contents of text files, of each by itself.
+
+    Args:
+        path: See :class:`TextBytes`.
+
+    Raises:
+        FileNotFoundError: If ``path`` does not exist.
+        ValueError: If there is no text in it.
+    """
     contents = [content for content in map(Path.read_bytes, _files(path)) if content and b"\0" not in content]
     if not contents:
         raise ValueError(
             f"--data.path={path!r} holds no text file (hidden files, empty files and files with zero bytes do not "
             "count). Give a folder of text, or leave --data.path out to read Python's standard library."
         )
-    # A bytearray, because torch warns about sharing memory with immutable bytes.
-    return torch.frombuffer(bytearray(b"\n".join(contents)), dtype=torch.uint8)
+    return contents
 
 
 def _files(path: str | None) -> Iterator[Path]:

@@ -1,0 +1,43 @@
+"""Files beside a recipe and in the working directory can be imported, whoever starts the command.
+
+``python -m`` looks in the working directory and an installed console script does not, so the same recipe would work in
+one way and not in the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def recipes_of(arguments: Sequence[str]) -> list[Path]:
+    """The recipes that a command line names, in their order.
+
+    Args:
+        arguments: the command's.
+    """
+    found: list[Path] = []
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag in ("-c", "--config"):
+            found.append(Path(value))
+        elif flag.startswith(("--config=", "-c=")):
+            found.append(Path(flag.partition("=")[2]))
+    return [file for file in found if file.is_file()]
+
+
+@contextmanager
+def classes_beside(arguments: Sequence[str]) -> Iterator[None]:
+    """While open, Python looks for modules beside the recipes first, then in the working directory.
+
+    Args:
+        arguments: of the command.
+    """
+    before = list(sys.path)
+    folders = dict.fromkeys([str(file.resolve().parent) for file in recipes_of(arguments)] + [str(Path.cwd())])
+    sys.path[:0] = [folder for folder in folders if folder not in before]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
