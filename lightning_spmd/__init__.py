@@ -12,6 +12,9 @@ Map, in the direction of the data::
 Importing this package registers the strategy ``"spmd"`` with Lightning and does nothing else.
 """
 
+import lightning_spmd.early_signals  # noqa: F401  (first: a signal during the imports below must not end the job)
+
+# isort: split
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_spmd.errors import (
@@ -26,6 +29,7 @@ from lightning_spmd.errors import (
     VerificationError,
 )
 from lightning_spmd.strategy.foreign_lightning import explain_in_pytorch_lightning
+from lightning_spmd.strategy.requeue import leave_signals_to_other_strategies
 from lightning_spmd.strategy.run_context import BuildEvent
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 from lightning_spmd.strategy.step_statistics import StepStatistics
@@ -69,3 +73,4 @@ StrategyRegistry.register(
     data_parallel="zero3",
 )
 explain_in_pytorch_lightning()
+leave_signals_to_other_strategies()

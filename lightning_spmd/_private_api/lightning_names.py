@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_zero_only
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities import rank_zero as _rank_zero
 from torch import Tensor
 
@@ -66,6 +69,61 @@ def _note_sigterm(trainer: Any, number: int, _: Any) -> None:
 def told_to_stop(trainer: Any) -> bool:
     """Whether this process received SIGTERM."""
     return bool(trainer.received_sigterm) or hasattr(trainer._signal_connector, _TOLD)
+
+
+def around_training_loop(trainer: Any, name: str, around: Callable[..., None] | None) -> None:
+    """Call something in place of a method of the loop over an epoch's batches, with the method first; None: no more.
+
+    There is no hook behind a batch (callbacks come before counters and loggers know of it, and before validation), and
+    none between the making of an iterator and its first batch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    vars(loop).pop(name, None)
+    if around is not None:
+        setattr(loop, name, functools.partial(around, getattr(loop, name)))
+
+
+def goes_on_as_ever(trainer: Any) -> None:
+    """A run that was resumed in mid-epoch has got over that: schedulers of its end are asked as in any epoch."""
+    trainer.fit_loop._restarting = False
+
+
+def training_loaders(trainer: Any) -> list[Any]:
+    """The loaders of the training data."""
+    return list(trainer.fit_loop._combined_loader.flattened)
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether gradients of the last batch wait for the next one."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def requeue_checkpoint(trainer: Any) -> str:
+    """Under which name Lightning looks for the checkpoint of a job that SLURM starts again."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def validate_from_the_start(checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint that was written in a validation be one of its first batch: the whole of it is run again."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+    done = progress["current"]["completed"]
+    for counts, base in ((progress["total"], progress["total"]["completed"] - done), (progress["current"], 0)):
+        # as Lightning's loop knows a validation that was interrupted: begun, and not yet done
+        counts.update({key: base + (key in ("ready", "started")) for key in counts})
+    progress["is_last_batch"] = False
+
+
+def when_signals_are_answered(answer: Callable[[Any], list[int]]) -> None:
+    """Ask before a Trainer says how it answers signals; numbers that it gets are sent to this process afterwards."""
+    original = _SignalConnector.register_signal_handlers
+
+    def register_signal_handlers(connector: Any) -> None:
+        noted = answer(connector.trainer)
+        original(connector)
+        for number in noted:
+            os.kill(os.getpid(), number)
+
+    setattr(_SignalConnector, "register_signal_handlers", register_signal_handlers)  # noqa: B010
 
 
 def set_rank_zero_only(rank: int) -> None:

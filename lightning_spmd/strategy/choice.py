@@ -44,7 +44,7 @@ class Ballot:
             rows,
             -1 if self._problem else _shape(table, request),
             ends=moment.ends,
-            stop=moment.told_to_stop,
+            told=moment.told,
         )
         self._answer: Found | None = None
 

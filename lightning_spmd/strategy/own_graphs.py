@@ -159,7 +159,7 @@ class OwnBallot:
         self._control, self._table, self._request, self._moment = control, table, request, moment
         known = hash_of_step(table.step_key(request), None)
         shape = stable_hash((known, *request.numbers.items())) if request.numbers else known
-        self._count = control.cast(moment.place, exchanged, 0, shape, ends=moment.ends, stop=moment.told_to_stop)
+        self._count = control.cast(moment.place, exchanged, 0, shape, ends=moment.ends, told=moment.told)
         self._answer: Found | None = None
 
     def result(self) -> Found:

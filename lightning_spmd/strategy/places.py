@@ -14,13 +14,13 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.messages import warn
 from lightning_spmd.stages.runtime.control import THE_END, ControlPlane, Place, StepVote
 from lightning_spmd.strategy.newcomers import Newcomers
+from lightning_spmd.strategy.requests import Requests
 
 _LIMITS = {"training": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
 
@@ -33,17 +33,22 @@ class Moment:
         place: where it is.
         ends: it has no batch after this one.
         stops: the loop ends here all the same, and nothing else needs the other ranks.
-        told_to_stop: it received SIGTERM.
+        requests: what is asked of this process from outside; it is told to the others, and theirs to it.
     """
 
     place: Place
     ends: bool = False
     stops: bool = False
-    told_to_stop: bool = False
+    requests: Requests | None = None
+
+    @property
+    def told(self) -> int:
+        """What this process was told."""
+        return 0 if self.requests is None else self.requests.told
 
     def meet(self, control: ControlPlane, flag: bool = False) -> bool:
         """Make sure that all ranks are here, and act on what they say (:meth:`check`); whether a rank has a flag."""
-        vote = control.vote(self.place, None, int(flag), 0, ends=self.ends, stop=self.told_to_stop)
+        vote = control.vote(self.place, None, int(flag), 0, ends=self.ends, told=self.told)
         self.check(control, vote)
         return vote.rows[1] > 0
 
@@ -54,8 +59,8 @@ class Moment:
             SIGTERMException: on every rank; one of them was told to stop.
             RankDisagreementError: on every rank; they have different numbers of batches.
         """
-        if vote.stop:
-            raise SIGTERMException
+        if self.requests is not None:
+            self.requests.hear(vote.told)
         if vote.ends[0] == vote.ends[1]:
             return
         sides = control.gather((self.ends, self.ends or self.stops))
@@ -93,7 +98,7 @@ def training_moment(trainer: Any, *, applies: bool, knows_the_end: bool = True) 
         Place("training", trainer.current_epoch, loop.batch_idx, remark=_remark(trainer)),
         ends=knows_the_end and bool(loop.batch_progress.is_last_batch),
         stops=0 <= trainer.max_steps <= steps and not trainer.enable_validation,
-        told_to_stop=private.told_to_stop(trainer),
+        requests=trainer.strategy.requests,
     )
 
 
@@ -111,7 +116,7 @@ def evaluation_moment(trainer: Any, method: str, arguments: dict[str, Any], *, t
         return Moment(Place(what))
     loop = _loop(trainer, method)
     place = Place(what, None, arguments.get("batch_idx"), arguments.get("dataloader_idx", 0), remark=_remark(trainer))
-    return Moment(place, ends=bool(loop.batch_progress.is_last_batch), told_to_stop=private.told_to_stop(trainer))
+    return Moment(place, ends=bool(loop.batch_progress.is_last_batch), requests=trainer.strategy.requests)
 
 
 def _loop(trainer: Any, method: str) -> Any:
@@ -140,7 +145,7 @@ class Borders(Callback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Before anybody's hook."""
         place = Place("the start of the validation", trainer.current_epoch, remark=_remark(trainer))
-        Moment(place, told_to_stop=private.told_to_stop(trainer)).meet(self._control)
+        Moment(place, requests=trainer.strategy.requests).meet(self._control)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Likewise."""

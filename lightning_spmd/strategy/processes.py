@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
@@ -21,6 +25,7 @@ from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.ranks import Processes, Ranks
 from lightning_spmd.strategy.replaced_tensors import keeping_attributes
+from lightning_spmd.strategy.slurm import SlurmLauncher, check_tasks, choose_port, meet, step_name
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -86,7 +91,10 @@ class ProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         if self.cluster_environment is None:
             raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
-        if self.num_processes * self.num_nodes > 1:
+        check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
+        if isinstance(self.cluster_environment, SLURMEnvironment):
+            self._launcher = SlurmLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        elif self.num_processes * self.num_nodes > 1:
             self._launcher = private.SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
@@ -104,8 +112,18 @@ class ProcessStrategy(ParallelStrategy):
         device = None if self.root_device.type == "cpu" else self.root_device
         if self.cluster_environment is None:
             raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
-        private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
+        with self._meeting(self.cluster_environment):
+            private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
         self._ranks.begin(Processes(count, self.global_rank, self.num_processes, self.root_device, backend))
+
+    @contextlib.contextmanager
+    def _meeting(self, cluster: ClusterEnvironment) -> Iterator[None]:
+        """Around the making of the process group: under SLURM ranks find each other first, or say why they do not."""
+        if isinstance(cluster, SLURMEnvironment) and not dist.is_initialized():
+            choose_port()
+            address, port = cluster.main_address, cluster.main_port
+            _kept_open = meet(address, port, self.global_rank, step_name(), self.timeout)
+        yield
 
     @override
     def model_to_device(self) -> None:

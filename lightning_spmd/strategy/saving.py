@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ from lightning_spmd.strategy.checkpoints import is_distributed_checkpoint
 from lightning_spmd.strategy.processes import ProcessStrategy
 from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.ranks import Ranks
+from lightning_spmd.strategy.requests import Requests
+from lightning_spmd.strategy.requeue import Requeue
+from lightning_spmd.strategy.slurm import SlurmLauncher, check_own_checkpoint
 from lightning_spmd.strategy.state_layout import StateLayout
 from lightning_spmd.strategy.wide_state import keep_precision
 
@@ -40,6 +44,9 @@ class SavingStrategy(ProcessStrategy):
         self._wide_state = wide_state
         self._layout = StateLayout(ranks, save_distributed=save_distributed_checkpoint)
         self._random = RandomState()
+        self.requests: Requests | None = None  # of the current run
+        self._requeue: Requeue | None = None
+        self._resumed: dict[str, Any] | None = None  # this package's part of the checkpoint that was read
 
     @abstractmethod
     def flush(self) -> None:
@@ -91,7 +98,9 @@ class SavingStrategy(ProcessStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            checkpoint[_CHECKPOINT_KEY] = self._random.entry(module.trainer)
+            entry = checkpoint[_CHECKPOINT_KEY] = self._random.entry(module.trainer)
+            if self._requeue is not None:
+                self._requeue.complete(module.trainer, checkpoint, entry)
         if not self._layout.save_distributed or not self.is_distributed:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -130,7 +139,10 @@ class SavingStrategy(ProcessStrategy):
             checkpoint = self._layout.load(path, self.lightning_module)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        self._random.resume(checkpoint.get(_CHECKPOINT_KEY))
+        self._resumed = checkpoint.get(_CHECKPOINT_KEY)
+        if isinstance(self.launcher, SlurmLauncher) and self.launcher.chooses_checkpoint:
+            check_own_checkpoint(checkpoint_path, self._resumed, os.environ)
+        self._random.resume(self._resumed)
         return checkpoint
 
     @override
@@ -138,6 +150,11 @@ class SavingStrategy(ProcessStrategy):
         # The last hook before Lightning makes the training iterator, which draws a shuffle seed as the next epoch of an
         # uninterrupted run would. In mid-epoch that run draws none, so there the state is restored after it.
         self._random.restore(self.lightning_module, within_epoch=False)
+        module = self.lightning_module
+        if self._requeue is not None and module is not None and module.trainer.training:
+            self._requeue.data.resume(self._resumed)
+            self._resumed = None
+            self._requeue.data.before_iterator(module.trainer, dataloader)
         return super().process_dataloader(dataloader)
 
     @override

@@ -43,6 +43,7 @@ from lightning_spmd.strategy.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks import Ranks
 from lightning_spmd.strategy.replaced_tensors import keeping_attributes
 from lightning_spmd.strategy.replay import StepsInGraphs
+from lightning_spmd.strategy.requeue import begin_requests, end_requests
 from lightning_spmd.strategy.run_context import BuildEvent, GraphSettings
 from lightning_spmd.strategy.saving import SavingStrategy
 from lightning_spmd.strategy.training import Training
@@ -198,6 +199,7 @@ class SPMDStrategy(SavingStrategy):
         self._evaluation.begin()
         self._training.forget()
         meet_at_borders(trainer, self._ranks.control)
+        self.requests, self._requeue = begin_requests(trainer, self._ranks.control, self._random)
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
             if self.lightning_module is None:
@@ -218,6 +220,8 @@ class SPMDStrategy(SavingStrategy):
             trainer: Any = module.trainer
             trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, FinishPendingWork)]
             leave_borders(trainer)
+            end_requests(trainer)
+            self._resumed = None
             self._training.end()
             self._evaluation.end(trainer)
         # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept

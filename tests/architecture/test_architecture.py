@@ -29,6 +29,7 @@ LAYERS = {
     "examples": 4,
     "planning": 5,
     "report": 5,
+    "early_signals": 0,
     "": 5,  # lightning_spmd/__init__.py: the public names
     "cli": 6,
 }

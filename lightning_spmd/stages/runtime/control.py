@@ -79,7 +79,7 @@ class StepVote:
         rows: (smallest, largest) number of rows in a rank's batch.
         shape: (smallest, largest) hash of everything else about the batch.
         ends: whether (all ranks, some rank) have no batch after this one.
-        stop: some rank was told to stop.
+        told: the largest of what the ranks were told from outside (``strategy/requeue.py``); 0 is nothing.
     """
 
     missing: bool
@@ -87,7 +87,7 @@ class StepVote:
     rows: tuple[int, int]
     shape: tuple[int, int]
     ends: tuple[bool, bool]
-    stop: bool
+    told: int
 
 
 _LARGEST = dist.AllreduceOptions()
@@ -114,7 +114,7 @@ class ControlPlane:
         self.peers = Peers(private.default_store(), _last_run[0], self.rank, [process for process, _ in sides])
 
     def vote(
-        self, place: Place, graph: int | None, rows: int, shape: int, *, ends: bool = False, stop: bool = False
+        self, place: Place, graph: int | None, rows: int, shape: int, *, ends: bool = False, told: int = 0
     ) -> StepVote:
         """Exchange what this rank would do; one all-reduce of twelve numbers.
 
@@ -122,26 +122,26 @@ class ControlPlane:
             RankDisagreementError: on every rank; they are at different places.
             RankLostError: one of them is gone.
         """
-        return self.cast(place, graph, rows, shape, ends=ends, stop=stop)()
+        return self.cast(place, graph, rows, shape, ends=ends, told=told)()
 
     def cast(
-        self, place: Place, graph: int | None, rows: int, shape: int, *, ends: bool = False, stop: bool = False
+        self, place: Place, graph: int | None, rows: int, shape: int, *, ends: bool = False, told: int = 0
     ) -> Callable[[], StepVote]:
         """Begin a :meth:`vote`; what is returned waits for the others, and raises what ``vote`` does."""
         self.place = place
         index, where = -1 if graph is None else graph, place.number()
-        numbers = [graph is None, index, -index, rows, -rows, shape, -shape, where, -where, ends, not ends, stop]
+        numbers = [graph is None, index, -index, rows, -rows, shape, -shape, where, -where, ends, not ends, told]
         message = torch.tensor(numbers, dtype=torch.int64)
         # dist.all_reduce looks at its arguments for as long as such a message travels
         work = self.group.allreduce([message], _LARGEST)
 
         def count() -> StepVote:
             self._wait(work)
-            missing, high, low, most, fewest, up, down, last, first, some, not_all, told = message.tolist()
+            missing, high, low, most, fewest, up, down, last, first, some, not_all, heard = message.tolist()
             if last != -first:
                 self._disagree(place)
             ended = (not not_all, bool(some))
-            return StepVote(bool(missing), (-low, high), (-fewest, most), (-down, up), ended, bool(told))
+            return StepVote(bool(missing), (-low, high), (-fewest, most), (-down, up), ended, heard)
 
         return count
 
