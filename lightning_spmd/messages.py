@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -64,7 +65,64 @@ def _note(text: str) -> None:
 def tell(text: str) -> None:
     """An info message of Lightning's logger."""
     _note(text)
-    rank_zero_info(text)
+    mention(text)
+
+
+def mention(text: str) -> None:
+    """The same of what is no longer true when a table of the run is made."""
+    with _above_the_bar():
+        rank_zero_info(text)
+
+
+_PRINTERS: list[Callable[[str], None]] = []
+
+
+@contextlib.contextmanager
+def printing_with(printer: Callable[[str], None] | None) -> Iterator[None]:
+    """While somebody watches a progress bar, lines of the log on the terminal are printed above it, not through it.
+
+    Args:
+        printer: prints a text above the bar; None: nobody watches one.
+    """
+    if printer is not None:
+        _PRINTERS.append(printer)
+    try:
+        yield
+    finally:
+        if printer is not None:
+            _PRINTERS.remove(printer)
+
+
+class _Above:
+    """A stream whose lines go above the progress bar."""
+
+    def __init__(self, printer: Callable[[str], None]) -> None:
+        self._printer = printer
+
+    def write(self, text: str) -> None:
+        """A line of the log, with its end."""
+        self._printer(text.removesuffix("\n"))
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+
+@contextlib.contextmanager
+def _above_the_bar() -> Iterator[None]:
+    """Handlers of Lightning's logger that write on the terminal print above the bar; files and others as ever."""
+    logger: logging.Logger | None = logging.getLogger("lightning.pytorch") if _PRINTERS else None
+    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+    while logger is not None:
+        for handler in logger.handlers:
+            stream = getattr(handler, "stream", None)
+            if type(handler) is logging.StreamHandler and getattr(stream, "isatty", lambda: False)():
+                moved.append((handler, handler.setStream(_Above(_PRINTERS[-1]))))  # type: ignore[arg-type]
+        logger = logger.parent if logger.propagate else None
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.setStream(stream)
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, everywhere: bool = False) -> None:

@@ -69,14 +69,19 @@ class SPMDProgressBar(RichProgressBar):
         if self.is_disabled:
             return
         console = rich.get_console()
+        if event.stage == "lowered":
+            self._remove_build_task()
+            return
         if event.stage == "ready":
             self._remove_build_task()
             size = "" if event.nodes is None else f": {event.nodes} nodes"
             console.print(f"graph ready ({event.variant}){size} in {event.seconds:.1f} s", highlight=False)
             return
-        line = f"building the training graph ({event.variant}): {event.stage} … {event.seconds:.1f} s"
+        detail = getattr(event, "detail", "")
+        line = f"building the training graph ({event.variant}): {event.stage} {detail or '…'} {event.seconds:.1f} s"
         if self.progress is None or not console.is_terminal:
-            console.print(line, highlight=False)
+            if not detail or detail.startswith("1 of "):  # of a stage in parts the first is enough
+                console.print(line, highlight=False)
             return
         completed = STAGES.index(event.stage) if event.stage in STAGES else 0
         if self._build_task is None:

@@ -202,9 +202,10 @@ class Rechecks:
     def tell(self) -> None:
         """At the end of a run: how often that was, and what it cost."""
         if self._started is not None and self.schedule.count:
+            times = "once" if self.schedule.count == 1 else f"{self.schedule.count} times"
             spent, elapsed = self.schedule.spent, time.perf_counter() - self._started
             tell(
-                f"strategy='spmd' traced the step again {self.schedule.count} times and found its graphs up to date "
+                f"strategy='spmd' traced the step again {times} and found its graphs up to date "
                 f"({spent:.2f} s, {spent / elapsed:.1%} of the run)"
             )
 

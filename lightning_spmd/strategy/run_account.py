@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -16,6 +17,7 @@ from lightning_spmd.ir.verify import starts_collective
 from lightning_spmd.messages import tell
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.build_progress import BuildProgress, printer_above
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.run_context import BuildEvent, GraphSettings, Ran
 from lightning_spmd.strategy.start_table import show
@@ -48,12 +50,19 @@ class RunAccount:
     _begun: float = 0.0
     _first: float | None = None
 
+    def __post_init__(self) -> None:
+        self.progress = BuildProgress(self.trainer)
+        self._printing = contextlib.ExitStack()
+
     def begin(self) -> None:
         """The fit begins: what is said from now on belongs to it."""
         messages.hear(self.notes)
+        self._printing.enter_context(messages.printing_with(printer_above(self.trainer)))
 
     def end(self) -> None:
         """Nothing more belongs to it."""
+        self.progress.end()
+        self._printing.close()
         messages.hear_no_more(self.notes)
 
     def on_build(self, event: BuildEvent) -> None:
@@ -145,7 +154,7 @@ class Accounts:
         self.end()
         self._current = RunAccount(trainer, self._settings.options, self._settings.ranks.in_words())
         self._current.begin()
-        self._settings.listeners.append(self._current.on_build)
+        self._settings.listeners.extend((self._current.on_build, self._current.progress.on_build))
 
     def step(self, run: Callable[[], Any], how: Callable[[], tuple[Mode, Ran]]) -> Any:
         """Run one micro-batch.
@@ -158,7 +167,10 @@ class Accounts:
         if account is None:
             return run()
         account.step_begins()
-        output = run()
+        try:
+            output = run()
+        finally:
+            account.progress.end()
         mode, self.ran = how()
         account.step_ran(mode, self.ran.executable)
         return output
@@ -173,6 +185,7 @@ class Accounts:
         self.ran = Ran()
         if self._current is not None:
             self._settings.listeners.remove(self._current.on_build)
+            self._settings.listeners.remove(self._current.progress.on_build)
             self._current.end()
             self._current = None
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,16 +81,19 @@ class BuildEvent:
     """Progress of building one graph, for listeners.
 
     Args:
-        stage: ``"capture"``, ``"expand"``, ``"passes"``, ``"agree"`` or ``"ready"``.
+        stage: ``"capture"``, ``"expand"``, ``"passes"``, ``"agree"`` or ``"ready"``; later, where a graph is compiled,
+            ``"lower"`` before each region, and ``"lowered"`` in the end.
         variant: which part of the iteration.
         seconds: since this build began.
         nodes: size of the graph, once known.
+        detail: of a stage that has parts: ``"3 of 17"``.
     """
 
     stage: str
     variant: str
     seconds: float
     nodes: int | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,10 +156,19 @@ class RunContext:
 
     def company(self, method: str, on_result: Callable[[str, ShardedStep], None]) -> Company:
         """What the lowering of a graph of a step method asks; ``on_result`` is told of the lowered graph."""
+        begun: list[float] = []
+
+        def on_region(number: int, count: int) -> None:
+            begun[:] = begun or [time.perf_counter()]
+            stage, detail = ("lower", f"{number + 1} of {count}") if number < count else ("lowered", "")
+            event = BuildEvent(stage, method, time.perf_counter() - begun[0], None, detail)
+            for listener in self.listeners:
+                listener(event)
+
         left = functools.partial(self.steps_left, method)
         if self.control is None:
-            return Company(steps_left=left, on_result=on_result)
-        return Company(self.control.rank, self.control.gather, left, on_result)
+            return Company(steps_left=left, on_result=on_result, on_region=on_region)
+        return Company(self.control.rank, self.control.gather, left, on_result, on_region)
 
     def steps_left(self, method: str) -> float:
         """How many batches a step method may still be given; infinite where nobody knows."""

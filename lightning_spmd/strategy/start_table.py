@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_spmd.messages import tell
+from lightning_spmd.strategy.build_progress import is_watched
 
 _IN_A_LINE = ("training_step", "batch", "mesh", "first step")
 
@@ -23,7 +24,7 @@ def show(trainer: Any, rows: Mapping[str, str]) -> None:
         rows: what there is to say, by what it is about.
     """
     bar = trainer.progress_bar_callback
-    if bar is None or not sys.stdout.isatty():
+    if not is_watched(trainer):
         tell("strategy='spmd' trains: " + "; ".join(f"{name}: {rows[name]}" for name in _IN_A_LINE if name in rows))
     elif trainer.is_global_zero:
         bar.print(as_text(rows))

@@ -35,12 +35,15 @@ class Company:
         gather: gives every rank's value, by rank; called by all ranks in the same step.
         steps_left: how many steps the run may still take.
         on_result: told of the lowered graph (dumps).
+        on_region: told the number of each region that is about to be compiled, and how many there are; in the end that
+            number twice.
     """
 
     rank: int = 0
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     steps_left: Callable[[], float] = lambda: float("inf")
     on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None
+    on_region: Callable[[int, int], None] = lambda _number, _count: None
 
 
 class Together(ABC):

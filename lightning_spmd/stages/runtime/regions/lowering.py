@@ -165,10 +165,12 @@ class LoweredStep:
         for place, key in enumerate(by_key):
             sharing = [rank for rank, (other, keys) in enumerate(everyone) if other == where and key in keys]
             if sharing[place % len(sharing)] == self._company.rank:
+                self._company.on_region(place, len(by_key))
                 CODES.make(by_key[key])
         self._company.gather(None)  # by now everything is on disk
         for region in by_key.values():
             CODES.make(region)
+        self._company.on_region(len(by_key), len(by_key))
 
     def _with(self, functions: Mapping[int, Run]) -> fx.GraphModule:
         graph = lowered_graph(self._step.graph_module.graph, self.regions, functions)
