@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.docs.pages import ROOT, lines_of
+from tests.docs.pages import ROOT, blocks_of, lines_of, page_names
 
 _LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\((?P<target>[^)\s]+)\)")
 _CODE = re.compile(r"`(?P<text>[^`]+)`")
@@ -61,7 +61,9 @@ def _exists(path: str) -> bool:
 
 @cache
 def _names() -> frozenset[str]:
-    return frozenset(file.name for file in _files())
+    """Files of the repository, and those that pages write."""
+    written = (block.options.get("file", "") for page in page_names() for block in blocks_of(page))
+    return frozenset([*(file.name for file in _files()), *written])
 
 
 @cache

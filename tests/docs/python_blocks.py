@@ -11,7 +11,6 @@ import io
 import logging
 import os
 import re
-import runpy
 import shutil
 import sys
 import textwrap
@@ -80,12 +79,11 @@ def _run(block: Block, namespace: dict[str, Any], devices: int) -> str:
 
 
 def _execute(block: Block, namespace: dict[str, Any]) -> None:
-    if name := block.options.get("file"):
-        runpy.run_path(name, run_name="__main__")
-        return
     # lines of a traceback are those of the page
     code = compile("\n" * (block.line - 1) + block.text, block.page, "exec")
-    if block.options.get("inside") == "fit":
+    if name := block.options.get("file"):
+        exec(code, {"__name__": "__main__", "__file__": name})
+    elif block.options.get("inside") == "fit":
         given.inside_fit(lambda names: exec(code, {**namespace, **names}), block.options.get("strategy", "spmd"))
     else:
         exec(code, namespace)
