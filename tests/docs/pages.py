@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^(?P<indent> *)(?P<marks>`{3,})(?P<language>[\w+-]*) *$")
-_TAG = re.compile(r"^ *<!-- (?P<word>run|output|not run)(?::(?P<rest>.*))? -->$")
+_TAG = re.compile(r"^ *<!-- (?P<word>run|output|message|not run)(?::(?P<rest>.*))? -->$")
 LANGUAGES = ("python", "bash", "yaml", "text")
 KEYS = ("devices", "file", "given", "raises", "batches", "inside", "strategy", "under", "kind", "recipe")
 _INDENTED = "<!-- indented blocks:"
@@ -32,7 +32,7 @@ class Block:
         page: path of its page, from the repository's root.
         line: number of its first line of code.
         language: what follows the opening fence.
-        word: ``run``, ``output``, ``not run``, or nothing where no comment precedes it.
+        word: ``run``, ``output``, ``message``, ``not run``, or nothing where no comment precedes it.
         options: what the comment says behind ``run:``.
         reason: what the comment says behind ``not run:``.
         text: the code.
@@ -117,8 +117,8 @@ def complaint(block: Block) -> str | None:
         return f"{block.place}: say after the fence which of {', '.join(LANGUAGES)} it is, not {block.language!r}"
     if block.word == "not run" and len(block.reason.split()) < 2:
         return f"{block.place}: say why it is not run: <!-- not run: reason -->"
-    if block.word == "output" and block.language != "text":
-        return f"{block.place}: what a block prints is `text`"
+    if block.word in ("output", "message") and block.language != "text":
+        return f"{block.place}: what is printed is `text`"
     if block.language == "text" and block.word == "run":
         return f"{block.place}: text cannot be run"
     return None

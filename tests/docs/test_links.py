@@ -28,7 +28,7 @@ def test_files_in_running_text_exist(page: str) -> None:
 def test_commands_in_running_text_take_their_options(page: str, tmp_path: Path) -> None:
     for number, line in outside_fences(page):
         for command in _COMMAND.findall(line):
-            if "..." in command:
+            if "..." in command or "RECIPE" in command:
                 continue
             try:
                 check_command(re.sub(r"[\[\]]", "", command) if " [-" in command else command, tmp_path)
