@@ -38,6 +38,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_dropout_is_reproducible[zero3]",
         "test_every_optimizer_works_on_chunks[zero3-adagrad]",
     ),
+    "tests/strategy/test_foresight.py": ("test_ranks_foresee", "test_without_foresight"),
     "tests/gpu/test_script.py": ("test_it_trains_where_jsonargparse_is_missing",),
     "tests/operators/test_sweep.py": ("[1]", "[2]"),
     "tests/scale/test_two_hosts.py": ("test_two_hosts_measure_the_simulated_accelerator",),

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from lightning_spmd.errors import CaptureError, SPMDError, portable
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.reads import Number
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.stages import build
+from lightning_spmd.stages.capture.foresight import Foreseen
 from lightning_spmd.stages.capture.reads import ReadWanted, UnknownValueError
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.undo import random_numbers_kept
 from lightning_spmd.strategy.run_context import RunContext, StepRequest
 
-T = TypeVar("T")
+_TRACES_BEFORE_A_GATHER = 2
+"""So many values are found one after the other before ranks gather the whole batch, to find the rest at once."""
+_MOST_BYTES = 2**28
+"""A larger batch is not gathered for that."""
 MOST_TRACES = 200
 """A step that needs more answers than this, one after the other, runs eagerly."""
 
@@ -39,8 +45,8 @@ class Answers:
         request: StepRequest,
         split: tuple[int, ...],
         known: Mapping[int, Number] | None,
-        trace: Callable[[Mapping[int, Number]], T],
-    ) -> T:
+        trace: Callable[[Mapping[int, Number]], CapturedStep],
+    ) -> CapturedStep:
         """What ``trace`` gives once it has all the answers that it asks for.
 
         All ranks do so together, but for a graph that some of them build alone: of a rank's own batch, or in place of
@@ -60,40 +66,58 @@ class Answers:
                 return trace(known or {})
             except ReadWanted as wanted:
                 raise UnknownValueError("a tensor's value decides something", wanted.place) from None
-        answers = dict(known)
-        for _ in range(MOST_TRACES):
+        answers, batch = dict(known), None
+        for attempt in range(MOST_TRACES):
+            if attempt == (0 if self._is_alone else _TRACES_BEFORE_A_GATHER):
+                batch = whole_batch(self._context, request, split)
             found, wanted, problem = None, None, None
             try:
-                found = trace(answers)
+                found = trace(answers if batch is None else Foreseen(answers, batch, draws=self._is_alone))
             except ReadWanted as error:
                 wanted = error
             except SPMDError as error:
                 problem = error
-            asked = self._together(wanted, problem)
+            guesses = None
+            if batch is not None:
+                guesses = found.answers if found is not None else {} if wanted is None else wanted.seen
+            together = self._together(wanted, problem, guesses)
             if problem is not None:
                 raise problem
-            if wanted is not None and asked:
-                answers |= self._run(wanted, request, split)
-            elif found is not None:
+            if wanted is not None and together:
+                answers = wanted.seen | self._run(wanted, request, split)
+            elif found is not None and together:
                 return found
+            batch = None
         raise CaptureError(f"the step decides {MOST_TRACES} times by the value of a tensor, each after the other")
 
-    def _together(self, wanted: ReadWanted | None, problem: SPMDError | None) -> bool:
-        """Whether all ranks want the same values.
+    @property
+    def _is_alone(self) -> bool:
+        return self._context.control is None
+
+    def _together(
+        self, wanted: ReadWanted | None, problem: SPMDError | None, guesses: Mapping[int, Number] | None
+    ) -> bool:
+        """Whether all ranks want the same values, or none does; false where they only guess differently.
+
+        Args:
+            wanted: what this rank's trace wants.
+            problem: what ended it.
+            guesses: the values with which it got so far, where it found some itself.
 
         Raises:
             CaptureError: some of them do, others do not.
         """
+        if self._context.control is None:
+            return True
         mine = None if wanted is None else (wanted.place, wanted.numbers)
-        sides = [(mine, None)]
-        if self._context.control is not None:
-            sides = self._context.control.gather((mine, None if problem is None else str(problem)))
-        asked = [side for side, _ in sides]
-        if all(side == mine for side in asked):
-            return mine is not None
-        if problem is not None:
+        told = None if guesses is None else repr(sorted(guesses.items()))
+        sides = self._context.control.gather((mine, None if problem is None else str(problem), told))
+        failed = any(text is not None for _, text, _ in sides)
+        if all(side == mine for side, _, _ in sides):
+            return failed or all(other == told for _, _, other in sides)
+        if problem is not None or not (failed or guesses is None):
             return False
-        rank, (other, text) = first(((r, s) for r, s in enumerate(sides) if s[0] != mine), "rank that differs")
+        rank, (other, text, _) = first(((r, s) for r, s in enumerate(sides) if s[0] != mine), "rank that differs")
         place = mine if mine is not None else other
         raise CaptureError(
             f"the value of a tensor decides something on some ranks alone; rank {rank} "
@@ -133,3 +157,28 @@ class Answers:
             if streams is not None and tick is not None:
                 streams.tick = tick
         return dict(zip(wanted.numbers, outputs, strict=True))
+
+
+def whole_batch(context: RunContext, request: StepRequest, split: tuple[int, ...]) -> Sequence[Tensor] | None:
+    """The tensors of the global batch, the same on every rank; None where there is none, or it is too large.
+
+    All ranks do this together.
+
+    Args:
+        context: of the run.
+        request: the step.
+        split: rows of the global batch by data rank.
+    """
+    batch, mesh, control = request.batch, context.mesh, context.control
+    if batch is None or mesh is None or control is None:
+        return None if batch is None else batch.tensor_values
+    if max(control.gather(sum(t.nbytes for t in batch.tensor_values))) * len(split) > _MOST_BYTES:
+        return None
+    whole = [batch.is_shared(i) or batch.values[i].shape[0] == sum(split) for i in batch.tensors]
+    own = [None if w else t.detach().cpu() for w, t in zip(whole, batch.tensor_values, strict=True)]
+    parts = dict(reversed(control.gather((mesh.batch_rank, own))))
+    in_order = [parts[rank] for rank in sorted(parts)]
+    return [
+        tensor if w else torch.cat([part[i] for part in in_order]).to(tensor.device)
+        for i, (w, tensor) in enumerate(zip(whole, batch.tensor_values, strict=True))
+    ]

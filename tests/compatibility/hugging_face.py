@@ -232,7 +232,8 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "OlmoeForCausalLM": ("OlmoeConfig", {**_GROUPED, **_EXPERTS}, _written),
         "SwitchTransformersForConditionalGeneration": (
             "SwitchTransformersConfig", {**_T5, "num_experts": 4, "num_sparse_encoder_layers": 1,
-                                         "num_sparse_decoder_layers": 1, "num_decoder_layers": 2}, _translated),
+                                         "num_sparse_decoder_layers": 1, "num_decoder_layers": 2,
+                                         "router_jitter_noise": 0.0}, _translated),
     },
     "sequence to sequence": {
         "T5ForConditionalGeneration": ("T5Config", _T5, _translated),

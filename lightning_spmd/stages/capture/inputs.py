@@ -27,6 +27,10 @@ class InputTable:
     Args:
         recorder: the recorder whose graph receives the placeholders.
         fake_mode: makes fake tensors of live ones.
+
+    Attributes:
+        entries: what each placeholder is.
+        live: the parameters, buffers and state that placeholders stand for.
     """
 
     def __init__(self, recorder: Recorder, fake_mode: Any) -> None:
@@ -35,6 +39,7 @@ class InputTable:
         self.entries: dict[fx.Node, GraphInput] = {}
         self._last: fx.Node | None = None
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        self.live: dict[fx.Node, Tensor] = {}
         self._scalars: dict[tuple[InputRole, tuple[Any, ...]], Any] = {}
         self._lent: list[tuple[str, Tensor, frozenset[str], dict[str, Any]]] = []
         recorder.on_constant = self._constant
@@ -59,7 +64,9 @@ class InputTable:
         fake = self._whole(live) if isinstance(live, DTensor) else self.fake_mode.from_tensor(live, static_shapes=True)
         self._fakes[id(live)] = (live, fake)
         self._lend(name, live, fake)
-        self.recorder.bind(fake, self._placeholder(role, key, name, TensorSpec.of(fake)))
+        node = self._placeholder(role, key, name, TensorSpec.of(fake))
+        self.live[node] = live
+        self.recorder.bind(fake, node)
         return fake
 
     def _lend(self, name: str, live: Tensor, twin: Tensor) -> None:

@@ -40,15 +40,17 @@ class ReadWanted(BaseException):
     Args:
         place: ``file:line`` that needs it.
         numbers: the reads whose values are not known yet.
+        seen: the values that were known, or found while tracing.
 
     Attributes:
         prefix: the graph whose outputs these values are, once it has been packed.
     """
 
-    def __init__(self, place: str, numbers: tuple[int, ...]) -> None:
+    def __init__(self, place: str, numbers: tuple[int, ...], seen: Mapping[int, Number]) -> None:
         super().__init__(place)
         self.place = place
         self.numbers = numbers
+        self.seen = dict(seen)
         self.prefix: CapturedStep | None = None
 
 
@@ -65,12 +67,14 @@ class Reads:
         answers: known values, by the number of the read.
 
     Attributes:
+        foresee: finds the number that a node reads, while the step is traced; None where that cannot be.
         role_of: gives the role of an input.
         refusal: why this step may not decide by values of tensors, if so.
     """
 
     def __init__(self, recorder: ScalarRecorder, graph: fx.Graph, answers: Mapping[int, Number]) -> None:
-        self.answers = answers
+        self.answers = dict(answers)
+        self.foresee: Callable[[fx.Node], Number | None] = lambda _: None
         self.refusal: str | None = None
         self.role_of: Callable[[fx.Node], InputRole | None] = lambda _: None
         self.wanted: ReadWanted | None = None
@@ -115,9 +119,11 @@ class Reads:
                 f"{batch_hook('end')}",
                 place,
             )
+        if number not in self.answers and (foreseen := self.foresee(node)) is not None:
+            self.answers[number] = foreseen
         if number not in self.answers:
             unknown = tuple(i for i in range(len(self.nodes)) if i not in self.answers)
-            self.wanted = ReadWanted(place, unknown)
+            self.wanted = ReadWanted(place, unknown, self.answers)
             raise self.wanted
         self._asked.append(number)
         value = self.answers[number]

@@ -37,6 +37,7 @@ from lightning_spmd.stages.capture.bf16_updates import in_float32
 from lightning_spmd.stages.capture.by_hand import ByHand, check_by_hand
 from lightning_spmd.stages.capture.counted_rows import refuse_counts
 from lightning_spmd.stages.capture.decisions import decision_program
+from lightning_spmd.stages.capture.foresight import foresee
 from lightning_spmd.stages.capture.holders import Attributes
 from lightning_spmd.stages.capture.host_scalar import math_follows_scalars
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
@@ -124,7 +125,7 @@ class _Capture:
             lambda: bool(self.logs.calls),
         )
         self.recorder.watch = self.python.watch
-        self.recorder.reads.role_of = self.inputs.role_of
+        foresee(self.recorder, self.inputs, request.answers)
         self.recorder.functions.on_values = self.python.content_of
         self.recorder.functions.array_of = self.logs.array_of
         self.returned: Any = None
