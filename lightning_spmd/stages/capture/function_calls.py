@@ -9,6 +9,8 @@ asked for. Names do.
 recorded number stay connected to it; ``tolist()`` of a tensor from outside the graph is told.
 
 *Tensors that become others.* ``p.data = x`` is no operator.
+
+*Views by place.* On ranks ``as_strided`` is recorded as the windows that it is, if it is (``windows.py``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.host_scalar import SYMBOLS, HostScalar, scalar_of
 from lightning_spmd.stages.capture.user_code import user_location
+from lightning_spmd.stages.capture.windows import as_windows
 
 _AS_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__repr__}
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
@@ -35,6 +38,7 @@ _AS_NUMBER: dict[Any, type] = {
 }
 _SIZES_OF_INTEGERS = "SymIntArrayRef expected to contain only concrete integers"
 """What torch says of a function that has no form for recorded sizes."""
+_BY_PLACE = {torch.Tensor.as_strided, torch.as_strided}
 _MAKES_TENSORS = {torch.tensor, torch.as_tensor}
 _DTYPES = {int: torch.int64, bool: torch.bool}
 
@@ -44,14 +48,21 @@ class FunctionCalls(TorchFunctionMode):
 
     Args:
         number: gives the number of a kind in a tensor of the graph, or None where torch's own way will do.
+        by_dimensions: whether views by place become views by dimensions.
 
     Attributes:
         on_values: told each tensor from outside the graph whose values become Python's at once.
         array_of: gives what stands for NumPy's array of a tensor of the graph.
     """
 
-    def __init__(self, number: Callable[[torch.Tensor, type], Any] = lambda _tensor, _kind: None) -> None:
+    def __init__(
+        self,
+        number: Callable[[torch.Tensor, type], Any] = lambda _tensor, _kind: None,
+        *,
+        by_dimensions: bool = False,
+    ) -> None:
         super().__init__()
+        self._by_dimensions = by_dimensions
         self._number = number
         self.on_values: Callable[[torch.Tensor], None] = lambda _: None
         self.array_of: Callable[[torch.Tensor], Any] = lambda tensor: tensor.numpy()
@@ -87,6 +98,10 @@ class FunctionCalls(TorchFunctionMode):
                 self.on_values(args[0])
                 with private.disable_dispatch_modes():
                     return func(*args, **kwargs)
+        if self._by_dimensions and func in _BY_PLACE and isinstance(args[0], private.FakeTensor):
+            plain = [_with_plain_sizes(a) for a in args], {name: _with_plain_sizes(a) for name, a in kwargs.items()}
+            if (view := as_windows(*plain[0], **plain[1])) is not None:
+                return view
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

@@ -53,9 +53,10 @@ class Recorder(private.TorchDispatchMode):
     Args:
         fake_mode: the FakeTensorMode that computes shapes; must be active below this mode.
         answers: values that Python reads from tensors, as far as they are known, by the number of the read.
+        split: whether ranks are going to have parts of the batch.
     """
 
-    def __init__(self, fake_mode: Any, answers: Mapping[int, Number] | None = None) -> None:
+    def __init__(self, fake_mode: Any, answers: Mapping[int, Number] | None = None, *, split: bool = False) -> None:
         super().__init__()
         self.calls = FakeCalls(fake_mode)
         self.graph = fx.Graph()
@@ -69,7 +70,7 @@ class Recorder(private.TorchDispatchMode):
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self.known = KnownValues()
         self._exposed: list[HostScalar] = []
-        self.functions = FunctionCalls(self.number)
+        self.functions = FunctionCalls(self.number, by_dimensions=split)
         self.data_sizes = DataSizes(self)
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}

@@ -2,8 +2,7 @@
 
 The order is Lightning's: training_step under the precision plugin's context, loss divided by the number of accumulated
 batches, backward, gradient accumulation, clipping through ``configure_gradient_clipping``, ``optimizer.step()``.
-Everything the user wrote runs as it is; nothing is imitated. Of validation, test and predict steps there is the first
-part alone.
+Everything the user wrote runs as it is; nothing is imitated. Of evaluation steps there is the first part alone.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class _Capture:
         self.looks = looks
         self.grown = grown
         self.fake_mode = request.fake_mode()
-        self.recorder = Recorder(self.fake_mode, request.answers)
+        self.recorder = Recorder(self.fake_mode, request.answers, split=request.rows is not None)
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = Outputs(self.recorder)
         self.logs = LogRecorder(self.outputs.add)
