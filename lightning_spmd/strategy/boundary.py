@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from lightning_spmd.errors import SPMDError
@@ -39,12 +40,22 @@ def names_lost_ranks(method: F) -> F:
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with lost_ranks_named(self._ranks.control):
             return method(self, *args, **kwargs)
-        except RuntimeError as error:
-            control: ControlPlane | None = self._ranks.control
-            if control is None or isinstance(error, SPMDError) or not is_communication_failure(error):
-                raise
-            raise control.peers.explain(error, str(control.place)) from error
 
     return guarded  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def lost_ranks_named(control: ControlPlane | None) -> Iterator[None]:
+    """Inside, a collective that breaks off says which rank is gone.
+
+    Raises:
+        RankLostError: in place of torch's line about a socket.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if control is None or isinstance(error, SPMDError) or not is_communication_failure(error):
+            raise
+        raise control.peers.explain(error, str(control.place)) from None

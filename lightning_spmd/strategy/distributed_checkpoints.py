@@ -6,16 +6,16 @@ package.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -24,8 +24,12 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.placement import CHUNK, REPLICATE
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.parallel.state import Placements, StateMesh, is_sharded
+from lightning_spmd.stages.runtime.peers import is_communication_failure
 from lightning_spmd.strategy.checkpoints import METADATA_FILE, placements_of_state, tensors_changed
+from lightning_spmd.strategy.intact import seals_of, write_seals
+from lightning_spmd.strategy.whole_files import name_beside, not_written, put, reason, remove, remove_unfinished
 
+T = TypeVar("T")
 _MODEL, _OPTIMIZER = "model", "optimizer_"
 
 
@@ -81,30 +85,49 @@ def save_distributed(checkpoint: dict[str, Any], path: Path, names: list[list[st
     for index, optimizer in enumerate(rest.pop("optimizer_states", [])):
         tensors[f"{_OPTIMIZER}{index}"] = _by_name(optimizer, names[index])
     tensors = tensors_changed(tensors, shelf.put)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    if first:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier(group=group)
-    writer = FileSystemWriter(unfinished, single_file_per_rank=True)
-    state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
-    if first:
-        torch.save(rest, unfinished / METADATA_FILE)
-        _replace(path, unfinished)
-    dist.barrier(group=group)
+    folder = _on_the_first(path, group, lambda: _fresh(name_beside(path)))
+    try:
+        writer = FileSystemWriter(folder, single_file_per_rank=True)
+        state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
+        _on_the_first(path, group, lambda: torch.save(rest, folder / METADATA_FILE))
+        seals: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seals, seals_of(folder, dist.get_rank()), group=group)
+        _on_the_first(path, group, lambda: (write_seals(folder, seals), put(folder, path)))
+    except CheckpointException as error:  # on all ranks; it is no Exception, and a page of tracebacks
+        raise _not_saved(path, error) from None
+    finally:
+        if first:
+            remove(folder)
 
 
-def _replace(path: Path, new: Path) -> None:
-    """Give a complete checkpoint its name; at no moment is there none."""
-    if path.is_dir():
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-        new.rename(path)
-        shutil.rmtree(old)
-        return
-    path.unlink(missing_ok=True)
-    new.rename(path)
+def _on_the_first(path: Path, group: Any, action: Callable[[], T]) -> T:
+    """What rank 0 does for all; all ranks get the result, or raise if it failed."""
+    result: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result[0] = action()
+        except (OSError, RuntimeError) as error:
+            result[1] = f"rank 0: {reason(error)}"
+    dist.broadcast_object_list(result, 0, group=group)
+    if result[1] is not None:
+        raise not_written(path, result[1])
+    return result[0]
+
+
+def _fresh(folder: Path) -> Path:
+    """An empty folder."""
+    remove_unfinished(folder.parent)
+    remove(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _not_saved(path: Path, error: CheckpointException) -> BaseException:
+    failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
+    for failure in failures.values():
+        if not isinstance(failure, Exception) or is_communication_failure(failure):
+            return failure  # an interrupt, or another rank's end
+    return not_written(path, "; ".join(f"rank {rank}: {reason(failure)}" for rank, failure in failures.items()))
 
 
 def _by_name(optimizer: Mapping[str, Any], names: list[str]) -> dict[str, Any]:

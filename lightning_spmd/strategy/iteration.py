@@ -22,7 +22,7 @@ from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
-from lightning_spmd.strategy.boundary import ends_no_loop
+from lightning_spmd.strategy.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
 from lightning_spmd.strategy.choice import Ballot, agreed
@@ -157,7 +157,8 @@ class TrainingIteration:
         """Do what the last iteration left for the next one, if anything: now parameters and state are up to date."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending.owner.clean_up(pending)
+            with lost_ranks_named(self.context.control):
+                pending.owner.clean_up(pending)
 
     @property
     def pending(self) -> Pending | None:

@@ -14,10 +14,11 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
-from lightning_spmd.messages import warn
+from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.runtime.control import THE_END, ControlPlane, Place, StepVote
 from lightning_spmd.strategy.newcomers import Newcomers
 from lightning_spmd.strategy.requests import Requests
@@ -60,7 +61,12 @@ class Moment:
             RankDisagreementError: on every rank; they have different numbers of batches.
         """
         if self.requests is not None:
-            self.requests.hear(vote.told)
+            try:
+                self.requests.hear(vote.told)
+            except SIGTERMException:  # on all ranks
+                told = [rank for rank, stops in enumerate(control.gather(self.requests.told_to_stop)) if stops]
+                tell(f"{_ranks(told)} received SIGTERM: all ranks end at {self.place}")
+                raise
         if vote.ends[0] == vote.ends[1]:
             return
         sides = control.gather((self.ends, self.ends or self.stops))

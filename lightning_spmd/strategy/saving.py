@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import zipfile
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.checkpoints import is_distributed_checkpoint
+from lightning_spmd.strategy.intact import check_is_training, damage_of_file, damage_of_folder, damaged, why_unreadable
 from lightning_spmd.strategy.processes import ProcessStrategy
 from lightning_spmd.strategy.random_state import RandomState
 from lightning_spmd.strategy.ranks import Ranks
@@ -22,6 +28,7 @@ from lightning_spmd.strategy.requests import Requests
 from lightning_spmd.strategy.requeue import Requeue
 from lightning_spmd.strategy.slurm import SlurmLauncher, check_own_checkpoint
 from lightning_spmd.strategy.state_layout import StateLayout
+from lightning_spmd.strategy.whole_files import WholeFiles
 from lightning_spmd.strategy.wide_state import keep_precision
 
 _CHECKPOINT_KEY = "lightning_spmd"
@@ -47,6 +54,7 @@ class SavingStrategy(ProcessStrategy):
         self.requests: Requests | None = None  # of the current run
         self._requeue: Requeue | None = None
         self._resumed: dict[str, Any] | None = None  # this package's part of the checkpoint that was read
+        self._loaded: Path | None = None
 
     @abstractmethod
     def flush(self) -> None:
@@ -82,6 +90,7 @@ class SavingStrategy(ProcessStrategy):
 
     # ------------------------------------------------------------------ out
     @override
+    @names_lost_ranks
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.flush()
         module = self.lightning_module
@@ -90,11 +99,24 @@ class SavingStrategy(ProcessStrategy):
         return self._layout.module_state(module)
 
     @override
+    @names_lost_ranks
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.flush()
         return self._layout.for_checkpoint(super().optimizer_state(optimizer))
 
+    @property
     @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    @names_lost_ranks
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -108,7 +130,10 @@ class SavingStrategy(ProcessStrategy):
             raise ConfigurationError(
                 "save_distributed_checkpoint=True writes no file for which storage_options would be"
             )
-        self._layout.save(checkpoint, Path(self.broadcast(filepath)), module, self.optimizers)
+        path = Path(self.broadcast(filepath))
+        if self._ranks.control is not None:
+            self._ranks.control.place = Place(f"the checkpoint {path}")
+        self._layout.save(checkpoint, path, module, self.optimizers)
 
     # ------------------------------------------------------------------ in
     @property
@@ -117,15 +142,21 @@ class SavingStrategy(ProcessStrategy):
         return self._layout.plan.needs_graphs  # then no rank needs to hold the whole module
 
     @override
+    @names_lost_ranks
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         if module is None:
             super().load_model_state_dict(checkpoint, strict)
             return
         with self._layout.loading(checkpoint["state_dict"], module) as parts:
-            super().load_model_state_dict({**checkpoint, "state_dict": parts}, strict)
+            try:
+                super().load_model_state_dict({**checkpoint, "state_dict": parts}, strict)
+            except RuntimeError as error:
+                error.add_note(f"the checkpoint {self._loaded} may be one of another model: build the module it is of")
+                raise
 
     @override
+    @names_lost_ranks
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = self._layout.optimizer_states(checkpoint["optimizer_states"], self.lightning_module, self.optimizers)
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
@@ -133,16 +164,46 @@ class SavingStrategy(ProcessStrategy):
             keep_precision(self.optimizers, states)
 
     @override
+    @names_lost_ranks
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
+        self._check_intact(path)
         if is_distributed_checkpoint(path) and self.lightning_module is not None:
             checkpoint = self._layout.load(path, self.lightning_module)
         else:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            checkpoint = self._load_file(checkpoint_path, weights_only)
+        self._loaded = path
         self._resumed = checkpoint.get(_CHECKPOINT_KEY)
         if isinstance(self.launcher, SlurmLauncher) and self.launcher.chooses_checkpoint:
             check_own_checkpoint(checkpoint_path, self._resumed, os.environ)
         self._random.resume(self._resumed)
+        return checkpoint
+
+    def _check_intact(self, path: Path) -> None:
+        """Before anybody reads: all ranks learn what one of them finds.
+
+        Raises:
+            ConfigurationError: on every rank.
+        """
+        control, found = self._ranks.control, None
+        if is_distributed_checkpoint(path):
+            found = damage_of_folder(path, self.global_rank, self.world_size)
+        elif self.global_rank == 0 and path.exists():
+            found = damage_of_file(path)
+        sides = [found] if control is None else control.gather(found, Place(f"the checkpoint {path}"))
+        for rank, what in enumerate(sides):
+            if what is not None:
+                raise damaged(path, what if control is None else f"{what} (seen by rank {rank})")
+
+    def _load_file(self, given: Any, weights_only: bool | None) -> dict[str, Any]:
+        try:
+            checkpoint = super().load_checkpoint(given, weights_only=weights_only)
+        except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, UnicodeDecodeError) as error:
+            path = Path(given)
+            if not path.is_file() or zipfile.is_zipfile(path) and "PytorchStreamReader" not in str(error):
+                raise
+            raise damaged(path, why_unreadable(path)) from error
+        check_is_training(Path(given), checkpoint)
         return checkpoint
 
     @override

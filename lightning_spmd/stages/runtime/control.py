@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import RankDisagreementError, RankLostError
+from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.messages import warn
-from lightning_spmd.stages.runtime.peers import Peers, Process
+from lightning_spmd.stages.runtime.peers import Peers, Process, lost
 
 # How long to wait for the others before looking whether they are still there, and before saying so.
 LOOK_AROUND = timedelta(seconds=5)
@@ -181,7 +181,7 @@ class ControlPlane:
                 work.wait(LOOK_AROUND)
             except RuntimeError as error:
                 if "Operation timed out" not in str(error):  # this wait's end, not the collective's
-                    raise self.peers.explain(error, str(self.place)) from error
+                    raise self.peers.explain(error, str(self.place)) from None
                 self._look_around(begun)
             else:
                 return
@@ -189,7 +189,7 @@ class ControlPlane:
     def _look_around(self, begun: float) -> None:
         self.peers.wait_at(str(self.place))
         if (news := self.peers.news()) is not None:
-            raise RankLostError(f"{news}. This rank was waiting for it at {self.place}.")
+            raise lost(news, f"This rank was waiting for it at {self.place}")
         waited = time.monotonic() - begun
         if SAY_SO <= waited < SAY_SO + LOOK_AROUND.total_seconds():
             here = {self.rank: str(self.place), **self.peers.waiting()}

@@ -26,6 +26,7 @@ from lightning_spmd.errors import RankLostError, SPMDError
 
 # Processes that end leave their notes and their sockets at about the same time, in any order.
 PATIENCE = 5.0
+GO_ON = "Once its cause is mended, trainer.fit(..., ckpt_path='last') goes on from the last checkpoint."
 _SOCKETS = re.compile(
     r"gloo|nccl|connection (closed|reset|refused|was)|broken pipe|socket|timed out waiting|operation timed out", re.I
 )
@@ -139,8 +140,10 @@ class Peers:
             time.sleep(0.1)
             known = self.news()
         self._noted = True
-        where = f" This rank was at {place}." if place else ""
-        return RankLostError(f"{known or self._suspects()}.{where} (torch says: {str(error).splitlines()[0]})")
+        if known is not None:
+            return lost(known, f"This rank was at {place}" if place else "")
+        reason = f"torch says: {str(error).splitlines()[0]}"
+        return lost(self._suspects(), f"This rank was at {place}; {reason}" if place else reason)
 
     def _suspects(self) -> str:
         silent = [r for r in self._others() if self._get("lost", r) is None]
@@ -165,6 +168,17 @@ class Peers:
             return self._store.get(key).decode() if self._store.check([key]) else None
         except RuntimeError:
             return None
+
+
+def lost(what: str, where: str = "") -> RankLostError:
+    """The error of a rank that cannot go on.
+
+    Args:
+        what: is known of the other rank.
+        where: this one was.
+    """
+    place = f"{where}. " if where else ""
+    return RankLostError(f"{what}. {place}{GO_ON}")
 
 
 def is_communication_failure(error: BaseException) -> bool:

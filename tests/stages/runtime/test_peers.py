@@ -49,7 +49,8 @@ def test_a_rank_that_raised_is_named_with_its_error() -> None:
     assert text.startswith("rank 1 failed with ValueError: a hook of the user\nwith more lines (at ")
     assert f"{__file__}:" in text
     assert "This rank was at training batch 3 of epoch 0." in text
-    assert "Connection closed by peer" in text
+    assert "Connection closed by peer" not in text  # what is known is enough
+    assert text.endswith("ckpt_path='last') goes on from the last checkpoint.")
 
 
 @pytest.mark.parametrize(
