@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,6 +64,8 @@ class PlanRecipe(Recipe):
     """A recipe whose model is made without memory."""
 
     in_memory = False
+    begun = 0.0
+    """When the command began, by ``time.monotonic``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what ``plan`` itself takes."""
@@ -76,7 +79,7 @@ class PlanRecipe(Recipe):
         parser.add_argument("--hardware", type=str | None, default=None, help="YAML file of devices and links")
         parser.add_argument("--json", type=str | None, default=None, help="File that receives everything as JSON")
         parser.add_argument("--search", type=bool, default=False, help="Rank layouts, and plan the best one")
-        parser.add_argument("--search_seconds", type=float, default=90.0, help="After which no further one is begun")
+        parser.add_argument("--search_seconds", type=float, default=90.0, help="After which the plan is told")
         parser.add_argument("--calibrate", type=bool, default=False, help="Measure this machine's CPU, and plan for it")
         parser.add_argument("--measure", type=bool, default=False, help="Train here too, and compare; calibrates")
         parser.add_argument("--html", type=str | None, default=None, help="File that receives a page with pictures")
@@ -183,8 +186,10 @@ def main(args: Sequence[str]) -> None:
     Raises:
         SystemExit: With 2 where an argument or the recipe is wrong, with 1 where the training cannot be planned.
     """
+    begun = time.monotonic()
     with _quiet():
         recipe = _read(args)
+        recipe.begun = begun
         try:
             layout = recipe.layout()
             machines = recipe.machines(read_hardware(recipe.config["hardware"]), layout)
@@ -234,10 +239,10 @@ def _plan(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Outlo
         return outlook_of(capture, layout, machines), None
     if not recipe.config["search_seconds"] > 0:
         raise ConfigurationError(f"--search_seconds {recipe.config['search_seconds']}: give a number above 0")
-    found = search(capture, layout, machines, recipe.config["search_seconds"], _say)
+    found = search(capture, layout, machines, recipe.config["search_seconds"], _say, recipe.begun)
     if found.best is None or found.best.outlook is None:
         reasons = "; ".join(dict.fromkeys(c.reason for c in found.built))
-        raise ConfigurationError(f"no layout can be planned: {reasons or 'there was no time for one'}")
+        raise ConfigurationError(f"no layout can be planned: {reasons}")
     return found.best.outlook, found
 
 

@@ -33,6 +33,7 @@ from lightning_spmd.stages.capture.reads import ReadWanted
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.trace import parameter_names
 from lightning_spmd.strategy.feature import Mode
+from lightning_spmd.strategy.ranks import without_onednn
 from lightning_spmd.strategy.run_context import RunContext
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
@@ -72,6 +73,18 @@ class Capture:
     rows: int
     batches: int
     precision: str
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        """What is planned otherwise than it may run."""
+        kinds = (nn.LSTM, nn.GRU, nn.RNN)
+        names = [f"{name} ({type(m).__name__})" for name, m in self.module.named_modules() if isinstance(m, kinds)]
+        if not names:
+            return []
+        return [
+            f"{', '.join(names[:3])}: counted operator by operator, as graphs on several CPUs run it; a GPU has a "
+            "kernel for all of it (cuDNN), and on one CPU a training with an LSTM runs eagerly, with oneDNN's"
+        ]
 
     @property
     def global_rows(self) -> int:
@@ -248,11 +261,17 @@ class _Step:
             accumulators=self._accumulators() if variant.accumulated else frozenset(),
             clip=self.clip if variant.apply and not variant.expose_gradients else None,
             step_context=lambda: context.step_context(variant.method),
-            tracing_context=lambda: context.tracing_context((1,) * self.batches),
+            tracing_context=self._tracing,
             scaler=context.scaler,
             device=context.scaler.device,
             bf16_updates=context.bf16_updates,
         )
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """As on several ranks, where an LSTM is torch's own: oneDNN's is no operator of a graph."""
+        with self.context.tracing_context((1,) * self.batches), without_onednn():
+            yield
 
     def _accumulators(self) -> frozenset[str]:
         """Names of the parameters that earlier micro-batches left gradients of: all that are trained."""

@@ -137,7 +137,11 @@ class BuiltPart:
 
 
 def build_layout(
-    capture: Capture, layout: Layout, seconds_of: SecondsOf, kind: Literal["cpu", "cuda"]
+    capture: Capture,
+    layout: Layout,
+    seconds_of: SecondsOf,
+    kind: Literal["cpu", "cuda"],
+    on_stage: Callable[[str], None] = lambda _stage: None,
 ) -> list[BuiltPart]:
     """The graphs of rank 0 under a layout.
 
@@ -146,6 +150,7 @@ def build_layout(
         layout: where it runs.
         seconds_of: times of the nodes of a graph.
         kind: of device, for which the stages decide.
+        on_stage: told of each stage and pass; what it raises ends the work.
 
     Raises:
         ConfigurationError: the layout does not fit the training.
@@ -166,7 +171,7 @@ def build_layout(
         sharing.resolve(capture.module)
     ranks = Ranks(options, "auto", None)
     with decided_for(kind):
-        return [_build_part(part, axes, strategy, ranks, seconds_of) for part in capture.parts]
+        return [_build_part(part, axes, strategy, ranks, seconds_of, on_stage) for part in capture.parts]
 
 
 def _split(capture: Capture, layout: Layout) -> tuple[int, ...]:
@@ -179,14 +184,27 @@ def _split(capture: Capture, layout: Layout) -> tuple[int, ...]:
 
 
 def _build_part(
-    part: Part, axes: tuple[ShardAxis, ...], strategy: SPMDStrategy, ranks: Ranks, seconds_of: SecondsOf
+    part: Part,
+    axes: tuple[ShardAxis, ...],
+    strategy: SPMDStrategy,
+    ranks: Ranks,
+    seconds_of: SecondsOf,
+    on_stage: Callable[[str], None],
 ) -> BuiltPart:
     options: BuildOptions = strategy.build_options
     gathered: list[str] = []
     if not axes or not part.variant.apply or part.variant.by_hand:  # weights change in the middle of a step
         options = dataclasses.replace(options, overlap_iterations=False)
     own = axes if part.variant.forward else tuple(_without_rows(axis) for axis in axes)
-    graphs = build(part.captured, own, options, ranks.plan(part.variant), on_fallback=gathered.append)
+    graphs = build(
+        part.captured,
+        own,
+        options,
+        ranks.plan(part.variant),
+        on_stage=on_stage,
+        on_result=lambda stage, _step: on_stage(stage),
+        on_fallback=gathered.append,
+    )
     if graphs.deferrable:
         seconds = seconds_of(graphs.main)
         graphs = finish(part.captured, graphs.main, seconds, options.overlap_iterations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_spmd.cost.hardware import Machines
@@ -206,13 +206,16 @@ class Outlook:
         return dict(found)
 
 
-def outlook_of(capture: Capture, layout: Layout, machines: Machines) -> Outlook:
+def outlook_of(
+    capture: Capture, layout: Layout, machines: Machines, on_stage: Callable[[str], None] = lambda _stage: None
+) -> Outlook:
     """What a training will be like.
 
     Args:
         capture: its iteration.
         layout: where it runs.
         machines: the devices and links there.
+        on_stage: told of each stage and pass; what it raises ends the work.
 
     Raises:
         ConfigurationError: the layout does not fit.
@@ -220,7 +223,7 @@ def outlook_of(capture: Capture, layout: Layout, machines: Machines) -> Outlook:
     """
     groups = layout.groups()
     clock = Clock(machines, groups)
-    built = build_layout(capture, layout, clock.seconds, "cpu" if machines.device.kind == "cpu" else "cuda")
+    built = build_layout(capture, layout, clock.seconds, "cpu" if machines.device.kind == "cpu" else "cuda", on_stage)
     first = capture.parts[0].captured
     parameters = [e for _, e in first.signature.inputs_of(InputRole.PARAMETER)]
     axes = layout.sizes
@@ -237,7 +240,7 @@ def outlook_of(capture: Capture, layout: Layout, machines: Machines) -> Outlook:
         groups=groups,
         flops=flops,
         peak_flops=layout.ranks * flops / seconds_at_peak if seconds_at_peak else 0.0,
-        remarks=_remarks(built),
+        remarks=[*_remarks(built), *capture.remarks],
         layers=list(_layers(capture, built[0])),
     )
 

@@ -9,6 +9,7 @@ One capture serves them all: the captured graph is that of one device on the glo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -84,7 +85,12 @@ class Search:
 
 
 def search(
-    capture: Capture, own: Layout, machines: Machines, budget: float, say: Callable[[str], None] = lambda _line: None
+    capture: Capture,
+    own: Layout,
+    machines: Machines,
+    budget: float,
+    say: Callable[[str], None] = lambda _line: None,
+    begun: float | None = None,
 ) -> Search:
     """Rank layouts.
 
@@ -92,46 +98,93 @@ def search(
         capture: the iteration.
         own: the recipe's layout, which is among them; others keep its options but for those of the axes.
         machines: the devices and links.
-        budget: seconds after which no further layout is begun.
+        budget: seconds after which no further layout is begun, and what is half done is left once there is a result.
         say: told what is going on.
+        begun: when these seconds began, by ``time.monotonic``; None: now.
     """
-    begun = time.monotonic()
     totals = totals_of(capture, machines)
     queue = _ordered([Candidate(layout, estimated(totals, layout, machines)) for layout in layouts(capture, own)], own)
-    found = Search()
+    building = _Building(capture, machines, budget, say, time.monotonic() if begun is None else begun)
+    with contextlib.suppress(_OutOfTime):
+        building.build_all(queue)
+        building.try_buckets()
+    built = sorted(building.built, key=_merit)
+    others = [*([] if building.left is None else [building.left]), *queue]
+    return Search(built, others, building.elapsed())
 
-    longest = 0.0
 
-    def is_time(share: float = 1.0) -> bool:
+class _OutOfTime(Exception):
+    """Control flow: this layout will not be ready."""
+
+
+@dataclass
+class _Building:
+    """Layouts whose graphs are built one after the other, while there is time.
+
+    Args:
+        capture: the iteration.
+        machines: the devices and links.
+        budget: seconds that there are.
+        say: told what is going on.
+        begun: when they began.
+        built: what is ready.
+        left: what was left half done.
+        longest: seconds of the slowest one.
+    """
+
+    capture: Capture
+    machines: Machines
+    budget: float
+    say: Callable[[str], None]
+    begun: float
+    built: list[Candidate] = field(default_factory=list[Candidate])
+    left: Candidate | None = None
+    longest: float = 0.0
+
+    def elapsed(self) -> float:
+        """Seconds since the search began."""
+        return time.monotonic() - self.begun
+
+    def build_all(self, queue: list[Candidate]) -> None:
+        """Build layouts in order and take them out of the queue; one there is always time for."""
+        while queue and (not self._has_result() or self._is_time(_FOR_LAYOUTS)):
+            candidate = self._build(queue.pop(0))
+            again = iter(SHARES)
+            while candidate.outlook is not None and not candidate.fits and self._is_time():
+                share = next(again, None)
+                if share is None or candidate.estimate.fixed > self.machines.device.memory:
+                    break
+                candidate = self._build(_changed(candidate, rematerialize=share))
+
+    def try_buckets(self) -> None:
+        """Other sizes of buckets for the best layout."""
+        self.built.sort(key=_merit)
+        best = self.built[0]
+        for size in BUCKETS:
+            if best.fits and self._is_time():
+                self._build(_changed(best, bucket_size_mb=size))
+
+    # ------------------------------------------------------------------ pieces
+    def _has_result(self) -> bool:
+        return any(c.outlook is not None for c in self.built)
+
+    def _is_time(self, share: float = 1.0) -> bool:
         """Whether a layout that takes as long as the longest one so far will be ready."""
-        return time.monotonic() - begun + longest < share * budget
+        return self.elapsed() + self.longest < share * self.budget
 
-    def build(candidate: Candidate) -> Candidate:
-        nonlocal longest
-        started = time.monotonic()
-        made = _built(capture, candidate, machines)
-        now = time.monotonic()
-        longest = max(longest, now - started)
-        say(f"{now - begun:4.0f} s  {_in_words(made)}")
-        found.built.append(made)
+    def _check_time(self, _stage: str) -> None:
+        """End what is half done when the time is over: on a busy machine nobody knows how long a layout will take."""
+        if self.elapsed() > self.budget and self._has_result():
+            raise _OutOfTime
+
+    def _build(self, candidate: Candidate) -> Candidate:
+        started, self.left = self.elapsed(), candidate
+        made = _built(self.capture, candidate, self.machines, self._check_time)
+        self.left = None
+        self.longest = max(self.longest, self.elapsed() - started)
+        self.say(f"{self.elapsed():4.0f} s  {_in_words(made)}")
+        self.built.append(made)
         return made
-
-    while queue and is_time(_FOR_LAYOUTS):
-        candidate = build(queue.pop(0))
-        again = iter(SHARES)
-        while candidate.outlook is not None and not candidate.fits and is_time():
-            share = next(again, None)
-            if share is None or candidate.estimate.fixed > machines.device.memory:
-                break
-            candidate = build(_changed(candidate, rematerialize=share))
-    found.built.sort(key=_merit)
-    for size in BUCKETS:
-        if found.built and found.built[0].fits and is_time():
-            build(_changed(found.built[0], bucket_size_mb=size))
-    found.built.sort(key=_merit)
-    found.others = queue
-    found.seconds = time.monotonic() - begun
-    return found
 
 
 def layouts(capture: Capture, own: Layout) -> Iterator[Layout]:
@@ -187,9 +240,9 @@ def _changed(candidate: Candidate, **options: Any) -> Candidate:
     return Candidate(layout, candidate.estimate)
 
 
-def _built(capture: Capture, candidate: Candidate, machines: Machines) -> Candidate:
+def _built(capture: Capture, candidate: Candidate, machines: Machines, on_stage: Callable[[str], None]) -> Candidate:
     try:
-        return dataclasses.replace(candidate, outlook=outlook_of(capture, candidate.layout, machines))
+        return dataclasses.replace(candidate, outlook=outlook_of(capture, candidate.layout, machines, on_stage))
     except SPMDError as error:
         return dataclasses.replace(candidate, reason=" ".join(str(error).split()))
 

@@ -133,3 +133,24 @@ class Late(L.LightningModule):
 def test_layers_of_configure_model_have_no_memory() -> None:
     found = captured(make=Late)
     assert all(isinstance(p.data, FakeTensor) for p in found.module.parameters())
+
+
+class Recurrent(Tied):
+    """Reads rows one number after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(1, 4, batch_first=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.rnn(batch[..., :3].unsqueeze(-1))[0].square().mean()
+
+
+@pytest.mark.parametrize("batches", [1, 8])
+def test_an_lstm_is_planned_as_graphs_on_several_cpus_run_it(batches: int) -> None:
+    """Seen: a plan was refused with the words about oneDNN's LSTM that a training on one CPU gets."""
+    found = captured(batches, Recurrent)
+    names = {str(n.target) for n in found.parts[0].captured.graph_module.graph.nodes if n.op == "call_function"}
+    assert not any("mkldnn" in name for name in names)
+    (remark,) = found.remarks
+    assert remark.startswith("rnn (LSTM): counted operator by operator")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_spmd.cost.hardware import DEVICES, LINKS, Machines
+from lightning_spmd.planning import search as search_module
 from lightning_spmd.planning.capturing import Capture, capture_iteration, without_memory
 from lightning_spmd.planning.facts import search_facts
 from lightning_spmd.planning.layout import Layout
@@ -93,7 +94,35 @@ def test_where_nothing_fits_activations_are_made_again(language: Capture) -> Non
     assert needed == sorted(needed)
 
 
-def test_without_time_nothing_is_built(language: Capture) -> None:
-    none = search(language, OWN, _machines(), 0.0)
-    assert none.best is None
-    assert len(none.others) == len(list(layouts(language, OWN)))
+def test_without_time_the_recipes_own_layout_is_built(language: Capture) -> None:
+    found = search(language, OWN, _machines(), 0.0)
+    assert found.best is not None
+    assert found.best.layout is OWN
+    assert len(found.others) + 1 == len(list(layouts(language, OWN)))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_half_done_when_the_time_is_over_is_left(
+    language: Capture, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen: on a busy machine the search began what was not ready in time; and with no time left it found nothing."""
+    begun: list[Layout] = []
+
+    class Clock:
+        """The second layout hangs."""
+
+        def monotonic(self) -> float:
+            return 1000.0 if late or len(begun) > 1 else 1.0
+
+    def outlook_of(capture: Capture, layout: Layout, *rest: Any) -> Any:
+        begun.append(layout)
+        return make(capture, layout, *rest)
+
+    make = search_module.outlook_of
+    monkeypatch.setattr(search_module, "time", Clock())
+    monkeypatch.setattr(search_module, "outlook_of", outlook_of)
+    found = search(language, OWN, _machines(), 90.0, begun=0.0)
+    assert (len(begun), len(found.built)) == ((1, 1) if late else (2, 1))
+    assert found.built[0].outlook is not None
+    assert late or found.others[0].layout is begun[1]
+    assert len(found.others) + 1 == len(list(layouts(language, OWN)))

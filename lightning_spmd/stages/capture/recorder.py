@@ -195,7 +195,8 @@ class Recorder(private.TorchDispatchMode):
         if self.section is not Section.FORWARD:
             return NodeInfo(self.section, source=user_location() or "")
         info = NodeInfo(Section.FORWARD, self.module_path[-1], user_location() or "")
-        self._forward_info[private.next_sequence_number() - 1] = info
+        # what autograd does not follow (batch norm's counter, a mask of dropout) has no number of its own
+        self._forward_info.setdefault(private.next_sequence_number() - 1, info)
         return info
 
     def _place(self) -> str:
