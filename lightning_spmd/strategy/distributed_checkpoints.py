@@ -31,6 +31,8 @@ from lightning_spmd.strategy.whole_files import name_beside, not_written, put, r
 
 T = TypeVar("T")
 _MODEL, _OPTIMIZER = "model", "optimizer_"
+_MODEL_OF_MODEL_PARALLEL = "state_dict"
+"""Where Lightning's ModelParallelStrategy puts what its FSDPStrategy and this package call the model."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +154,18 @@ def load_distributed(path: Path, module: nn.Module, plan: ParallelPlan, shelf: S
     """
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
+    roots = {where[0] for where in metadata.planner_data.values()}
+    model = _MODEL_OF_MODEL_PARALLEL if _MODEL_OF_MODEL_PARALLEL in roots and _MODEL not in roots else _MODEL
     wanted: dict[str, Any] = {}
     for flat, where in metadata.planner_data.items():
         entry = metadata.state_dict_metadata[flat]
-        if where[0] != _MODEL:
+        if where[0] != model:
             _put(wanted, where, _target(entry, where, plan, shelf))
     current = module.state_dict(keep_vars=True)
-    _check(path, current, metadata)
-    wanted[_MODEL] = {k: shelf.empty(v) if isinstance(v, Tensor) else v for k, v in current.items()}
+    _check(path, current, metadata, model)
+    wanted[model] = {k: shelf.empty(v) if isinstance(v, Tensor) else v for k, v in current.items()}
     state_dict_loader.load(wanted, storage_reader=reader, process_group=shelf.group, no_dist=shelf.group is None)
+    wanted[_MODEL] = wanted.pop(model)
     _take(wanted, current, plan, shelf)
     checkpoint = torch.load(path / METADATA_FILE, map_location="cpu", weights_only=False)
     checkpoint["state_dict"] = wanted.pop(_MODEL)
@@ -223,11 +228,11 @@ def _by_number(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def _check(path: Path, current: Mapping[str, Any], metadata: Metadata) -> None:
+def _check(path: Path, current: Mapping[str, Any], metadata: Metadata, model: str) -> None:
     known = {
         where[1]: metadata.state_dict_metadata[flat]
         for flat, where in metadata.planner_data.items()
-        if where[0] == _MODEL
+        if where[0] == model
     }
     missing = [name for name in current if name not in known]
     unexpected = [name for name in known if name not in current]
