@@ -24,8 +24,10 @@ def runs_under_slurm(environment: Mapping[str, str]) -> bool:
 
 def watch(number: int) -> bool:
     """From now on note a signal instead of dying of it; False where somebody else answers it already."""
-    if number in _watched and signal.getsignal(number) is _note:
-        return True
+    if number in _watched:
+        if signal.getsignal(number) is _note:
+            return True
+        _unblock(number)  # for the handler that somebody put in place of ours
     if threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(number) is not signal.SIG_DFL:
@@ -38,14 +40,19 @@ def watch(number: int) -> bool:
 
 def release() -> list[int]:
     """Leave the signals to others; the numbers of those that have come already."""
-    watched = [number for number in _watched if signal.getsignal(number) is _note]
-    come = [number for number in watched if received(number)]
-    for number in watched:
-        forget(number)
-        signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-        _watched.discard(number)
+    come = []
+    for number in list(_watched):
+        if signal.getsignal(number) is _note:
+            come += [number] if received(number) else []
+            forget(number)
+            signal.signal(number, signal.SIG_DFL)
+        _unblock(number)
     return come
+
+
+def _unblock(number: int) -> None:
+    _watched.discard(number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
 
 def is_watching() -> bool:

@@ -108,7 +108,7 @@ class RecipeCLI(LightningCLI):
         trainer["callbacks"] = own
         try:
             return super().instantiate_trainer(**kwargs)
-        except (TypeError, ValueError, MisconfigurationException) as error:
+        except (TypeError, ValueError, RuntimeError, MisconfigurationException) as error:
             self.parser.error(f"trainer: {refusal(error)}")
 
     def instantiate_classes(self) -> None:

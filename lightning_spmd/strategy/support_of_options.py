@@ -25,6 +25,18 @@ OPTIONS: tuple[Feature, ...] = (
         "tests/strategy/test_step_statistics.py::test_one_device_logs_each_row_and_keeps_its_bits",
     ),
     Feature(
+        "SLURM: srun, several nodes, SLURMEnvironment(auto_requeue=True)",
+        Mode.COMPILED,
+        "its signal is answered at the end of a batch: a checkpoint, a requeue, and on, bit for bit; docs/slurm.md",
+        "tests/strategy/test_requeue.py::test_goes_on_bitwise",
+    ),
+    Feature(
+        "torchrun, and processes started by hand with MASTER_ADDR, NODE_RANK, LOCAL_RANK",
+        Mode.COMPILED,
+        "one process a device",
+        "tests/strategy/test_launchers.py::test_equal_one_device",
+    ),
+    Feature(
         "lowering='inductor' and 'auto' of SPMDStrategy",
         Mode.COMPILED,
         "chains of pointwise operators and reductions are compiled by Inductor, kept on disk; needs a C++ compiler",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import shlex
@@ -77,6 +78,19 @@ class Jobs:
                 raise TimeoutError(f"it never came: {[self.cluster.job(n).text for n in self.submitted]}")
             time.sleep(0.05)
 
+    def wait_for_restart(self, number: int, count: int, timeout: float = PATIENCE) -> None:
+        """Wait until a job has been started again so many times, and help it to be so at once."""
+        until = time.monotonic() + timeout
+        while True:
+            job = self.cluster.job(number)
+            if job.restarts >= count and job.state == "RUNNING":
+                return
+            if job.state == "PENDING":
+                self.cluster.run("scontrol", "update", f"jobid={number}", "StartTime=now", check=False)
+            if job.state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") or time.monotonic() > until:
+                raise AssertionError(f"not started again ({count}): {job.text}\n{self.said()}")
+            time.sleep(0.1)
+
     def lines(self, name: str = "run", rank: int = 0) -> list[dict[str, Any]]:
         """What a rank of a training did."""
         return lines_of(self.folder / name, rank)
@@ -85,6 +99,7 @@ class Jobs:
 @pytest.fixture
 def jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
     """Jobs that are gone when the test is over."""
+    faulthandler.cancel_dump_traceback_later()  # jobs have a limit of their own
     found = Jobs(cluster, tmp_path)
     yield found
     for number in found.submitted:

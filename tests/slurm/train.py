@@ -81,6 +81,9 @@ class Diary(L.Callback):
         self._write(trainer, step=trainer.global_step, loss=float(outputs["loss"]).hex(), lr=float(lr))
         time.sleep(self.pause)
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._write(trainer, saving=trainer.global_step)
+
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         self._write(trainer, validating=batch_idx)
         time.sleep(self.validation_pause)

@@ -163,6 +163,20 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
+def test_a_handler_that_comes_later_gets_what_has_come() -> None:
+    got: list[int] = []
+    assert early_signals.watch(signal.SIGUSR1)
+    try:
+        signal.signal(signal.SIGUSR1, lambda number, _: got.append(number))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert got == []
+        assert not early_signals.watch(signal.SIGUSR1)  # as a run does when it begins
+        assert got == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        early_signals.release()
+
+
 @pytest.mark.parametrize(("job", "survives"), [("train", True), ("bash", False)])
 def test_a_signal_before_fit_is_kept(job: str, survives: bool) -> None:
     """SLURM sends it to child processes too, such as data loaders' workers."""
