@@ -12,6 +12,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/cli/test_recipes.py": ("[gpt2]", "[long_context]", "[image_classifier]"),
     "tests/cost/test_sharded_memory.py": ("test_measured_memory_is_what_was_counted",),
     "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-"),
+    "tests/cuda/test_offloaded.py": ("[gpt-",),
     "tests/cuda/test_recordings.py": ("[llama]", "[experts]", "[cudnn]", "[efficient]", "[lstm]"),
     "tests/equality/test_one_device.py": (
         "test_several_ranks_equal_one_device[4-",
@@ -45,6 +46,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/stages/expand/test_tensor_parallel.py": ("-zero2-",),
     "tests/stages/expand/test_tensor_parallel_zoo.py": ("[t5-",),
     "tests/stages/passes/test_fuse_optimizer_training.py": ("[clip_value]", "[nadam]"),
+    "tests/stages/passes/test_offload_activations.py": ("[0.3-", "test_on_ranks"),
     "tests/stages/passes/test_sharded_collectives.py": ("[8-60",),
     "tests/strategy/test_local_batches.py": (
         "[zero2]",

@@ -5,7 +5,8 @@ waits are names of one storage. What a collective sends lives until it is waited
 What leaves the graph lives to its end, and so do its inputs, which are somebody else's; but for pending values, which
 are handed over and end with their last reader (``phases/split.py``).
 
-Not counted: what a kernel allocates for itself, and what an allocator rounds up or keeps.
+Not counted: what a kernel allocates for itself, what an allocator rounds up or keeps, and copies of a GPU's tensors
+that wait in the host's memory (``ir.host_copies``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import fx
 from lightning_spmd._private_api import OpOverload
 from lightning_spmd.ir.aliasing import storage_roots
 from lightning_spmd.ir.effects import leaving_storages
+from lightning_spmd.ir.host_copies import OFFLOAD
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.ir.verify import copies_nothing, is_wait
@@ -186,6 +188,8 @@ def _place(root: fx.Node, handed_over: Mapping[fx.Node, bool]) -> _Place:
 def _made_by(
     node: fx.Node, roots: Mapping[fx.Node, fx.Node], handed_over: Mapping[fx.Node, bool]
 ) -> Iterator[tuple[_Place, int]]:
+    if node.target is OFFLOAD:
+        return
     makes = node.op == "call_function" and roots[node] is node and _place(node, handed_over) == (node, ())
     if not makes and not handed_over.get(node):
         return

@@ -17,7 +17,7 @@ from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages.expand import announce, expand
 from lightning_spmd.stages.expand.auto_plan import find_plan
-from lightning_spmd.stages.passes import PASSES, REMATERIALIZE, GraphPass, PassState, run_passes
+from lightning_spmd.stages.passes import OFFLOAD_ACTIVATIONS, PASSES, REMATERIALIZE, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
 from lightning_spmd.stages.phases.pause import check_unwritten, hide_gradients, pausing
 from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python
@@ -36,6 +36,7 @@ class BuildOptions:
         reduce_dtype: in which gradients travel, a name in ``passes.REDUCE_DTYPES``; None: as they are.
         overlap_iterations: whether the end of an iteration may run inside the next one; ``"auto"``: where it is faster.
         rematerialize: the share of the activations' bytes to give back, or as an integer the bytes to leave; None: all.
+        offload_activations: as ``rematerialize``, for activations that go to the host's memory meanwhile; None: none.
         lowering: what makes callables of final graphs, one of ``stages.runtime.lowering.MODES``.
         cuda_graphs: whether the final graphs run as CUDA graphs on a GPU.
         in_order: gradients travel in the order of parameters, because ranks with other graphs make them in another one.
@@ -49,10 +50,13 @@ class BuildOptions:
     lowering: str = "none"
     cuda_graphs: bool = False
     in_order: bool = False
+    offload_activations: float | int | None = None
 
     def pass_state(self) -> PassState:
         """What one run of the passes starts with."""
-        return PassState(self.bucket_size_mb, self.reduce_dtype, self.rematerialize, self.in_order)
+        return PassState(
+            self.bucket_size_mb, self.reduce_dtype, self.rematerialize, self.offload_activations, self.in_order
+        )
 
 
 def build(
@@ -119,7 +123,8 @@ def _hidden_gradients(captured: CapturedStep, passed: ShardedStep) -> ShownGradi
 
 def _remarks(state: PassState) -> tuple[str, ...]:
     """What users are told of the passes' work."""
-    return tuple(f"{name}: {state.notes[name]}" for name in (REMATERIALIZE.name,) if name in state.notes)
+    told = (REMATERIALIZE.name, OFFLOAD_ACTIVATIONS.name)
+    return tuple(f"{name}: {state.notes[name]}" for name in told if name in state.notes)
 
 
 def _on_one_device(captured: CapturedStep) -> ShardedStep:

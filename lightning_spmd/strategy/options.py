@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ import torch
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.bf16_updates import KINDS, Updates
-from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, REDUCE_DTYPES, REMATERIALIZE, select
+from lightning_spmd.stages.passes import (
+    KNOWN_PASSES,
+    OFFLOAD_ACTIVATIONS,
+    PASSES,
+    REDUCE_DTYPES,
+    REMATERIALIZE,
+    GraphPass,
+    select,
+)
 from lightning_spmd.stages.runtime.lowering import MODES
 from lightning_spmd.strategy.own_batches import BATCH_MODES, BatchMode
 
@@ -29,6 +38,7 @@ def checked_options(
     rematerialize: Any = None,
     lowering: Any = "none",
     cuda_graphs: Any = False,
+    offload_activations: Any = None,
 ) -> BuildOptions:
     """What graphs are built with; ``SPMDStrategy`` says what each argument means.
 
@@ -48,12 +58,32 @@ def checked_options(
     if isinstance(passes, str):
         raise ConfigurationError(f"passes={passes!r}: give a list of names, such as [{passes!r}]")
     chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
-    give_back = _share_or_bytes(rematerialize)
-    if give_back is not None and REMATERIALIZE.name not in [p.name for p in chosen]:
+    give_back, move = (
+        _of_pass(wanted, asked, chosen)
+        for wanted, asked in ((REMATERIALIZE, rematerialize), (OFFLOAD_ACTIVATIONS, offload_activations))
+    )
+    if move is not None and cuda_graphs:
         raise ConfigurationError(
-            f"rematerialize={rematerialize!r} needs the pass {REMATERIALIZE.name!r}, which passes=[...] leaves out"
+            f"offload_activations={offload_activations!r} and cuda_graphs=True: copies that run beside the kernels are "
+            "in no recording; use one of the two"
         )
-    return BuildOptions(chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering, bool(cuda_graphs))
+    return BuildOptions(
+        chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering, bool(cuda_graphs), offload_activations=move
+    )
+
+
+def check_offload(offload_activations: Any, device: torch.device) -> None:
+    """Check that there is a memory to move activations out of.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if offload_activations is not None and device.type != "cuda":
+        raise ConfigurationError(
+            f"offload_activations moves activations from a GPU's memory to the host's, and training runs on "
+            f"{device.type!r}, whose activations lie there already; leave it out, or give back memory with "
+            "rematerialize=..."
+        )
 
 
 def check_switches(**switches: Any) -> None:
@@ -134,8 +164,18 @@ def checked_batch(mode: Any) -> BatchMode:
     return mode
 
 
-def _share_or_bytes(value: Any) -> float | int | None:
-    """What ``rematerialize`` asks for: a share to give back as a float, bytes to leave as an integer."""
+def _of_pass(wanted: GraphPass, value: Any, chosen: Sequence[GraphPass]) -> float | int | None:
+    """What the option of a pass, which has its name, asks for."""
+    found = _share_or_bytes(wanted.name, value)
+    if found is not None and wanted.name not in [p.name for p in chosen]:
+        raise ConfigurationError(
+            f"{wanted.name}={value!r} needs the pass {wanted.name!r}, which passes=[...] leaves out"
+        )
+    return found
+
+
+def _share_or_bytes(option: str, value: Any) -> float | int | None:
+    """What an option about activations asks for: a share to give back as a float, bytes to leave as an integer."""
     if value is None:
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
@@ -144,7 +184,7 @@ def _share_or_bytes(value: Any) -> float | int | None:
     size = 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
     if size <= 0:
         raise ConfigurationError(
-            f"rematerialize={value!r}: give the share of the activations' bytes to give back, a number above 0 and at "
+            f"{option}={value!r}: give the share of the activations' bytes to give back, a number above 0 and at "
             "most 1; or the bytes to leave on each device, a string such as '512MiB' (KiB, MiB or GiB); or None"
         )
     return size

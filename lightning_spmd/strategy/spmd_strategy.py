@@ -30,6 +30,7 @@ from lightning_spmd.strategy.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import begin_alike, check_initialized
 from lightning_spmd.strategy.options import (
+    check_offload,
     check_processes,
     check_sizes,
     check_switches,
@@ -98,6 +99,9 @@ class SPMDStrategy(SavingStrategy):
             pass. A number above 0 and at most 1: the share of their bytes to give back; a string such as ``"512MiB"``
             (KiB, MiB or GiB): the bytes that they may take on each device; None: all are kept. Losses keep their bits;
             an info message says what is reached and how much of the forward pass is done twice.
+        offload_activations: activations of a GPU that lie in the host's memory between the forward and the backward
+            pass; written as ``rematerialize`` is, and beside it. Copies run beside the kernels; an info message says
+            what is reached and how many bytes a step travel. An error where training does not run on GPUs.
         lowering: ``"inductor"``: chains of pointwise operators and reductions are compiled, in each graph's second run;
             ``"auto"``: those that are worth the compiler's time, and are faster by measurement; ``"none"``: none.
         cuda_graphs: on a GPU, launch what an iteration computes as a few CUDA graphs: less work for the host, more
@@ -138,6 +142,7 @@ class SPMDStrategy(SavingStrategy):
         bf16_updates: Literal["plain", "master", "stochastic"] = "plain",
         overlap_iterations: bool | Literal["auto"] = "auto",
         rematerialize: float | str | None = None,
+        offload_activations: float | str | None = None,
         lowering: Literal["auto", "inductor", "none"] = "none",
         cuda_graphs: bool = False,
         save_distributed_checkpoint: bool = False,
@@ -149,9 +154,8 @@ class SPMDStrategy(SavingStrategy):
         check_switches(sequence_parallel=sequence_parallel, save_distributed_checkpoint=save_distributed_checkpoint)
         check_sizes(context_parallel_size=context_parallel_size, tensor_parallel_size=tensor_parallel_size)
         self.layer_sharing = LayerSharing(tensor_parallel_plan, tensor_parallel_size, sequence_parallel)
-        layers = self.layer_sharing.plan
         sizes = (data_parallel_size, context_parallel_size, tensor_parallel_size)
-        self.parallel_options = ParallelOptions(data_parallel, *sizes, layers)
+        self.parallel_options = ParallelOptions(data_parallel, *sizes, self.layer_sharing.plan)
         ranks = Ranks(self.parallel_options, data_parallel_shard_size, timeout)
         super().__init__(
             ranks,
@@ -166,8 +170,9 @@ class SPMDStrategy(SavingStrategy):
             precision_plugin=precision_plugin,
         )
         self.build_options = checked_options(
-            passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize, lowering, cuda_graphs
-        )
+            passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize, lowering, cuda_graphs,
+            offload_activations,
+        )  # fmt: skip
         self.dump_dir = checked_folder(dump_dir)
         updates, batches = checked_updates(bf16_updates), checked_batch(batch)
         self._settings = GraphSettings(ranks, self.build_options, self.dump_dir, [], updates, batches)
@@ -182,6 +187,7 @@ class SPMDStrategy(SavingStrategy):
         if self.accelerator is None or self.model is None:
             raise ConfigurationError("SPMDStrategy is not attached to a Trainer: pass it to Trainer(strategy=...)")
         self.accelerator.setup(trainer)
+        check_offload(self.build_options.offload_activations, self.root_device)
         if self.is_distributed or trainer.state.fn == TrainerFn.FITTING:
             check_initialized(self.model)
         self._layout.materialize(self.model, self.root_device)

@@ -49,6 +49,12 @@ OPTIONS: tuple[Feature, ...] = (
         "tests/stages/runtime/test_cuda_graphs.py::test_recorded_training_is_bitwise_unrecorded_training",
     ),
     Feature(
+        "offload_activations=",
+        Mode.COMPILED,
+        "on GPUs, of which none has run it; an error on the CPU and with cuda_graphs",
+        "tests/stages/passes/test_offload_activations.py::test_training_keeps_its_bits",
+    ),
+    Feature(
         "rematerialize=, torch.utils.checkpoint in the module",
         Mode.COMPILED,
         "one or both; the strategy's option does nothing in the eager path",

@@ -52,7 +52,7 @@ class Wanted:
         bf16: whether under autocast.
         half: whether under autocast to float16, with loss scaling.
         true: whether everything is bfloat16.
-        rematerialize: the share of the activations' bytes to give back.
+        rematerialize, offload: the share of the activations' bytes to give back.
         clip: gradient clipping by norm.
         rows: of each rank.
         kernel: which attention kernel PyTorch would choose.
@@ -68,6 +68,7 @@ class Wanted:
     half: bool = False
     true: bool = False
     rematerialize: float | None = None
+    offload: float | None = None
     clip: float | None = None
     rows: int = 4
     kernel: str = "flash"
@@ -168,7 +169,8 @@ def build(wanted: Wanted) -> Built:
         layout.shard(module)
     module._trainer = stand_in(precision, device)
     optimizer = _optimizer(module, layout)
-    settings = GraphSettings(ranks, BuildOptions(rematerialize=wanted.rematerialize), None)
+    options_of_run = BuildOptions(rematerialize=wanted.rematerialize, offload_activations=wanted.offload)
+    settings = GraphSettings(ranks, options_of_run, None)
     overlaps = step.variant.pauses
     context = settings.of_training(module, optimizer, ranks.streams(0), None, overlaps)
     real = precision.convert_input(step.batch(wanted.rank, wanted.rows))

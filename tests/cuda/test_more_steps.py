@@ -24,7 +24,9 @@ FEW = [
 
 
 def _goes_together(name: str, way: dict[str, Any]) -> bool:
-    """By hand users clip themselves, and with clipping iterations do not pause."""
+    """By hand users clip themselves; with clipping, and under ZeRO 2, iterations do not pause."""
+    if name == "pauses" and way.get("plan") == "zero2":
+        return False
     return "clip" not in way or not (name.startswith("by hand") or name == "pauses")
 
 

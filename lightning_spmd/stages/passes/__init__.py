@@ -11,6 +11,7 @@ from lightning_spmd.stages.passes import (
     early_operands,
     gather_embedding_rows,
     identity_views,
+    offload_activations,
     redundant_copies,
     regather_parameters,
     rematerialize,
@@ -25,6 +26,7 @@ PASSES: tuple[GraphPass, ...] = (
     redundant_copies.PASS,
     dead_code.PASS,
     rematerialize.PASS,
+    offload_activations.PASS,
     regather_parameters.PASS,
     early_operands.PASS,
     gather_embedding_rows.PASS,
@@ -35,11 +37,14 @@ PASSES: tuple[GraphPass, ...] = (
 """The default passes, in order."""
 REMATERIALIZE = rematerialize.PASS
 """The pass that ``SPMDStrategy(rematerialize=...)`` asks for; one device runs it too."""
+OFFLOAD_ACTIVATIONS = offload_activations.PASS
+"""The pass that ``SPMDStrategy(offload_activations=...)`` asks for."""
 KNOWN_PASSES: tuple[GraphPass, ...] = (*PASSES, fused_kernels.PASS)
 """Those that ``SPMDStrategy(passes=[...])`` knows by name: also passes that change numerics."""
 
 __all__ = [
     "KNOWN_PASSES",
+    "OFFLOAD_ACTIVATIONS",
     "PASSES",
     "REDUCE_DTYPES",
     "REMATERIALIZE",

@@ -27,6 +27,7 @@ class PassState:
         bucket_size_mb: cap of a communication bucket in MiB, or ``"auto"``.
         reduce_dtype: in which gradients travel, a name in REDUCE_DTYPES; None: as they are.
         rematerialize: the share of the activations' bytes to give back, or as an integer the bytes to leave; None: all.
+        offload: as ``rematerialize``, for activations that go to the host's memory.
         in_order: buckets are the same whatever the order in which gradients become ready (ranks have other graphs).
         notes: what each pass did, for dumps and messages.
     """
@@ -34,6 +35,7 @@ class PassState:
     bucket_size_mb: float | str = "auto"
     reduce_dtype: str | None = None
     rematerialize: float | int | None = None
+    offload: float | int | None = None
     in_order: bool = False
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
