@@ -13,8 +13,10 @@ from lightning_utilities.core.imports import RequirementCache
 
 import lightning_spmd  # noqa: F401  (registers the strategies that a recipe names)
 from lightning_spmd.cli import compare, plan
+from lightning_spmd.cli.first_steps import refusals_in_one_line
 from lightning_spmd.cli.own_modules import classes_beside
 from lightning_spmd.cli.recipe_cli import RecipeCLI, with_class_for_name
+from lightning_spmd.cli.recipe_files import mistake_in_recipes
 
 DESCRIPTION = (
     "Train, validate, test or predict what a recipe describes: lightning-spmd fit --config RECIPE; or train it under "
@@ -42,13 +44,17 @@ def main(args: Sequence[str] | None = None) -> None:
             "Install it with: pip install 'lightning-spmd[cli]', or by itself: pip install 'jsonargparse[signatures]'"
         )
     arguments = sys.argv[1:] if args is None else list(args)
+    if (mistake := mistake_in_recipes(arguments)) is not None:
+        sys.stderr.write(f"lightning-spmd: error: {mistake}\n")
+        raise SystemExit(2)
     with classes_beside(arguments):
         _command(arguments, of_process=args is None)
 
 
 def _command(arguments: list[str], of_process: bool) -> None:
     if arguments[:1] == ["compare"]:
-        compare.main(arguments[1:])
+        with refusals_in_one_line("lightning-spmd compare"):
+            compare.main(arguments[1:])
         return
     if arguments[:1] == ["plan"]:
         plan.main(arguments[1:])
@@ -59,12 +65,13 @@ def _command(arguments: list[str], of_process: bool) -> None:
     with warnings.catch_warnings():
         # Lightning means callers from Python; here the arguments are the process's own, with a name spelt out.
         warnings.filterwarnings("ignore", message=".*parameter is intended to run from within Python.*")
-        RecipeCLI(
-            args=None if of_process and given == arguments else given,
-            # A rerun into the same folder replaces the recipe that was saved beside the last run's results.
-            save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "lightning-spmd", "description": DESCRIPTION, **usage},
-        )
+        with refusals_in_one_line("lightning-spmd " + "".join(arguments[:1])):
+            RecipeCLI(
+                args=None if of_process and given == arguments else given,
+                # A rerun into the same folder replaces the recipe that was saved beside the last run's results.
+                save_config_kwargs={"overwrite": True},
+                parser_kwargs={"prog": "lightning-spmd", "description": DESCRIPTION, **usage},
+            )
 
 
 if __name__ == "__main__":

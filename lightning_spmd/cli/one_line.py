@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -21,6 +22,10 @@ _OF_CLASS = re.compile(r"Problem with given class_path '([\w.]+)':\n(.*)", re.DO
 _MISSING = re.compile(r'Key "([\w.]+)" is required')
 _WORDS = {int: "a whole number", float: "a number", type(None): "null", str: "a word", bool: "true, false"}
 _OF_A_RECIPE = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path")
+_BASES = ("lightning.LightningModule", "lightning.LightningDataModule", "lightning.pytorch.Callback")
+_NO_CLASS = re.compile(r"dot import path string: (\S+)|does not correspond to a subclass of (\w+)")
+_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
+_ABSENT = re.compile(r"the following arguments are required: (\w+)")
 _LONGEST = 400
 
 
@@ -49,11 +54,15 @@ def one_line(message: str, options: Iterable[str]) -> str:
     of_class = _OF_CLASS.search(message)
     if of_class is not None:
         return _in_class(".".join(outer), of_class[1], of_class[2])
+    given = _GIVEN.findall(message)
+    no_class = _NO_CLASS.search(message)
+    if no_class is not None and outer and given and re.fullmatch(r"[\w.]+", given[-1].strip()):
+        return _no_class(outer[0], given[-1].strip(), no_class[2], message)
     missing = _MISSING.search(message)
     if missing is not None:
         return f"{missing[1]} is missing"
-    allowed = list(dict.fromkeys(map(_in_words, _EXPECTED.findall(message))))
-    given = _GIVEN.findall(message)
+    kinds = [kind for kind in _EXPECTED.findall(message) if not kind.startswith("path but ")]
+    allowed = list(dict.fromkeys(map(_in_words, kinds)))
     if outer and allowed and given:
         return f"{_inner(message)}: {given[-1].strip()} is not one of: {', '.join(allowed)}"
     text = " ".join(message.split())
@@ -66,11 +75,16 @@ def _unknown_key(path: str, message: str, options: list[str]) -> str:
     known = [f"{head}.{key}" for key in _parameters_of(Trainer)] if head == "trainer" else [*options, *_OF_A_RECIPE]
     near = _near([path], known) or [o for o in known if o.endswith(f".{name}")][:1]
     flag = "--" if "unrecognized" in message else ""
+    first = path.partition(".")[0]
+    if not flag and first not in {o.partition(".")[0] for o in known}:
+        path, near = first, _near([first], _OF_A_RECIPE)
     return f"{flag}{path}: there is no such key" + (f". Did you mean {flag}{near[0]}?" if near else "")
 
 
 def _in_class(outer: str, class_path: str, text: str) -> str:
     """A mistake in what a recipe gives a class."""
+    if class_path in _BASES and "is not accepted" in text:
+        return f"{outer}.class_path is missing: name the class that the init_args are for"
     taken = _parameters(class_path)
     for option in re.findall(r"Option '(\w+)' is not accepted", text):
         near = _near([option], taken)
@@ -84,14 +98,43 @@ def _in_class(outer: str, class_path: str, text: str) -> str:
     module, _, name = class_path.rpartition(".")
     if "has no attribute" in text:
         near = _near([name], dir(importlib.import_module(module)))
-        return f"{outer}.class_path: {module} has no {name!r}" + (f". Did you mean {near[0]!r}?" if near else "")
+        file = getattr(importlib.import_module(module), "__file__", None)
+        hint = f". Did you mean {near[0]!r}?" if near else f" ({file})" if file else ""
+        return f"{outer}.class_path: {module} has no {name!r}{hint}"
+    if (no_module := _NO_MODULE.search(text)) is not None:
+        return f"{outer}.class_path: {class_path}: {_nowhere(module, no_module[1])}"
+    if (absent := _ABSENT.search(text)) is not None:
+        return f"{outer}.init_args.{absent[1]} is missing: {class_path} needs it"
     reason = " ".join(text.split("\n    - Expected")[0].split("\n  - Expected")[0].split("Given value type")[0].split())
     return f"{outer}.class_path: {class_path}: {reason.rstrip(' -')}"
 
 
+def _nowhere(wanted: str, missing: str) -> str:
+    """Where a module was looked for that is not there."""
+    if missing != wanted and not wanted.startswith(f"{missing}."):
+        return f"{wanted} was found, and it imports {missing}, which is not installed"
+    return (
+        f"there is no module {missing}. It is looked for beside the recipe, in the working directory, in the folders "
+        "of PYTHONPATH, and among what is installed"
+    )
+
+
+def _no_class(key: str, given: str, kind: str | None, message: str) -> str:
+    """What is not the class that a key takes, or no class at all."""
+    if kind is not None:
+        return f"{key}.class_path: {given} is no {kind}"
+    base = {"optimizer": torch.optim.Optimizer, "lr_scheduler": torch.optim.lr_scheduler.LRScheduler}.get(key)
+    known = [] if base is None else [known.__name__ for known in base.__subclasses__()]
+    near = _near([given], known)
+    also = ", a list" if "<class 'list'>" in message else ""
+    hint = f". Did you mean {near[0]}?" if near else ""
+    return f"{key}: {given} is not what it takes: a class_path (my_project.MyClass){also}{hint}"
+
+
 def refusal(error: Exception) -> str:
     """What an object of a recipe said when it was made: the message without jsonargparse's frame."""
-    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+    text = str(error).partition("Not a valid subclass of")[0]
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     frame = ("Does not validate", "Subtypes:", "Errors:", "Expected a", "Given value")
     kept = [line for line in lines if line and not line.startswith(frame)]
     return " ".join(kept) or " ".join(str(error).split())

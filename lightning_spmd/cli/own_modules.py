@@ -11,20 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-
-def recipes_of(arguments: Sequence[str]) -> list[Path]:
-    """The recipes that a command line names, in their order.
-
-    Args:
-        arguments: the command's.
-    """
-    found: list[Path] = []
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        if flag in ("-c", "--config"):
-            found.append(Path(value))
-        elif flag.startswith(("--config=", "-c=")):
-            found.append(Path(flag.partition("=")[2]))
-    return [file for file in found if file.is_file()]
+from lightning_spmd.cli.recipe_files import recipes_of
 
 
 @contextmanager
@@ -35,7 +22,9 @@ def classes_beside(arguments: Sequence[str]) -> Iterator[None]:
         arguments: of the command.
     """
     before = list(sys.path)
-    folders = dict.fromkeys([str(file.resolve().parent) for file in recipes_of(arguments)] + [str(Path.cwd())])
+    folders = dict.fromkeys(
+        [str(file.resolve().parent) for file in map(Path, recipes_of(arguments))] + [str(Path.cwd())]
+    )
     sys.path[:0] = [folder for folder in folders if folder not in before]
     try:
         yield

@@ -10,7 +10,6 @@ import json
 import logging
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 
 from lightning_spmd.cli.compare import Recipe
+from lightning_spmd.cli.first_steps import place_of
 from lightning_spmd.cli.measured import Measured, calibrated, check_here, measured, measured_facts, print_measured
 from lightning_spmd.cli.one_line import OneLineParser
 from lightning_spmd.cli.recipe_cli import named_options, with_class_for_name
@@ -40,7 +40,6 @@ from lightning_spmd.planning.tables import print_plan, print_search
 
 DESCRIPTION = "Predict memory, communication and time of what a recipe describes, for any devices, without any."
 WIDTH = 120
-_PACKAGE = str(Path(__file__).parents[1])
 _ALONE: Mapping[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
@@ -203,7 +202,7 @@ def main(args: Sequence[str]) -> None:
         except SPMDError as error:
             _stop(error, 1)
         except Exception as error:  # the user's own code, which has not trained yet
-            _stop(ConfigurationError(f"{_in_short(error)}{_place(error)}"), 1)
+            _stop(ConfigurationError(f"{_in_short(error)}{place_of(error)}"), 1)
         _report(outlook, found, side, recipe.config)
 
 
@@ -306,13 +305,6 @@ def _model_error(error: BaseException | None) -> _ModelError | None:
     while error is not None and not isinstance(error, _ModelError):
         error = error.__cause__ or error.__context__
     return error
-
-
-def _place(error: BaseException) -> str:
-    """The line of the user's code that raised, if it was that."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_PACKAGE)]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _in_short(error: BaseException) -> str:

@@ -8,7 +8,10 @@ there shall be none.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,8 +21,10 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_spmd.cli.first_steps import key_of
 from lightning_spmd.cli.one_line import OneLineParser, refusal
-from lightning_spmd.cli.own_modules import recipes_of
+from lightning_spmd.cli.recipe_files import recipes_of
+from lightning_spmd.cli.trainer_values import wrong_value
 from lightning_spmd.messages import tell
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
@@ -68,7 +73,7 @@ def _named_by_recipe(arguments: Sequence[str]) -> Any:
     """The strategy of the last recipe that names one."""
     name = None
     for file in recipes_of(arguments):
-        recipe = yaml.safe_load(file.read_text())
+        recipe = yaml.safe_load(Path(file).read_text())
         trainer = recipe.get("trainer") if isinstance(recipe, dict) else None
         name = (trainer.get("strategy") if isinstance(trainer, dict) else None) or name
     return name
@@ -80,14 +85,35 @@ class RecipeCLI(LightningCLI):
     def __init__(self, *args: Any, parser_class: type[LightningArgumentParser] = OneLineParser, **kwargs: Any) -> None:
         super().__init__(*args, parser_class=parser_class, **kwargs)
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Read the command line; what it says of the model is kept, because a checkpoint will overrule it."""
+        super().parse_arguments(parser, args)
+        self._asked = self._arguments_of_model()
+
+    def _arguments_of_model(self) -> dict[str, Any]:
+        config: Any = self.config
+        config = config.get(config.get("subcommand"), config)
+        model: Any = config.get("model")
+        arguments = getattr(model, "init_args", None)
+        return {} if arguments is None else {"class_path": model.class_path, **vars(arguments)}
+
+    def _tell_what_the_checkpoint_overrules(self) -> None:
+        """Lightning gives the model the arguments that it was saved with, and says nothing."""
+        for key, value in self._arguments_of_model().items():
+            if key in self._asked and self._asked[key] != value:
+                tell(f"model.{key} is {value!r}, as the checkpoint of ckpt_path has it, not {self._asked[key]!r}")
+
     def before_instantiate_classes(self) -> None:
-        """Refuse names of strategies that do not exist, with those that do."""
+        """Refuse numbers that the Trainer cannot mean, and names of strategies that do not exist."""
         config: Any = self.config if self.subcommand is None else self.config[self.subcommand]
+        if (wrong := wrong_value(config["trainer"])) is not None:
+            self.parser.error(wrong)
+        self._tell_what_the_checkpoint_overrules()
         name = config["trainer"]["strategy"]
         known = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(name, str) and name not in known:
             ours = [known_name for known_name in known if named_options(known_name) is not None]
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, [*known, CLASS_PATH], n=1)
             guess = f" Did you mean {near[0]!r}?" if near else ""
             others = ", ".join(n for n in known if n not in ours)
             self.parser.error(
@@ -109,11 +135,22 @@ class RecipeCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except (TypeError, ValueError, RuntimeError, MisconfigurationException) as error:
-            self.parser.error(f"trainer: {refusal(error)}")
+            self.parser.error(f"{_trainer_key(str(error), trainer)}: {refusal(error)}")
 
     def instantiate_classes(self) -> None:
         """Make the objects of the recipe; what they refuse is answered in one line."""
         try:
             super().instantiate_classes()
         except ValueError as error:  # what jsonargparse makes of theirs
-            self.parser.error(f"the recipe: {refusal(error)}")
+            said = refusal(error)
+            option = re.match(r"(\w+)=", said)
+            # Where a name would do as well as an object, jsonargparse drops who refused its arguments.
+            ours = "SPMDStrategy(" in said or (option is not None and option[1] in signature(SPMDStrategy).parameters)
+            key = "trainer.strategy" if ours else key_of(error) or "the recipe"
+            self.parser.error(f"{key}: {said}")
+
+
+def _trainer_key(message: str, trainer: Any) -> str:
+    """The Trainer's key that a message of the Trainer is about, as far as it says so."""
+    words = re.findall(r"`(\w+)", message.replace("`Trainer(", "`"))
+    return next((f"trainer.{word}" for word in words if word in trainer), "trainer")

@@ -9,6 +9,7 @@
       → fine_tuning.FineTunedLM     a model of Hugging Face, from its folder and back into one
     images.Images                   folders of images, or drawn shapes → augmented images
       → image_classifier.ImageClassifier
+    checks                          what the models refuse
     optimization                    the optimizer and schedule that the language models share
     progress.SPMDProgressBar        what the trainer is doing, building the graph included
 

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_spmd.examples.checks import check_tokens
 from lightning_spmd.examples.optimization import adamw_with_warmup
-from lightning_spmd.examples.text_tokens import check_tokens
 
 
 class FineTunedLM(LightningModule):
@@ -71,7 +71,7 @@ class FineTunedLM(LightningModule):
     def setup(self, stage: str) -> None:
         config = self.model.config
         positions = getattr(config, "max_position_embeddings", None)
-        check_tokens(self, 1 << 62 if positions is None else positions, config.vocab_size)
+        check_tokens(self, positions, config.vocab_size)
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_spmd.examples.checks import check_sizes, check_tokens
 from lightning_spmd.examples.gpt_bytes import Block
 from lightning_spmd.examples.optimization import adamw_with_warmup
-from lightning_spmd.examples.text_tokens import check_tokens
 
 
 class GPT2Network(nn.Module):
@@ -74,8 +74,8 @@ class GPT2(LightningModule):
         final_learning_rate_fraction: The share of ``learning_rate`` that the cosine ends at.
 
     Raises:
-        ValueError: If ``heads`` does not divide ``width``; at ``setup``, if the data has more tokens than the
-            vocabulary or longer sequences than the positions.
+        ValueError: If a size is none; if ``heads`` does not divide ``width``; at ``setup``, if the data has more tokens
+            than the vocabulary or longer sequences than the positions.
     """
 
     def __init__(
@@ -92,6 +92,8 @@ class GPT2(LightningModule):
         final_learning_rate_fraction: float = 0.1,
     ) -> None:
         super().__init__()
+        sizes = {"width": width, "layers": layers, "heads": heads, "sequence_length": sequence_length}
+        check_sizes(self, dropout, vocabulary_size=vocabulary_size, **sizes)
         if width % heads != 0:
             raise ValueError(f"GPT2(width={width}, heads={heads}): heads must divide width.")
         self.save_hyperparameters()

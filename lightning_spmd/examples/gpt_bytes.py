@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_spmd.examples.checks import check_sizes, check_tokens
 from lightning_spmd.examples.optimization import adamw_with_warmup
 
 VOCABULARY_SIZE = 256
@@ -152,7 +153,8 @@ class GPTBytes(LightningModule):
         final_learning_rate_fraction: The share of ``learning_rate`` that the cosine ends at.
 
     Raises:
-        ValueError: If ``heads`` does not divide ``width``.
+        ValueError: If a size is none; if ``heads`` does not divide ``width``; at ``setup``, if the data's sequences are
+            longer than ``sequence_length``.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class GPTBytes(LightningModule):
         final_learning_rate_fraction: float = 0.1,
     ) -> None:
         super().__init__()
+        check_sizes(self, dropout, width=width, layers=layers, heads=heads, sequence_length=sequence_length)
         if width % heads != 0:
             raise ValueError(f"GPTBytes(width={width}, heads={heads}): heads must divide width.")
         self.save_hyperparameters()
@@ -178,6 +181,10 @@ class GPTBytes(LightningModule):
         self.final_learning_rate_fraction = final_learning_rate_fraction
         self.sequence_length = sequence_length
         self.model = GPT(width, layers, heads, sequence_length, dropout, tie_embeddings)
+
+    @override
+    def setup(self, stage: str) -> None:
+        check_tokens(self, self.sequence_length, VOCABULARY_SIZE)
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:

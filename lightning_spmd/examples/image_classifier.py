@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
+from lightning_spmd.examples.checks import check_sizes
 from lightning_spmd.examples.optimization import warmup_then_cosine
 
 
@@ -54,7 +55,7 @@ class ImageClassifier(LightningModule):
         label_smoothing: Share of the target that goes to all classes alike.
 
     Raises:
-        ValueError: At ``setup``, if the data has another number of classes.
+        ValueError: If a size is none; at ``setup``, if the data has another number of classes.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ImageClassifier(LightningModule):
         label_smoothing: float = 0.1,
     ) -> None:
         super().__init__()
+        check_sizes(self, classes=classes, width=width, blocks=blocks)
         self.save_hyperparameters()
         self.classes = classes
         self.learning_rate = learning_rate

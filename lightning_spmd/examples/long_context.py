@@ -9,8 +9,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_spmd.examples.checks import check_sizes, check_tokens
 from lightning_spmd.examples.optimization import adamw_with_warmup
-from lightning_spmd.examples.text_tokens import check_tokens
 
 
 class RotaryAttention(nn.Module):
@@ -102,8 +102,8 @@ class LongContextLM(LightningModule):
         final_learning_rate_fraction: The share of ``learning_rate`` that the cosine ends at.
 
     Raises:
-        ValueError: If ``heads`` does not divide ``width`` into even parts, or ``key_heads`` does not divide ``heads``;
-            at ``setup``, if the data's sequences are longer than ``sequence_length``.
+        ValueError: If a size is none; if ``heads`` does not divide ``width`` into even parts, or ``key_heads`` does not
+            divide ``heads``; at ``setup``, if the data's sequences are longer than ``sequence_length``.
     """
 
     cosines: Tensor
@@ -123,6 +123,8 @@ class LongContextLM(LightningModule):
         final_learning_rate_fraction: float = 0.1,
     ) -> None:
         super().__init__()
+        sizes = {"width": width, "layers": layers, "heads": heads, "key_heads": key_heads}
+        check_sizes(self, sequence_length=sequence_length, **sizes)
         if width % (2 * heads) or heads % key_heads:
             raise ValueError(
                 f"LongContextLM(width={width}, heads={heads}, key_heads={key_heads}): heads must divide width into "

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
@@ -126,29 +125,3 @@ def load_tokenizer(folder: str) -> Any:
         raise ValueError(
             f"--data.tokenizer={folder!r} holds no tokenizer that transformers can read: {' '.join(str(error).split())}"
         ) from error
-
-
-def check_tokens(module: LightningModule, sequence_length: int, vocabulary_size: int | None) -> None:
-    """Compare what a language model takes with what the data gives; called from ``setup``.
-
-    Args:
-        module: The model, attached to its trainer.
-        sequence_length: Its longest input.
-        vocabulary_size: Its number of tokens; None where it takes all.
-
-    Raises:
-        ValueError: If the data's sequences are longer, or its tokens more.
-    """
-    data: Any = getattr(module.trainer, "datamodule", None)
-    given = getattr(data, "sequence_length", None)
-    if given is not None and given > sequence_length:
-        raise ValueError(
-            f"data.sequence_length={given} is more than model.sequence_length={sequence_length}, the longest input of "
-            f"{type(module).__name__}. Raise the one or lower the other."
-        )
-    tokens = getattr(data, "vocabulary_size", None)
-    if tokens is not None and vocabulary_size is not None and tokens > vocabulary_size:
-        raise ValueError(
-            f"the data has {tokens} different tokens, and model.vocabulary_size={vocabulary_size} of "
-            f"{type(module).__name__} is less. Raise it to {tokens}."
-        )

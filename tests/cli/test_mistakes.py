@@ -33,7 +33,7 @@ pytest.importorskip("jsonargparse")
         (["--model.width", "wide"], ["model.init_args.width: 'wide' is not what it takes: a whole number"]),
         (["--model.heads", "5"], ["GPTBytes(width=128, heads=5): heads must divide width"]),
         (["--trainer.strategy.tensor_parallel_size", "3"], ["tensor_parallel_size=3 needs a tensor_parallel_plan"]),
-        (["--trainer.devices", "many", "--trainer.accelerator", "cpu"], ["trainer: `devices` selected with"]),
+        (["--trainer.devices", "many", "--trainer.accelerator", "cpu"], ["trainer.devices: many is not"]),
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_with_what_to_write(run: Run, arguments: list[str], words: list[str]) -> None:

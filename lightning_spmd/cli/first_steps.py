@@ -1,0 +1,129 @@
+"""What is found wrong before a training has begun: a missing folder, a model that does not fit its data or checkpoint.
+
+A recipe cannot know whether a folder exists or what a checkpoint holds; the classes that it names do, in their hooks.
+What they refuse there with a plain ``raise`` is about a value of the recipe and answered in one line. An error that
+nobody raised on purpose is a bug of somebody's code and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+
+from lightning_spmd.errors import ConfigurationError
+
+_PACKAGE = str(Path(__file__).parents[1])
+_OF_VALUES = (ValueError, TypeError, LookupError, ImportError)
+_HOOKS = frozenset(
+    {
+        *("prepare_data", "setup", "configure_model", "configure_optimizers", "configure_callbacks"),
+        *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+        *("on_fit_start", "on_train_start", "on_sanity_check_start"),
+    }
+)
+"""Of modules, data and callbacks, before the first batch."""
+_KEYS = (
+    (LightningModule, "model"),
+    (LightningDataModule, "data"),
+    (Strategy, "trainer.strategy"),
+    (Callback, "trainer.callbacks"),
+    (Logger, "trainer.logger"),
+)
+_OF_CHECKPOINTS = re.compile(r"Error\(s\) in loading state_dict for (\w+):\s*(.*)", re.DOTALL)
+
+
+@contextmanager
+def refusals_in_one_line(command: str) -> Iterator[None]:
+    """While open, what a recipe's values are refused with ends the command with one line.
+
+    Args:
+        command: the line begins with it.
+
+    Raises:
+        SystemExit: with 1, in place of the refusal.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = refused_with(error)
+        if said is None:
+            raise
+        sys.stderr.write(f"{command}: error: {said}\n")
+        sys.stderr.flush()
+        raise SystemExit(1) from error
+
+
+def refused_with(error: BaseException) -> str | None:
+    """What was refused, in one line; None if the error is no refusal.
+
+    Args:
+        error: that ended a training.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigurationError | MisconfigurationException):
+        return text
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    names = {frame.f_code.co_name for frame, _ in frames}
+    if {"restore_model", "load_model_state_dict"} & names and (found := _OF_CHECKPOINTS.search(str(error))):
+        return f"ckpt_path: the checkpoint is not of this {found[1]}: {_shortened(found[2])}"
+    if {"resume_start", "_select_ckpt_path", "_parse_ckpt_path"} & names:
+        if isinstance(error, OSError | ValueError):
+            return f"ckpt_path: {_shortened(text)}"
+        return f"ckpt_path: this cannot be read as a checkpoint: {type(error).__name__}: {_shortened(text)}"
+    frame, line = frames[-1]
+    on_purpose = linecache.getline(frame.f_code.co_filename, line).strip().startswith("raise ")
+    refused = isinstance(error, OSError) or (on_purpose and isinstance(error, _OF_VALUES))
+    if refused and any(_is_hook(frame) for frame, _ in frames):
+        return f"{text}{place_of(error)}"
+    # Lightning's own look at the data, and folders that cannot be written, before the first batch.
+    folder = isinstance(error, OSError) and error.filename is not None and "advance" not in names
+    return text if folder or (refused and "setup_data" in names) else None
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the user's own code that raised, in words; nothing if it was none of it.
+
+    Args:
+        error: that was raised.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_PACKAGE)]
+    own = [f for f in own if not f.filename.startswith("<")]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def key_of(error: BaseException | None) -> str | None:
+    """The key of a recipe whose object was being made when an error was raised; None if that is not known.
+
+    Args:
+        error: perhaps one that was raised in place of others.
+    """
+    found = None
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            made = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+            found = next((key for kind, key in _KEYS if isinstance(made, kind)), found)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _is_hook(frame: FrameType) -> bool:
+    """Whether a frame is a hook of something that a recipe names."""
+    whose = frame.f_locals.get("self")
+    return frame.f_code.co_name in _HOOKS and isinstance(whose, LightningModule | LightningDataModule | Callback)
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else text[:300] + " ..."

@@ -1,0 +1,117 @@
+"""A recipe is looked at as a file first: what is none is answered with file, line and key, in one line.
+
+Left to jsonargparse, a key that is there twice counts once, silently, and a mistake of YAML comes without a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+_OF_A_CLASS = ("class_path", "init_args")
+_KEYS = "model, data, trainer, seed_everything"
+
+
+def recipes_of(arguments: Sequence[str]) -> list[str]:
+    """The recipes that a command line names, in their order.
+
+    Args:
+        arguments: the command's.
+    """
+    found: list[str] = []
+    for flag, value in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        if flag in ("-c", "--config"):
+            found.append(value)
+        elif flag.startswith("--config="):
+            found.append(flag.partition("=")[2])
+    return [name for name in found if name]
+
+
+def mistake_in_recipes(arguments: Sequence[str]) -> str | None:
+    """What is wrong with the files that a command line names as recipes; None if they are readable.
+
+    Args:
+        arguments: of the command.
+    """
+    for name in recipes_of(arguments):
+        mistake = _mistake_in(name)
+        if mistake is not None:
+            return mistake
+    return None
+
+
+def _mistake_in(name: str) -> str | None:
+    file = Path(name)
+    if file.is_dir():
+        return f"--config {name}: this is a folder. Name a file in it{_recipes_in(file)}"
+    if not file.exists():
+        return f"--config {name}: there is no such file, seen from {Path.cwd()}{_near(file)}"
+    try:
+        text = file.read_text()
+    except UnicodeDecodeError:
+        return f"--config {name}: this is no text, so no recipe"
+    except OSError as error:
+        return f"--config {name}: cannot be read: {error.strerror}"
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        return f"{name}{_of_yaml(error, text)}"
+    if not isinstance(root, yaml.MappingNode):
+        what = {yaml.SequenceNode: "a list", yaml.ScalarNode: "one value"}.get(type(root), "nothing")
+        return f"--config {name}: it holds {what}; a recipe has keys: {_KEYS}"
+    mistake = _wrong_key(root, "", set())
+    return None if mistake is None else f"{name}, {mistake}"
+
+
+def _of_yaml(error: yaml.YAMLError, text: str) -> str:
+    """Where YAML could not go on, and why."""
+    mark = getattr(error, "problem_mark", None)
+    problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    if mark is None:
+        return f": {problem}"
+    lines = text.splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    tabs = " (YAML is indented with spaces, and there is a tab)" if "\t" in line else ""
+    return f", line {mark.line + 1}, column {mark.column + 1}: this is not YAML: {problem}{tabs}"
+
+
+def _wrong_key(node: yaml.Node, path: str, seen: set[int]) -> str | None:
+    """The first key below ``node`` that is there twice, or nearly one of those that name a class."""
+    if id(node) in seen:  # an alias
+        return None
+    seen.add(id(node))
+    below: list[tuple[str, yaml.Node]] = []
+    if isinstance(node, yaml.SequenceNode):
+        below = [(f"{path}[{number}]", value) for number, value in enumerate(node.value)]
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            place = f"{path}.{name}" if path else name
+            if name in lines and name != "<<":
+                return f"line {line}: {place} is there already, in line {lines[name]}: one of the two would not count"
+            lines[name] = line
+            below.append((place, value))
+        for name in lines if path else ():
+            meant = difflib.get_close_matches(name, _OF_A_CLASS, n=1, cutoff=0.75)
+            if meant and name not in _OF_A_CLASS and meant[0] not in lines:
+                return f"line {lines[name]}: {path}.{name}: there is no such key. Did you mean {path}.{meant[0]}?"
+    return next((m for place, value in below if (m := _wrong_key(value, place, seen)) is not None), None)
+
+
+def _near(file: Path) -> str:
+    """A file that was probably meant."""
+    if not file.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(file.name, [f.name for f in file.parent.iterdir()], n=1)
+    return f". Did you mean {file.with_name(near[0])}?" if near else _recipes_in(file.parent)
+
+
+def _recipes_in(folder: Path) -> str:
+    names = sorted(f.name for f in folder.glob("*.yaml"))
+    more = ", ..." if len(names) > 8 else ""
+    return f": {', '.join(names[:8])}{more}" if names else ""
