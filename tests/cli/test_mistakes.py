@@ -57,12 +57,12 @@ def test_a_mistake_is_answered_with_what_to_write(run: Run, arguments: list[str]
             {"GPTBytes": "GPTByte"},
             "model.class_path: lightning_spmd.examples has no 'GPTByte'. Did you mean",
         ),
-        ({"lightning_spmd.ex": "lightning_spdm.ex"}, "No module named 'lightning_spdm'"),
+        ({"lightning_spmd.ex": "lightning_spdm.ex"}, "there is no module lightning_spdm. It is looked for"),
         (
             {"refresh_rate": "refresh_rat"},
             "SPMDProgressBar has no 'refresh_rat'. Did you mean 'refresh_rate'?",
         ),
-        ({"model:": "model: [", "data:": "dat"}, "Problems parsing config"),
+        ({"model:": "model: [", "data:": "dat"}, "recipe.yaml, line 10, column 12: this is not YAML: "),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )
