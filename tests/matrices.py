@@ -1,4 +1,4 @@
-"""Rows of matrices that ``.ci/run`` runs in a second part: ``pytest -m matrix``.
+"""Rows of matrices that ``.ci/run`` runs as well: ``pytest -m matrix``.
 
 The README's command takes five minutes on two cores, and of each matrix the rows that differ most. What is left out
 here is run before a change goes in all the same; ``long`` is what takes longer still.
@@ -201,6 +201,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "1e_4[mlp-adamw-inductor]",
         "1e_4[mlp-adamw_fused-",
         "1e_4[mlp-zero3]",
+        "1e_4[mlp-replicate]",
     ),
     "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer",),
     "tests/strategy/test_memory_layouts.py": (
