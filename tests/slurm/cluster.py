@@ -41,6 +41,7 @@ SwitchType=switch/none
 ReturnToService=2
 KillWait=20
 JobRequeue=1
+FirstJobId={first}
 SlurmctldPidFile={root}/slurmctld.pid
 SlurmctldLogFile={root}/slurmctld.log
 StateSaveLocation={root}/state
@@ -93,7 +94,9 @@ class Cluster:
             for name, port in zip(self.names, ports[1:], strict=True)
         ]
         self.conf = root / "slurm.conf"
-        text = _CONF.format(host=host, port=ports[0], user=getpass.getuser(), root=root, nodes="\n".join(lines))
+        first = 1 + ports[0] % 9000  # ports of ranks follow from it, and there may be other clusters
+        names = {"host": host, "port": ports[0], "user": getpass.getuser(), "root": root, "first": first}
+        text = _CONF.format(**names, nodes="\n".join(lines))
         self.conf.write_text(text)
         for folder in ("state", *(f"spool.{name}" for name in self.names)):
             (root / folder).mkdir()

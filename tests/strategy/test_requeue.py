@@ -148,3 +148,65 @@ def test_a_checkpoint_of_another_job_is_not_taken_by_itself(tmp_path: Path, monk
     monkeypatch.setenv("SLURM_JOB_ID", "18")
     with pytest.raises(ConfigurationError, match="hpc_ckpt_1.ckpt was left by job 17.* this job, 18.*ckpt_path='hpc'"):
         _fit(tmp_path / "run")
+
+
+class EvaluatedToo(Small):
+    """Has a test too."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.layers(batch[0]).square().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers(batch[0])
+
+
+class SignalAfterFit(L.Callback):
+    """Sends SLURM's signal in the third batch of an evaluation that follows training."""
+
+    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if batch_idx == 2 and trainer.state.fn != "fit":
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    on_predict_batch_start = on_test_batch_start
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", ["test", "validate", "predict"])
+def test_after_training_the_job_goes_on_with_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The training that is over is not done again; what followed it is."""
+
+    def run(*callbacks: L.Callback) -> tuple[list[Any], Any]:
+        L.seed_everything(7, verbose=False)
+        trainer = L.Trainer(
+            strategy="spmd",
+            plugins=[SLURMEnvironment()],
+            callbacks=[*callbacks, Diary(tmp_path, 0, 0)],
+            default_root_dir=tmp_path,
+            **{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0},
+        )
+        module, data = EvaluatedToo(dropout=0.2), Data(40, 8)
+        trainer.fit(module, _loader(data), _loader(data))
+        trained = [tensor.detach().clone() for tensor in module.parameters()]
+        return trained, getattr(trainer, method)(module, _loader(data))
+
+    with pytest.raises(SIGTERMException):
+        run(SignalAfterFit())
+    assert (tmp_path / "hpc_ckpt_1.ckpt").is_file()
+    steps = len([line for line in lines_of(tmp_path) if "step" in line])
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    trained, found = run()
+    assert steps == 5
+    assert len([line for line in lines_of(tmp_path) if "step" in line]) == steps
+    whole = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(trained, whole.values(), strict=True))
+    assert len(found) == (5 if method == "predict" else 1)
+
+
+def _loader(data: Data) -> Any:
+    return torch.utils.data.DataLoader(data.rows, batch_size=8)  # type: ignore[arg-type]
