@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, fx
 
@@ -138,6 +138,33 @@ class OwnBatchFacts:
     weighed: str
 
 
+class Generator(Protocol):
+    """Of Python or NumPy, from which a step draws."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def save(self) -> Callable[[], tuple[Any, Any]]:
+        """Gives its state: something to compare, and what sets it again."""
+        ...
+
+    @property
+    def restore(self) -> Callable[[tuple[Any, Any]], None]:
+        """Sets a state."""
+        ...
+
+
+class DrawnNumbers(Protocol):
+    """What a step draws from generators of Python and NumPy."""
+
+    def sources(self) -> Sequence[Generator]:
+        """The generators."""
+        ...
+
+
 @dataclass
 class CapturedStep:
     """One training iteration as a global-view graph: the one-device program on the global batch.
@@ -160,6 +187,7 @@ class CapturedStep:
         cleared: names of parameters whose ``p.grad`` is None after the step, and was not before.
         gradients: of a step that optimizes by hand: the gradients that it begins with.
         answers: the values of tensors that Python read when it was captured, by the number of the read.
+        drawn: what the step draws from generators of Python and NumPy.
     """
 
     graph_module: fx.GraphModule
@@ -175,6 +203,7 @@ class CapturedStep:
     cleared: tuple[str, ...] = ()
     gradients: PresentGradients | None = None
     answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])
+    drawn: DrawnNumbers | None = None
 
 
 @dataclass

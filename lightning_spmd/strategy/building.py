@@ -14,20 +14,17 @@ from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionErr
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.reads import Number, checks_of
-from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
-from lightning_spmd.messages import tell, warn
+from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import build, finish, lowering
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
-from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.later_gradients import with_later_gradients
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.reads import ReadWanted, UnknownValueError
 from lightning_spmd.stages.capture.request import CaptureRequest
-from lightning_spmd.stages.capture.rows_of_rank import about_tensors, lists_of_tensors
 from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.capture.symbolic_family import NotGeneral
 from lightning_spmd.stages.phases import follow
@@ -49,6 +46,7 @@ from lightning_spmd.strategy.prepared_optimizers import prepare
 from lightning_spmd.strategy.reading import Answers
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
+from lightning_spmd.strategy.same_draws import SameDraws, with_same_draws
 from lightning_spmd.strategy.telling import Telling
 
 Tell = Callable[[str, int | None], None]
@@ -75,9 +73,11 @@ class GraphBuilder:
         self._last_lowering = self._recorded()
         self._numbers = MovingNumbers()
         self._telling = Telling()
+        self.same_draws = SameDraws(context.control)
         self._answers = Answers(context, self._live_state)
         self._dumped: dict[int, Any] = {}
 
+    @with_same_draws
     def build(
         self,
         request: StepRequest,
@@ -150,7 +150,7 @@ class GraphBuilder:
 
     def numbers(self) -> dict[str, Any]:
         """Numbers of Python's state that are inputs of graphs, with their values, by path."""
-        return {path: place.read() for path, place in self._numbers.places.items()}
+        return {**{path: place.read() for path, place in self._numbers.places.items()}, **self.same_draws.states()}
 
     def capture(
         self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number] | None = None
@@ -291,7 +291,7 @@ class GraphBuilder:
             check_used(values)
             check_writes(graphs.main.signature.inputs, values, context.module)
             if request.batch is not None and len(split) > 1:
-                self._warn_of_lists(request.batch, captured)
+                self._telling.of_lists(request.batch, captured)
         return executable
 
     def _graphs(
@@ -316,15 +316,6 @@ class GraphBuilder:
         except NotGeneral as reason:
             return make(captured), None, str(reason)
         return *found, None
-
-    def _warn_of_lists(self, batch: Batch, captured: CapturedStep) -> None:
-        """Lists of tensors that may be one for each row, if the step looks at them."""
-        placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
-        entries = zip(placeholders, captured.signature.inputs, strict=True)
-        read = [e.name for node, e in entries if e.role is InputRole.BATCH and node.users]
-        for path in lists_of_tensors(batch.tree, batch.rows()):
-            if any(name.startswith(f"batch{path}[") for name in read) and self._telling.is_new(path):
-                warn(about_tensors(path, batch.rows()))
 
     def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
         """What ``capture_step`` gives once the optimizer has the state that its first step would create."""

@@ -7,6 +7,7 @@ Lightning saves none. Only plain tensors and numbers are stored, so the checkpoi
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import torch
@@ -16,14 +17,23 @@ from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 
 def pack_random_state(streams: RandomStreams | None) -> dict[str, Any]:
-    """The state of torch's and Python's generators and of the streams of several ranks."""
+    """The state of torch's, Python's and NumPy's generators and of the streams of several ranks."""
     version, numbers, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "python": (version, list(numbers), gauss),
+        "numpy": _numpy_state(),
         "streams": None if streams is None else {"seed": streams.seed, "tick": streams.tick},
     }
+
+
+def _numpy_state() -> Any:
+    """The state of NumPy's global generator as plain numbers."""
+    if "numpy" not in sys.modules:
+        return None
+    name, numbers, *rest = sys.modules["numpy"].random.get_state()
+    return (str(name), numbers.tolist(), *rest)
 
 
 def restore_random_state(state: dict[str, Any], streams: RandomStreams | None) -> None:
@@ -33,6 +43,8 @@ def restore_random_state(state: dict[str, Any], streams: RandomStreams | None) -
         torch.cuda.set_rng_state(state["cuda"].cpu())
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
+    if (of_numpy := state.get("numpy")) is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(of_numpy)
     if streams is not None and state["streams"] is not None:
         streams.seed, streams.tick = state["streams"]["seed"], state["streams"]["tick"]
 

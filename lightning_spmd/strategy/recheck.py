@@ -239,7 +239,7 @@ class Rechecks:
         self._told_about_prints = True
         warn(
             f"{request.variant.method} prints ({shown(printed.strip().splitlines()[0], 60)}): that happens when it is "
-            "traced and not at each step; self.print happens at each step"
+            "traced and not at each step; print() and self.print happen at each step"
         )
 
     def _told(self, request: StepRequest, watch: Watch, text: str, where: str) -> str:

@@ -221,7 +221,7 @@ FEATURES: tuple[Feature, ...] = (
         detect_anomaly,
     ),
     Feature(
-        "float(loss) and formats, unique_consecutive, Python or NumPy random numbers in training_step",
+        "random.shuffle, unique_consecutive, values that leave Python (`%.3f`, scikit-learn) in training_step",
         Mode.EAGER,
         "found at capture; announced once with file:line",
         "tests/strategy/test_bad_input.py::test_item_falls_back",
@@ -326,7 +326,7 @@ FEATURES: tuple[Feature, ...] = (
         foreign_layer_sync,
     ),
     Feature(
-        "self.print in training_step",
+        "print, self.print, logging, NumPy of what a step tells; float() and random numbers of Python and NumPy",
         Mode.COMPILED,
         "replayed each step with real values",
         f"{_MORE}::test_print_runs_each_step",

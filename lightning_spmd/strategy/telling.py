@@ -8,9 +8,12 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd.ir.node_info import info_of, named, spec_of
+from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs
-from lightning_spmd.messages import tell
+from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages import announce
+from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.rows_of_rank import about_tensors, lists_of_tensors
 from lightning_spmd.strategy.graph_table import creates_state
 
 
@@ -68,9 +71,18 @@ class Telling:
         for path, reason in refused.items():
             tell(f"strategy='spmd' builds a graph for each new value of {path}: {reason}")
         for path in captured.host_values:
-            if self.is_new(path):
+            if not path.startswith("draw ") and self.is_new(path):
                 tell(f"strategy='spmd' makes {path} an input of the graph, for it changes often")
         unseen: Mapping[str, Any] = {} if captured.guards.state is None else captured.guards.state.unseen
         for path, why in unseen.items():
             if self.is_new(path):
                 tell(f"strategy='spmd' may miss changes of {path}, which {why}; a tensor in a buffer is always seen")
+
+    def of_lists(self, batch: Batch, captured: CapturedStep) -> None:
+        """Lists of tensors that may be one for each row, if the step looks at them."""
+        placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
+        entries = zip(placeholders, captured.signature.inputs, strict=True)
+        read = [e.name for node, e in entries if e.role is InputRole.BATCH and node.users]
+        for path in lists_of_tensors(batch.tree, batch.rows()):
+            if any(name.startswith(f"batch{path}[") for name in read) and self.is_new(path):
+                warn(about_tensors(path, batch.rows()))

@@ -173,6 +173,11 @@ def _is_known(effect: Effect, known: set[tuple[int, Any]]) -> bool:
     return places is not None and all((id(p.holder.subject), p.key) in known for p in places)
 
 
+def writers(places: Places) -> dict[str, Callable[[Any], None]]:
+    """What puts a value in each of some places, by path."""
+    return {path: writer(place) for path, place in places.items()}
+
+
 def writer(place: Entry) -> Callable[[Any], None]:
     """Puts a value in a place, wherever that is then."""
 

@@ -74,6 +74,7 @@ class FrameWatch:
 
     Attributes:
         codes: of the user's frames.
+        builtins: puts stand-ins of functions into modules.
         getters: functions of torch without arguments that tell them how a switch stands.
     """
 
@@ -89,7 +90,7 @@ class FrameWatch:
         self._alive: list[CodeType] = []
         self._problem: BaseException | None = None
         self._on = False
-        self._builtins = Builtins()
+        self.builtins = Builtins()
         self._hook = self._sieve()
 
     @contextlib.contextmanager
@@ -107,7 +108,7 @@ class FrameWatch:
         finally:
             self._on = False
             sys.setprofile(None)
-            self._builtins.put_back()
+            self.builtins.put_back()
             if callable(before):
                 sys.setprofile(before)
             elif before is not None:  # cProfile: an object that is no function
@@ -190,7 +191,7 @@ class FrameWatch:
             self._users.add(key)
             self._followed.add(key)
             self.walk.look_at_globals(frame.f_globals, facts)
-            self._builtins.meet(code, frame.f_globals)
+            self.builtins.meet(code, frame.f_globals)
             for name in facts.imports:
                 self._imported(name, frame.f_globals, facts)
             if facts.environment:

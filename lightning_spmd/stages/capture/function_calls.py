@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import the_step
+from lightning_spmd.stages.capture.drawn_array import DrawnArray
 from lightning_spmd.stages.capture.host_scalar import SYMBOLS, HostScalar, scalar_of
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.capture.windows import as_windows
@@ -40,6 +41,7 @@ _SIZES_OF_INTEGERS = "SymIntArrayRef expected to contain only concrete integers"
 """What torch says of a function that has no form for recorded sizes."""
 _BY_PLACE = {torch.Tensor.as_strided, torch.as_strided}
 _MAKES_TENSORS = {torch.tensor, torch.as_tensor}
+_TAKE_ARRAYS = {*_MAKES_TENSORS, torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _DTYPES = {int: torch.int64, bool: torch.bool}
 
 
@@ -88,6 +90,10 @@ class FunctionCalls(TorchFunctionMode):
                 )
             if func is torch.Tensor.__format__ and isinstance(args[0], private.FakeTensor) and args[0].dim() == 0:
                 return format(args[0].item(), args[1])  # as of a real one: f"expert_{index}"
+            if func in _TAKE_ARRAYS:
+                if func in _MAKES_TENSORS and type(args[0]) is DrawnArray:
+                    return args[0].as_tensor(func, args[1:], kwargs)
+                args = tuple(map(_drawn_as_tensors, args))
             if func in _MAKES_TENSORS and args and _is_list_of_numbers(args[0]):
                 return _tensor_of(args[0], kwargs)
             if func is torch.Tensor.numpy and isinstance(args[0], private.FakeTensor):
@@ -128,6 +134,13 @@ class FunctionCalls(TorchFunctionMode):
                 found.append(scalar)
         positional = [values.pop(name) for name in names[: len(args)]]
         return tuple(positional), values, found
+
+
+def _drawn_as_tensors(argument: Any) -> Any:
+    """An index with drawn arrays as tensors."""
+    if type(argument) is DrawnArray:
+        return argument.as_tensor(torch.as_tensor, (), {})
+    return tuple(map(_drawn_as_tensors, argument)) if type(argument) is tuple else argument
 
 
 def _is_list_of_numbers(value: Any) -> bool:

@@ -48,5 +48,5 @@ def pack_prefix(
         Guards(),
         [python.reader_of(t) for t in recorder.constants],
         variant=request.variant,
-        host_values={path: place.reader() for path, place in request.moving.items()},
+        host_values=python.host_values(request.moving),
     )

@@ -23,6 +23,7 @@ from lightning_spmd.stages.capture.attribute_spy import AttributeSpy
 from lightning_spmd.stages.capture.code_facts import facts_of
 from lightning_spmd.stages.capture.containers import Content
 from lightning_spmd.stages.capture.contents import MOST_BYTES, bytes_of_tensor
+from lightning_spmd.stages.capture.draws import Draws
 from lightning_spmd.stages.capture.frames import FrameWatch
 from lightning_spmd.stages.capture.holders import (
     CANNOT_BE_PUT,
@@ -75,9 +76,11 @@ class PythonState:
         self._moving: list[Entry] = []
         self._temporary: list[tuple[Any, Any]] = []
         self.spy = AttributeSpy(module)
+        self.draws = Draws(host_value)
         self.sightings = Sightings(module, optimizer)
         self.walk = Walk(self.sightings, twin_of, self._hidden_module)
         self.watch = FrameWatch(self.walk)
+        self.watch.builtins.functions = self.draws.functions
         self._trainer = self.sightings.root(Fields, trainer, "trainer")
         self.view = TrainerView(trainer, host_value, self._see_of_trainer, has_logged)
 
@@ -117,7 +120,7 @@ class PythonState:
     def observed(self) -> Iterator[None]:
         """Reads are noted; what the step does to anything that was seen is undone, and is in ``effects`` then."""
         try:
-            with self.spy.active():
+            with self.draws.followed(self.module), self.spy.active():
                 yield
         finally:
             self.effects = undo_effects(self.sightings)
@@ -267,8 +270,14 @@ class PythonState:
                 continue  # made by the step, after all
             yield entry
 
+    def host_values(self, moving: Mapping[str, Entry]) -> dict[str, Callable[[], Any]]:
+        """Readers of the numbers that are inputs of this graph alone, by name."""
+        return {**{path: place.reader() for path, place in moving.items()}, **self.draws.readers}
+
     def reader_of(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Gives, at each step, the tensor that is in the place where this one was."""
+        if (drawn := self.draws.reader_of(tensor)) is not None:
+            return drawn
         places = self.sightings.tensors.get(id(tensor))
         return functools.partial(_same, tensor) if not places else places[0].reader()
 

@@ -68,15 +68,27 @@ _STAND_INS: dict[str, Any] = {"float": RecordedFloat, "int": RecordedInt}
 
 
 class Builtins:
-    """Puts the stand-ins into modules, and takes them out again."""
+    """Puts the stand-ins into modules, and takes them out again.
+
+    Attributes:
+        functions: further functions and their stand-ins, by the id of the function, where a module has imported one.
+    """
 
     def __init__(self) -> None:
+        self.functions: dict[int, tuple[Any, Any]] = {}
+        self._imported: list[tuple[dict[str, Any], str, Any]] = []
         self._scopes: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._refused: set[tuple[int, str]] = set()
 
     def meet(self, code: CodeType, scope: dict[str, Any]) -> None:
         """A code object of the user's is about to run for the first time."""
-        for name in _STAND_INS.keys() & _names(code):
+        names = _names(code)
+        for name in names if self.functions else ():
+            found = self.functions.get(id(scope.get(name, self)))
+            if found is not None and scope[name] is found[0]:
+                self._imported.append((scope, name, found[0]))
+                scope[name] = found[1]
+        for name in _STAND_INS.keys() & names:
             _, inside = self._scopes.setdefault(id(scope), (scope, set()))
             if (id(scope), name) in self._refused:
                 continue
@@ -91,6 +103,9 @@ class Builtins:
 
     def put_back(self) -> None:
         """Modules are as they were."""
+        for scope, name, function in self._imported:
+            scope[name] = function
+        self._imported.clear()
         for scope, inside in self._scopes.values():
             for name in inside:
                 scope.pop(name, None)

@@ -125,8 +125,9 @@ class _Capture:
         )
         self.recorder.watch = self.python.watch
         foresee(self.recorder, self.inputs, request.answers)
-        self.recorder.functions.on_values = self.python.content_of
-        self.recorder.functions.array_of = self.logs.array_of
+        self.python.draws.may_be_skipped = lambda: self.scaling.is_updating(self.recorder.section)
+        functions = self.recorder.functions
+        functions.on_values, functions.array_of = self.python.content_of, self.logs.array_of
         self.returned: Any = None
         self._fakes: list[Tensor] = []  # of the batch
         self.own: OwnBatch | None = None
@@ -238,8 +239,7 @@ class _Capture:
     # ------------------------------------------------------------------ the iteration
     def _step_alone(self, batch: Any) -> None:
         """Validation, test, predict, or training by hand: what the method returns leaves the graph, whatever it is."""
-        method = self.request.variant.method
-        self.returned = self.logs.lift(self._call(batch), OutputRole.STEP_OUTPUT, method)
+        self.returned = self.logs.lift(self._call(batch), OutputRole.STEP_OUTPUT, self.request.variant.method)
 
     def _call(self, batch: Any) -> Any:
         request = self.request
@@ -340,6 +340,7 @@ class _Capture:
 
     # ------------------------------------------------------------------ packing
     def _collect(self, slots: list[tuple[dict[str, Any], str, str, Any]]) -> None:
+        self.python.draws.record(self.logs.record)
         self.puts = assigned.record(self.request, self.python.spy, self.logs, self.inputs)
         complain_about_new_tensors(self.request.module, {fqn for _, _, fqn, _ in slots})
         for tensors, key, fqn, replacement in slots:
@@ -352,8 +353,7 @@ class _Capture:
                 self.outputs.add(value, role, key, name)
 
     def _finish(self) -> CapturedStep:
-        recorder, request = self.recorder, self.request
-        graph = recorder.graph
+        recorder, request, graph = self.recorder, self.request, self.recorder.graph
         program = decision_program(graph, recorder.decisions)
         graph.output(tuple(self.outputs.nodes)).meta["val"] = None
         simplify_strided_gradients(graph)
@@ -382,19 +382,19 @@ class _Capture:
         leaves = [BatchGuard(path, value) for path, value in read]
         predicate = program.guard([node for node, _ in inputs]) if program else None
         signature = Signature(with_mutations(graph, inputs), tuple(self.outputs.entries))
-        module = private.GraphModule(nn.Module(), graph)
         return CapturedStep(
-            module,
+            private.GraphModule(nn.Module(), graph),
             signature,
             Guards(guards, leaves, predicate, self.python.guard(self.grown)),
             [self.python.reader_of(t) for t in recorder.constants],
             self.logs.calls,
             self.returned,
             request.variant,
-            {path: place.reader() for path, place in request.moving.items()},
-            {path: assigned.writer(place) for path, place in self.puts.items()},
+            self.python.host_values(request.moving),
+            {**assigned.writers(self.puts), **self.python.draws.writers()},
             None if self.own is None else self.own.facts,
             self.cleared,
             present,
             recorder.reads.asked(),
+            self.python.draws.drawn,
         )
