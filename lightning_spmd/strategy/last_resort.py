@@ -8,6 +8,7 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.messages import warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
+from lightning_spmd.strategy.eager_semantics import averaged
 from lightning_spmd.strategy.run_context import FellBack, RunContext
 
 
@@ -28,6 +29,6 @@ def train_eagerly(context: RunContext, reason: str) -> NoReturn:
             f"with bf16_updates={context.bf16_updates!r} training cannot go on eagerly: {reason}. Change "
             "that, or leave bf16_updates out"
         )
-    semantics = "" if context.mesh is None else " (gradients averaged over the ranks, as DDP does)"
+    semantics = "" if context.mesh is None else averaged(context.module)
     warn(f"strategy='spmd' trains eagerly from here on{semantics}: {reason}")
     raise FellBack

@@ -6,6 +6,7 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.detectors import Context, gradient_hooks
+from lightning_spmd.strategy.eager_semantics import averaged
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.support import classify
 
@@ -78,8 +79,7 @@ class ModeOfRun:
             )
         pauses = may_pause and mode is Mode.SPLIT and on_gradients
         if reasons and mode is not self._told:
-            averaged = mode is Mode.EAGER and control is not None
-            semantics = " (gradients averaged over the ranks, as DDP does)" if averaged else ""
+            semantics = averaged(context.module) if mode is Mode.EAGER and control is not None else ""
             how = _PAUSES if pauses else _IN_WORDS[mode]
             tell(f"strategy='spmd' runs this training {how}{semantics}: {reasons[0]}")
             self._told = mode
