@@ -15,7 +15,7 @@ from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.packing import parameter_names
-from lightning_spmd.stages.capture.trainer_view import learning_rate_name
+from lightning_spmd.stages.capture.trainer_view import TOTAL_BATCHES, learning_rate_name
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.strategy.memory import has_shared_writes
 from lightning_spmd.strategy.run_context import RunContext
@@ -72,6 +72,7 @@ def _host_values(trainer: Any, arguments: Mapping[str, Any]) -> dict[str, Callab
     for index, config in enumerate(trainer.lr_scheduler_configs):
         for group, read in enumerate(private.last_learning_rate_readers(config.scheduler)):
             readers[learning_rate_name(index, group)] = read
+    readers[TOTAL_BATCHES] = lambda: trainer.fit_loop.epoch_loop.total_batch_idx
     readers["trainer.global_step"] = lambda: trainer.global_step
     readers["trainer.current_epoch"] = lambda: trainer.current_epoch
     return readers

@@ -86,7 +86,7 @@ def replay(
         elif call.method == "assign":
             results.append(recorded.assign[args[0]](args[1]))
         elif call.method == "append":
-            results.append(getattr(target, args[0]).append(args[1]))
+            results.append(_added(getattr(target, args[0]), args[1]))
         elif is_global and call.method == "log":
             results.append(_log_global(target, args, kwargs, rows))
         elif is_global and call.method == "log_dict":
@@ -99,6 +99,14 @@ def replay(
         else:
             results.append(getattr(target, call.method)(*args, **kwargs))
     return results
+
+
+def _added(container: Any, item: Any) -> None:
+    """Append to a list; put a pair into a dictionary."""
+    if type(container) is dict:
+        container[item[0]] = item[1]
+    else:
+        container.append(item)
 
 
 def _result(result: Any, key: str | None) -> Any:

@@ -2,6 +2,8 @@
 
     self.outputs.append(loss)        in validation_step; on_validation_epoch_end reads the list and clears it
 
+Of dictionaries those that get items under a recorded number: ``self.losses[batch_idx] = loss``.
+
 A first capture notices that a list grew. The next one puts an :class:`AppendOnly` in its place, and every item becomes
 a recorded call that is made again after each run. A step that also looks at the list cannot be a graph.
 """
@@ -16,6 +18,7 @@ from torch import nn
 
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import batch_hook, the_step
+from lightning_spmd.stages.capture.host_scalar import SYMBOLS
 from lightning_spmd.stages.capture.user_code import user_location
 
 Place = tuple[str, str]
@@ -27,15 +30,24 @@ class AppendOnly:
 
     Args:
         place: where it is.
-        record: told each item.
+        record: told each item; of a dictionary a pair.
+        kind: ``list`` or ``dict``.
     """
 
-    def __init__(self, place: Place, record: Callable[[Place, Any], None]) -> None:
-        self._place, self._record = place, record
+    def __init__(self, place: Place, record: Callable[[Place, Any], None], kind: type = list) -> None:
+        self._place, self._record, self._kind = place, record, kind
 
     def append(self, item: Any) -> None:
         """Remember one item."""
+        if self._kind is not list:
+            self.looked_at()
         self._record(self._place, item)
+
+    def __setitem__(self, key: Any, item: Any) -> None:
+        """Put one item, of a dictionary."""
+        if self._kind is not dict:
+            self.looked_at()
+        self._record(self._place, (key, item))
 
     def extend(self, items: Iterable[Any]) -> None:
         """Remember several."""
@@ -61,7 +73,7 @@ class AppendOnly:
     def __getattr__(self, name: str) -> Any:
         return self.looked_at()
 
-    __len__ = __iter__ = __getitem__ = __setitem__ = __delitem__ = __contains__ = __bool__ = __add__ = looked_at
+    __len__ = __iter__ = __getitem__ = __delitem__ = __contains__ = __bool__ = __add__ = looked_at
 
 
 def _readable(place: Place) -> str:
@@ -83,10 +95,10 @@ def lists_followed(module: nn.Module, grown: set[Place], record: Callable[[Place
         (path, name): (value, list(value))
         for path, owner in owners.items()
         for name, value in owner.__dict__.items()
-        if type(value) is list and (path, name) not in grown
+        if type(value) in (list, dict) and (path, name) not in grown
     }
-    for place in kept:
-        owners[place[0]].__dict__[place[1]] = AppendOnly(place, record)
+    for place, value in kept.items():
+        owners[place[0]].__dict__[place[1]] = AppendOnly(place, record, type(value))
     try:
         yield
     finally:
@@ -94,5 +106,6 @@ def lists_followed(module: nn.Module, grown: set[Place], record: Callable[[Place
             owners[path].__dict__[name] = value
         for (path, name), (value, items) in before.items():
             same = all(a is b for a, b in zip(value, items, strict=False))
-            if owners[path].__dict__.get(name) is value and same and len(value) > len(items):
+            new = value if type(value) is list else [key for key in value if type(key) in SYMBOLS]
+            if owners[path].__dict__.get(name) is value and same and len(value) > len(items) and new:
                 grown.add((path, name))

@@ -15,6 +15,7 @@ from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.host_scalar import Number
 from lightning_spmd.stages.capture.user_code import user_location
 
+TOTAL_BATCHES = "trainer.fit_loop.epoch_loop.total_batch_idx"
 _RESULTS = frozenset({"callback_metrics", "logged_metrics", "progress_bar_metrics"})
 
 
@@ -86,9 +87,15 @@ def learning_rate_name(scheduler: int, group: int) -> str:
 
 @contextlib.contextmanager
 def learning_rates_followed(trainer: Any, host_value: Callable[[str, Number], Any]) -> Iterator[None]:
-    """``get_last_lr()`` of the Trainer's schedulers gives graph inputs; training steps like to log it."""
+    """``get_last_lr()`` of the Trainer's schedulers gives graph inputs; training steps like to log it.
+
+    So does the counter of batches over all epochs, which warm-ups and annealing like to read.
+    """
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     with contextlib.ExitStack() as stack:
+        loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
+        if loop is not None:
+            stack.enter_context(_batches_followed(loop, host_value))
         for index, scheduler in enumerate(schedulers):
 
             def lift(group: int, value: Any, index: int = index) -> Any:
@@ -96,3 +103,19 @@ def learning_rates_followed(trainer: Any, host_value: Callable[[str, Number], An
 
             stack.enter_context(private.last_learning_rates_replaced(scheduler, lift))
         yield
+
+
+@contextlib.contextmanager
+def _batches_followed(loop: Any, host_value: Callable[[str, Number], Any]) -> Iterator[None]:
+    kind = type(loop)
+    before: Any = kind.total_batch_idx
+
+    def counted(asked: Any) -> Any:
+        number = before.fget(asked)
+        return host_value(TOTAL_BATCHES, number) if asked is loop else number
+
+    kind.total_batch_idx = property(counted)
+    try:
+        yield
+    finally:
+        kind.total_batch_idx = before
