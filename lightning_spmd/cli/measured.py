@@ -1,7 +1,8 @@
 """A plan beside the training itself, on this machine: ``lightning-spmd plan --measure``.
 
-The recipe trains for some steps on as many processes as the plan has ranks, as ``compare`` lets it; the same processes
-then measure what their CPU and the link between them reach, all at the same time, and the plan is made with that.
+The recipe trains for some steps on as many processes as the plan has ranks, as ``compare`` lets it; between rounds and
+in the end the same processes measure what their CPU and the link between them reach, all at the same time, and the plan
+is made with that.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +22,7 @@ from rich.table import Table
 
 from lightning_spmd.cost.hardware import Machines
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.planning.calibration import calibrated_device, calibrated_link
+from lightning_spmd.planning.calibration import Calibration, calibrate, mean_of
 from lightning_spmd.planning.layout import Layout
 from lightning_spmd.planning.outlook import Outlook
 from lightning_spmd.planning.units import bytes_text, seconds_text
@@ -41,23 +43,45 @@ class Measured:
     Args:
         side: steps and memory of the process, as ``compare`` measures them.
         memory: bytes that a step needs above what is there between steps; None where the system does not tell.
+        processor: seconds of a core that a batch takes; None where a process has several.
+        on_cpu: the share of its time in which the process had a core while it was calibrated.
     """
 
     side: SideResult
     memory: int | None
+    processor: float | None
+    on_cpu: float
 
 
 class StepMemory(L.Callback):
-    """How much some early steps need above what the process holds between steps: what comes and goes."""
+    """How much some early steps need above what the process holds between steps; and what later ones take of a core.
+
+    On a machine that others use too, a step's time says more of them than of the step; the time of the core does not.
+    """
 
     def __init__(self) -> None:
         self.bytes: list[int] = []
+        self.processor: list[float] = []
         self._memory: PeakMemory | None = None
+        self._batches = 0
+        self._begun: float | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A round begins."""
+        self._batches, self._begun = 0, None
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What happens between epochs belongs to no step."""
+        self._begun = None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Look at what is there."""
+        """Look at what is there, and at the clock of the core."""
+        now, self._batches = time.process_time(), self._batches + 1
+        if self._begun is not None and self._batches > AMOUNT.warmup + 1:
+            self.processor.append(now - self._begun)
+        self._begun = now
         self._memory = PeakMemory() if AMOUNT.warmup - LOOKS <= batch_idx + 1 < AMOUNT.warmup else None
         if self._memory is not None:
             self._memory.begin(torch.device("cpu"))
@@ -87,10 +111,10 @@ def check_here(machines: Machines) -> None:
         )
 
 
-def calibrated(machines: Machines) -> Machines:
+def calibrated(machines: Machines, found: Calibration | None = None) -> Machines:
     """The machines with what this one's CPU reaches."""
-    device, link = calibrated_device(machines.device), calibrated_link(machines.within)
-    return dataclasses.replace(machines, device=device, within=link)
+    found = calibrate() if found is None else found
+    return dataclasses.replace(machines, device=found.device(machines.device), within=found.link(machines.within))
 
 
 def measured(recipe: Any, layout: Layout, machines: Machines) -> tuple[Machines, Measured]:
@@ -112,8 +136,15 @@ def measured(recipe: Any, layout: Layout, machines: Machines) -> tuple[Machines,
     recipe.in_memory = True
     before = {name: os.environ.get(name) for name in _OF_LAUNCHER}
     memory = StepMemory()
-    (result,) = measure([spmd_side("spmd", layout.options)], build, AMOUNT, lambda _name, _round: None)
-    found = calibrated(machines)
+    between: list[Calibration] = []
+
+    def on_turn(_name: str, number: int) -> None:
+        if number:  # by then all ranks are there
+            between.append(calibrate())
+
+    (result,) = measure([spmd_side("spmd", layout.options)], build, AMOUNT, on_turn)
+    calibration = mean_of([*between, calibrate()])
+    found = calibrated(machines, calibration)
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
         dist.destroy_process_group()
@@ -125,16 +156,22 @@ def measured(recipe: Any, layout: Layout, machines: Machines) -> tuple[Machines,
     recipe.in_memory = False
     if result.reason is not None:
         raise ConfigurationError(f"--measure: it cannot be trained here: {result.reason}")
-    return found, Measured(result, int(statistics.median(memory.bytes)) if memory.bytes else None)
+    alone = torch.get_num_threads() == 1 and memory.processor
+    processor = statistics.median(memory.processor) if alone else None
+    looked = int(statistics.median(memory.bytes)) if memory.bytes else None
+    return found, Measured(result, looked, processor, calibration.on_cpu)
 
 
 def measured_facts(outlook: Outlook, found: Measured) -> dict[str, Any]:
     """Predicted and measured numbers."""
     side, always = found.side, sum(outlook.highest.contents.always.values())
     low, high = side.spread
+    batch = outlook.step_seconds / outlook.micro_batches
+    computing = (outlook.step_seconds - outlook.exposed) / outlook.micro_batches
     return {
         "steps": len(side.seconds),
-        "step": {"predicted": outlook.step_seconds, "measured": side.median, "tenth": low, "ninetieth": high},
+        "step": {"predicted": batch, "measured": side.median, "tenth": low, "ninetieth": high},
+        "processor": {"predicted": computing * found.on_cpu, "measured": found.processor},
         "memory": {"predicted": outlook.peak_bytes - always, "measured": found.memory},
         "process": {"predicted": outlook.peak_bytes, "measured": side.peak_memory},
     }
@@ -150,7 +187,12 @@ def print_measured(facts: Mapping[str, Any], console: Console) -> None:
     step = facts["step"]
     spread = f"{seconds_text(step['tenth'])} to {seconds_text(step['ninetieth'])}"
     ratio = f"{step['predicted'] / step['measured']:.2f}"
-    table.add_row("step", seconds_text(step["predicted"]), seconds_text(step["measured"]), spread, ratio)
+    table.add_row("batch", seconds_text(step["predicted"]), seconds_text(step["measured"]), spread, ratio)
+    core = facts["processor"]
+    if core["measured"]:
+        ratio = f"{core['predicted'] / core['measured']:.2f}"
+        row = seconds_text(core["predicted"]), seconds_text(core["measured"])
+        table.add_row("time of a core, a batch", *row, "", ratio)
     for name, memory in (("memory of a step", facts["memory"]), ("all memory", facts["process"])):
         if memory["measured"]:
             ratio = f"{memory['predicted'] / memory['measured']:.2f}"

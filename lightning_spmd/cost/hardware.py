@@ -34,7 +34,9 @@ class DeviceType:
         flops_share: of ``flops``, what large products reach.
         bandwidth_share: of ``bandwidth``, what kernels reach.
         attention_share: of ``flops``, what the products in attention kernels reach.
+        convolution_share: of ``flops``, what convolutions reach.
         curve_share: of ``bandwidth``, what functions such as GELU and softmax reach.
+        reduction_share: of ``bandwidth``, what sums and norms reach.
         launch: seconds from one operator to the next if the device is done at once.
         kind: for which the package decides: ``"cuda"`` or ``"cpu"``.
         source: of the numbers.
@@ -49,18 +51,21 @@ class DeviceType:
     flops_share: float = 0.7
     bandwidth_share: float = 0.8
     attention_share: float = 0.5
+    convolution_share: float = 0.7
     curve_share: float = 0.8
+    reduction_share: float = 0.8
     launch: float = 5e-6
     kind: str = "cuda"
     source: str = ""
 
     def seconds(self, work: Work) -> float:
         """Time of an operator: its arithmetic or its traffic, whichever takes longer."""
-        moving = work.bytes / (self.bandwidth * (self.curve_share if work.kind == "curve" else self.bandwidth_share))
+        reached = {"curve": self.curve_share, "reduction": self.reduction_share}
+        moving = work.bytes / (self.bandwidth * reached.get(work.kind, self.bandwidth_share))
         if not work.flops:
             return moving
-        share = self.attention_share if work.kind == "attention" else self.flops_share
-        return max(moving, work.flops / (share * self.peak(work.dtype)))
+        shares = {"attention": self.attention_share, "convolution": self.convolution_share}
+        return max(moving, work.flops / (shares.get(work.kind, self.flops_share) * self.peak(work.dtype)))
 
     def peak(self, dtype: torch.dtype) -> float:
         """Operations a second by the maker; a dtype without units of its own runs as fp32."""
@@ -128,6 +133,7 @@ DEVICES: dict[str, DeviceType] = {
         DeviceType(
             "cpu", 16 * GB, 20 * GB, {"fp32": 100e9, "fp64": 50e9, "bf16": 100e9, "fp16": 25e9},
             "loopback", reserved=0.3 * GIB, kind="cpu", attention_share=0.2, curve_share=0.3,
+            convolution_share=0.5, reduction_share=0.4,
             source="an assumption for a few cores: calibrate it (--calibrate) or give a --hardware file",
         ),
     )

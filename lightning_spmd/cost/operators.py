@@ -22,9 +22,12 @@ from lightning_spmd._private_api import OpOverload
 from lightning_spmd.ir.aliasing import aliased_argument, written_arguments
 from lightning_spmd.ir.node_info import TensorSpec
 
-Kind = Literal["plain", "attention", "curve"]
+Kind = Literal["plain", "attention", "convolution", "curve", "reduction"]
 _ATTENTION = "_scaled_dot_product_"
 _CURVES = re.compile("gelu|silu|mish|tanh|sigmoid|softmax|softplus|exp|erf|log1p")
+_REDUCTIONS = re.compile(
+    "^(sum|mean|amax|amin|prod|var|std|norm|linalg_vector_norm|_foreach_norm|cum|nll_loss|native_(layer|batch|group)_norm)"
+)
 _ALLOCATING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _PICKING = frozenset({"embedding", "index_select", "gather", "index"})
 """What they read of a table is as much as they write."""
@@ -39,7 +42,8 @@ class Work:
         bytes: read and written.
         dtype: of the products' operands.
         kind: ``"attention"``: products inside a kernel that does more; ``"curve"``: functions such as GELU and softmax,
-            which a CPU takes longer for than for the memory they touch.
+            which a CPU takes longer for than for the memory they touch; ``"reduction"``: sums and norms, likewise;
+            ``"convolution"``: products that reach less than others.
     """
 
     flops: float
@@ -70,8 +74,17 @@ def work_of(node: fx.Node) -> Work:
     if not results and not written_arguments(node):
         return NOTHING  # arithmetic of the host
     flops = _flops(node, name)
-    kind: Kind = "attention" if name.startswith(_ATTENTION) else "curve" if _CURVES.search(name) else "plain"
-    return Work(flops, _traffic(node, name, results), _dtype(node) if flops else torch.float32, kind)
+    return Work(flops, _traffic(node, name, results), _dtype(node) if flops else torch.float32, _kind(name))
+
+
+def _kind(name: str) -> Kind:
+    if name.startswith(_ATTENTION):
+        return "attention"
+    if "convolution" in name:
+        return "convolution"
+    if _CURVES.search(name):
+        return "curve"
+    return "reduction" if _REDUCTIONS.match(name) else "plain"
 
 
 def specs_in(value: Any) -> Iterator[TensorSpec]:

@@ -1,7 +1,10 @@
 """Measures what this machine's CPU reaches, so that a plan for ``cpu`` is one for this machine.
 
-Half a second of products and copies. Where several ranks run, all of them measure at the same time, for they share
-cores and memory; the link is what an all-reduce among them takes.
+A second or two of what steps are made of: products of linear layers, convolutions, attention, functions, sums,
+additions, small operators. Each goes on for a while, as a step does, for one that is short says nothing of a machine
+that others use too; operands and results are memory that the process has, and no cache holds. Where several ranks run,
+all of them measure the same thing at the same time, for they share cores and memory, and the slowest counts: the others
+wait for it. The link is what an all-reduce among them takes.
 """
 
 from __future__ import annotations
@@ -10,96 +13,182 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch import Tensor
+from torch.nn.functional import conv2d, scaled_dot_product_attention
 
 from lightning_spmd.cost.collectives import wire_bytes
 from lightning_spmd.cost.hardware import DeviceType, LinkType
 
-ROUNDS = 7
+aten = torch.ops.aten
+LEAST_SECONDS = 0.12
+"""How long each work goes on."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-_ROWS, _INNER, _COLUMNS = 2048, 512, 512
+_ROWS, _WIDTHS = 2048, ((128, 512), (512, 512))
 _HEADS, _LENGTH, _SIZE = 16, 128, 32
-_BYTES = 16 << 20
+_IMAGES, _CHANNELS, _PIXELS = 16, (16, 32), 32
+_TENSORS, _NUMBERS = 8, 1 << 20
+"""Of memory that no cache holds."""
+_BYTES = 4.0 * _TENSORS * _NUMBERS
 _MEMORY = Path("/proc/meminfo")
 _SMALL, _LARGE = 1 << 10, 8 << 20
 
 
-def calibrated_device(device: DeviceType) -> DeviceType:
-    """The device with what this process reaches in place of what a maker says."""
-    flops = {name: _products(dtype) for name, dtype in _DTYPES.items()}
-    flops["fp16"] = flops["bf16"]
-    bandwidth = _bandwidth()
-    return dataclasses.replace(
-        device,
-        bandwidth=bandwidth,
-        flops=flops,
-        flops_share=1.0,
-        bandwidth_share=1.0,
-        attention_share=min(1.0, _attention() / flops["fp32"]),
-        curve_share=min(1.0, _curves() / bandwidth),
-        launch=_launch(),
-        memory=_memory(device.memory),
-        source=f"measured here, {torch.get_num_threads()} threads a rank",
-    )
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured.
+
+    Args:
+        seconds: of each work, of the slowest rank.
+        all_reduces: seconds of a small and a large one; None where there is one rank.
+        on_cpu: of the time of this process, the share in which it had a core.
+    """
+
+    seconds: Mapping[str, float]
+    all_reduces: tuple[float, float] | None
+    on_cpu: float
+
+    def device(self, device: DeviceType) -> DeviceType:
+        """The device with what this process reaches in place of what a maker says."""
+        seconds = self.seconds
+        products = 3 * sum(2.0 * _ROWS * a * b for a, b in _WIDTHS)
+        flops = {name: products / seconds[name] for name in _DTYPES}
+        flops["fp16"] = flops["bf16"]
+        bandwidth = 3 * _BYTES / seconds["add"]
+        convolution = 3 * 2.0 * _IMAGES * _CHANNELS[0] * _CHANNELS[1] * 9 * _PIXELS**2 / seconds["convolution"]
+        # two products forward and five backward, of which causality counts half
+        attention = 7.0 * _HEADS * 4 * _LENGTH * _LENGTH * _SIZE / seconds["attention"]
+        return dataclasses.replace(
+            device,
+            bandwidth=bandwidth,
+            flops=flops,
+            flops_share=1.0,
+            bandwidth_share=1.0,
+            attention_share=min(1.0, attention / flops["fp32"]),
+            convolution_share=min(1.0, convolution / flops["fp32"]),
+            curve_share=min(1.0, 2 * _BYTES / seconds["curve"] / bandwidth),
+            reduction_share=min(1.0, 3 * _BYTES / seconds["reduction"] / bandwidth),
+            launch=seconds["launch"],
+            memory=_memory(device.memory),
+            source=f"measured here, {torch.get_num_threads()} threads a rank",
+        )
+
+    def link(self, link: LinkType) -> LinkType:
+        """The link among the ranks that run now; as it is where there is one."""
+        if self.all_reduces is None:
+            return link
+        (small, large), ranks = self.all_reduces, dist.get_world_size()
+        bandwidth = wire_bytes("all_reduce", _LARGE - _SMALL, ranks) / max(large - small, 1e-9)
+        return dataclasses.replace(
+            link, bandwidth=bandwidth, share=1.0, start=small, latency=0.0, source=f"measured here, {ranks} ranks"
+        )
 
 
-def calibrated_link(link: LinkType) -> LinkType:
-    """The link among the ranks that run now; as it is where there is one."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return link
-    ranks = dist.get_world_size()
-    small, large = (_all_reduce(size) for size in (_SMALL, _LARGE))
-    bandwidth = wire_bytes("all_reduce", _LARGE - _SMALL, ranks) / max(large - small, 1e-9)
-    return dataclasses.replace(
-        link, bandwidth=bandwidth, share=1.0, start=small, latency=0.0, source=f"measured here, {ranks} ranks"
+def calibrate() -> Calibration:
+    """Measure; all ranks together."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    seconds = {name: _seconds(work) for name, work in _works().items()}
+    seconds["launch"] /= _OPERATORS
+    on_cpu = (time.process_time() - cpu) / max(time.perf_counter() - wall, 1e-9) / torch.get_num_threads()
+    all_reduces = None
+    if _several():
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, seconds)
+        seconds = {name: max(found[name] for found in everyone) for name in seconds}
+        all_reduces = (_all_reduce(_SMALL), _all_reduce(_LARGE))
+    return Calibration(seconds, all_reduces, min(1.0, on_cpu))
+
+
+def mean_of(found: Sequence[Calibration]) -> Calibration:
+    """What several calibrations say together, of a machine that is not the same all the time."""
+    pairs = [c.all_reduces for c in found if c.all_reduces is not None]
+    return Calibration(
+        {name: statistics.mean(c.seconds[name] for c in found) for name in found[0].seconds},
+        (statistics.mean(a for a, _ in pairs), statistics.mean(b for _, b in pairs)) if pairs else None,
+        statistics.mean(c.on_cpu for c in found),
     )
 
 
 # ---------------------------------------------------------------- pieces
-def _seconds(work: Callable[[], object], times: int = 1) -> float:
-    """Median of one call; the first round fills caches."""
-    found: list[float] = []
-    for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        for _ in range(times):
-            work()
-        found.append((time.perf_counter() - begin) / times)
-    return statistics.median(found[1:])
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _products(dtype: torch.dtype) -> float:
-    left, right = torch.ones(_ROWS, _INNER, dtype=dtype), torch.ones(_INNER, _COLUMNS, dtype=dtype)
-    return 2.0 * _ROWS * _INNER * _COLUMNS / _seconds(lambda: left @ right)
+def _seconds(work: Callable[[], object]) -> float:
+    """Mean of one call, while all ranks do the same; the first one fills caches."""
+    if _several():
+        dist.barrier()
+    work()
+    begin, count = time.perf_counter(), 0
+    while count < 2 or time.perf_counter() - begin < LEAST_SECONDS:
+        work()
+        count += 1
+    return (time.perf_counter() - begin) / count
 
 
-def _bandwidth() -> float:
-    one, other = torch.ones(_BYTES // 4), torch.ones(_BYTES // 4)
-    return 3.0 * _BYTES / _seconds(lambda: torch.add(one, other))
-
-
-def _attention() -> float:
-    """Operations a second, forward and backward: two products and five, of which causality counts half."""
+def _works() -> dict[str, Callable[[], object]]:
+    """What is measured, by name."""
+    ones = [torch.randn(_NUMBERS // 512, 512) for _ in range(_TENSORS)]
     query = torch.randn(_HEADS, 4, _LENGTH, _SIZE, requires_grad=True)
+    images = torch.randn(_IMAGES, _CHANNELS[0], _PIXELS, _PIXELS, requires_grad=True)
+    kernel = torch.randn(_CHANNELS[1], _CHANNELS[0], 3, 3, requires_grad=True)
 
-    def work() -> None:
+    results, columns = [torch.empty_like(a) for a in ones], torch.empty(512)
+    mean, deviation = torch.empty(len(ones[0]), 1), torch.empty(len(ones[0]), 1)
+
+    def reduction() -> None:
+        for a, c in zip(ones, results, strict=True):
+            aten.native_layer_norm.out(a, [512], None, None, 1e-5, out0=c, out1=mean, out2=deviation)
+            torch.sum(a, 0, out=columns)
+
+    def attention() -> None:
         scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
 
-    return 7.0 * _HEADS * 4 * _LENGTH * _LENGTH * _SIZE / _seconds(work)
+    def convolution() -> None:
+        conv2d(images, kernel, padding=1).sum().backward()
+
+    works: dict[str, Callable[[], object]] = {name: _layers(dtype) for name, dtype in _DTYPES.items()}
+    return works | {
+        "add": lambda: [torch.add(a, b, out=c) for a, b, c in zip(ones, reversed(ones), results, strict=True)],
+        "curve": lambda: [aten.gelu.out(a, out=c) for a, c in zip(ones, results, strict=True)],
+        "reduction": reduction,
+        "attention": attention,
+        "convolution": convolution,
+        "launch": _small_operators(),
+    }
 
 
-def _curves() -> float:
-    values = torch.randn(_BYTES // 16)
-    return 2.0 * (_BYTES // 4) / _seconds(lambda: gelu(values))
+def _layers(dtype: torch.dtype) -> Callable[[], object]:
+    """The three products of a linear layer: its result, the gradients of its weight and of its input."""
+    layers = [
+        (torch.ones(_ROWS, a, dtype=dtype), torch.ones(b, a, dtype=dtype), torch.ones(_ROWS, b, dtype=dtype))
+        for a, b in _WIDTHS
+    ]
+
+    def work() -> list[tuple[Tensor, ...]]:
+        return [(x @ w.t(), g.t() @ x, g @ w) for x, w, g in layers]
+
+    return work
 
 
-def _launch() -> float:
-    small = torch.ones(8)
-    return _seconds(lambda: small.add_(1.0), times=200)
+_OPERATORS = 8
+
+
+def _small_operators() -> Callable[[], object]:
+    """Operators whose time is that of being called."""
+    value, weight = torch.ones(4, 4), torch.ones(4, 4)
+
+    def work() -> Tensor:
+        product = torch.mm(value.t(), weight.view(4, 4))
+        return torch.relu((product + value).mul(0.5).sum(1)).unsqueeze(0)
+
+    return work
 
 
 def _memory(otherwise: float) -> float:
@@ -112,5 +201,17 @@ def _memory(otherwise: float) -> float:
 
 def _all_reduce(size: int) -> float:
     tensor = torch.ones(size // 4)
+    times = max(1, min(20, (1 << 22) // size))
+
+    def work() -> None:
+        for _ in range(times):
+            dist.all_reduce(tensor)
+
     dist.barrier()
-    return _seconds(lambda: dist.all_reduce(tensor))
+    work()
+    rounds: list[float] = []
+    for _ in range(6):  # as many on all ranks
+        begin = time.perf_counter()
+        work()
+        rounds.append((time.perf_counter() - begin) / times)
+    return statistics.mean(rounds)

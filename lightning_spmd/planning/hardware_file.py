@@ -25,7 +25,15 @@ from lightning_spmd.errors import ConfigurationError
 _FLOPS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _WORDS = {"kind": ("cuda", "cpu"), "per": ("device", "node")}
 _MAY_BE_ZERO = ("reserved", "launch", "latency", "start")
-_SHARES = ("flops_share", "bandwidth_share", "attention_share", "curve_share", "share")
+_SHARES = (
+    "flops_share",
+    "bandwidth_share",
+    "attention_share",
+    "convolution_share",
+    "curve_share",
+    "reduction_share",
+    "share",
+)
 _Entry = TypeVar("_Entry", DeviceType, LinkType)
 
 

@@ -151,8 +151,12 @@ class Outlook:
     @property
     def rows_per_second(self) -> float:
         """Samples a second, on all ranks together."""
-        pieces = sum(p.times for p in self.phases if _has_forward(p))
-        return pieces * self.global_rows / self.step_seconds if self.step_seconds else 0.0
+        return self.micro_batches * self.global_rows / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def micro_batches(self) -> int:
+        """Batches of an iteration."""
+        return sum(p.times for p in self.phases if _has_forward(p))
 
     # ------------------------------------------------------------------ memory
     @property

@@ -74,7 +74,7 @@ def test_a_plan_is_compared_with_the_training_here(
     run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "AMOUNT", Amount(steps=3, warmup=6, rounds=1))
-    monkeypatch.setattr(calibration, "ROUNDS", 2)
+    monkeypatch.setattr(calibration, "LEAST_SECONDS", 0.0)
     out = tmp_path / "plan.json"
     here = ("--devices", "1", "--device-type", "cpu", "--measure", "--json", str(out))
     status, printed, error = run("plan", *tiny(text, tmp_path / "runs", *here))
