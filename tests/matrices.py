@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 ROWS: dict[str, tuple[str, ...]] = {
-    "tests/cli/test_recipes.py": ("[gpt2]", "[long_context]", "[image_classifier]"),
+    "tests/cli/test_recipe_mistakes.py": (
+        "test_a_checkpoint_of_another_model_is_named",
+        "test_what_a_recipes_classes_refuse_is_one_line",
+    ),
+    "tests/cli/test_recipes.py": (
+        "[gpt2]",
+        "[long_context]",
+        "[image_classifier]",
+        "[fine_tune]",
+        "test_two_processes_find_the_class_beside_the_recipe",
+    ),
     "tests/cost/test_sharded_memory.py": ("test_measured_memory_is_what_was_counted",),
     "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-"),
     "tests/cuda/test_offloaded.py": ("[gpt-",),
@@ -153,6 +163,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "[zero2-2-gpt_tied-plain]",
         "[tp2-conv-accumulate_clip]",
     ),
+    "tests/examples/test_fine_tuning.py": ("test_two_ranks_with_parameters_in_parts",),
     "tests/gpu/test_script.py": ("test_it_trains_where_jsonargparse_is_missing",),
     "tests/operators/test_sweep.py": ("[1]", "[2]"),
     "tests/stages/expand/test_layouts.py": ("[sgd_fused-zero2]", "[zero2 tp2]"),

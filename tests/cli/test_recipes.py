@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import csv
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+
+from lightning_spmd.examples import GPT2
 
 from .conftest import Run
-from .toys import hugging_face_model, toy
+from .toys import RECIPES, hugging_face_model, toy
 
 pytest.importorskip("jsonargparse")
 
@@ -57,6 +64,49 @@ def test_a_recipe_computes_what_it_computes_without_this_package(
     assert logged["spmd"].keys() == logged["auto"].keys()
     for name, values in logged["auto"].items():
         assert logged["spmd"][name] == pytest.approx(values, rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_recipe_is_planned(run: Run, recipe: str, text: Path, tmp_path: Path) -> None:
+    shared = ["--trainer.strategy.context_parallel_size", "2"] if recipe == "long_context" else []
+    given = [*toy(recipe, text, tmp_path / "runs", *model_of(recipe, tmp_path)), *shared]
+    status, _, error = run("plan", *given, "--devices", "2", "--json", str(tmp_path / "plan.json"))
+    assert status == 0, error
+    facts = json.loads((tmp_path / "plan.json").read_text())
+    assert facts["time"]["step"] > 0
+    assert facts["run"]["mesh"]["context_parallel" if shared else "data_parallel"] == 2
+    assert not (tmp_path / "runs").exists(), "a plan writes no logs"
+
+
+def test_a_second_recipe_overrides_the_first(run: Run) -> None:
+    both = ("--config", str(RECIPES / "gpt2.yaml"), "--config", str(RECIPES / "gpt2_8_gpus.yaml"))
+    status, out, error = run("fit", *both, "--trainer.num_nodes", "4", "--print_config")
+    assert status == 0, error
+    recipe = yaml.safe_load(out)
+    assert recipe["model"]["init_args"]["layers"] == 12
+    trainer = recipe["trainer"]
+    assert (trainer["devices"], trainer["num_nodes"], trainer["strategy"]) == (8, 4, "spmd_zero2")
+    windows = recipe["data"]["init_args"]["batch_size"] * trainer["accumulate_grad_batches"] * 8
+    assert windows == 512
+    status, out, _ = run("fit", *both[:2], "--print_config")
+    trainer = yaml.safe_load(out)["trainer"]
+    assert 16 * trainer["accumulate_grad_batches"] == 512
+
+
+def test_gpt2_is_the_model_of_124_million_parameters() -> None:
+    with torch.device("meta"):
+        module = GPT2()
+        module.configure_model()
+    assert sum(p.numel() for p in module.parameters()) == 124_439_808
+
+
+def test_two_processes_find_the_class_beside_the_recipe(tmp_path: Path) -> None:
+    arguments = toy("own_module/recipe", tmp_path, tmp_path / "results", "--trainer.devices", "2")
+    command = [sys.executable, "-m", "lightning_spmd.cli.main", "fit", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "mesh: data_parallel 2" in done.stdout + done.stderr
+    assert metrics(tmp_path / "results")["train_loss"]
 
 
 def _without_strategy(arguments: list[str]) -> list[str]:
