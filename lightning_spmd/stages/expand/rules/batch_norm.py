@@ -102,7 +102,7 @@ def _normalized(call: LocalCall, names: _Names, axes: list[ShardAxis]) -> list[f
     mean64, square = run(aten.select.int, moments, 0, 0), run(aten.select.int, moments, 0, 1)
     variance64 = run(aten.sub.Tensor, square, run(aten.mul.Tensor, mean64, mean64))
     variance64 = run(aten.clamp_min.default, variance64, 0.0)
-    stats = call.outputs[1].dtype if len(call.outputs[1].shape) else torch.float32
+    stats = _precision_of_statistics(call)
     mean = run(aten._to_copy.default, mean64, dtype=stats)
     variance = run(aten._to_copy.default, variance64, dtype=stats)
     inverse = run(aten.rsqrt.default, run(aten.add.Tensor, variance64, call[names.epsilon]))
@@ -111,6 +111,17 @@ def _normalized(call: LocalCall, names: _Names, axes: list[ShardAxis]) -> list[f
     weight, bias = call.get("weight"), call.get("bias")
     whole = run(aten.native_batch_norm.default, x, weight, bias, mean, variance, False, 0.0, call[names.epsilon])
     return [call.items(whole)[0], mean, inverse]
+
+
+def _precision_of_statistics(call: LocalCall) -> torch.dtype:
+    """As the kernel has it: float32 where the values alone are in half precision (autocast).
+
+    On the host torch's shape function says the values' precision there; the kernel gives float32, and takes no other.
+    """
+    kept = [call.spec(name).dtype for name in ("weight", "running_mean") if call.get(name) is not None]
+    if not len(call.outputs[1].shape) or (kept and kept[0] == torch.float32):
+        return torch.float32
+    return call.outputs[1].dtype
 
 
 def _update_running(call: LocalCall, names: _Names, mean: fx.Node, variance: fx.Node, count: int) -> None:
