@@ -74,14 +74,14 @@ def accepts(step: CapturedStep, inputs: Callable[[], Sequence[Any]], values: Map
 
     Args:
         step: the captured graph.
-        inputs: gives the values of its inputs now.
+        inputs: gives the values of its inputs now; of a rank's graph, whose random streams come last.
         values: what was read, by the number of the read.
     """
     checks = checks_of(step.graph_module.graph)
     if not checks:
         return False
     placeholders = step.graph_module.graph.find_nodes(op="placeholder")
-    given = dict(zip(placeholders, inputs(), strict=True))
+    given = dict(zip(placeholders, inputs(), strict=False))
     known: dict[fx.Node, Any] = {n: v for n, v in given.items() if isinstance(v, (bool, int, float))}
     for check in checks:
         numbers: Any = check.args[3]
