@@ -22,6 +22,7 @@ def trace_of(facts: Facts) -> dict[str, Any]:
         facts: ``facts_of`` an outlook.
     """
     events = [event for number, phase in enumerate(facts["phases"], 1) for event in _phase(phase, number)]
+    events.sort(key=lambda event: event["ts"])  # names first: theirs is 0
     run = facts["run"]
     told = {"ranks": str(run["ranks"]), "device": run["device"]["name"], "what": "predicted by lightning-spmd plan"}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}

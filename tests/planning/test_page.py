@@ -77,8 +77,22 @@ def test_names_of_modules_cannot_break_the_page() -> None:
 
 
 def test_the_trace_is_trace_event_json() -> None:
-    trace = json.loads(json.dumps(trace_of(_facts())))
+    trace = json.loads(json.dumps(trace_of(_facts()), allow_nan=False))
     events = trace["traceEvents"]
+    assert trace["displayTimeUnit"] == "ms"
+    needed = {
+        "X": {"name", "cat", "ph", "pid", "tid", "ts", "dur", "args"},
+        "C": {"name", "ph", "pid", "tid", "ts", "args"},
+    }
+    for event in events:
+        assert set(event) == needed.get(event["ph"], needed["C"]), event
+        assert event["ph"] in ("X", "C", "M"), event
+        assert type(event["pid"]) is type(event["tid"]) is int
+        assert isinstance(event["name"], str)
+        assert event["ts"] >= 0
+        numbers = event["ph"] != "C" or all(isinstance(v, (int, float)) and v >= 0 for v in event["args"].values())
+        assert numbers, "a counter's arguments are its numbers"
+    assert [e["ts"] for e in events] == sorted(e["ts"] for e in events)
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert processes == ["setup", "main", "cleanup"]

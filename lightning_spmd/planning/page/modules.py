@@ -15,7 +15,9 @@ from lightning_spmd.planning.units import bytes_text, count_text, seconds_text
 Facts = Mapping[str, Any]
 _MOST = 9
 """Boxes of the flow picture."""
-_BOX, _GAP, _TALL = 122, 24, 64
+_BOX, _GAP, _TALL = 136, 24, 64
+_LETTERS = 16
+"""Of bold type fit into a box."""
 _ARC = 42
 """Above and below the boxes, for what skips some of them."""
 
@@ -138,7 +140,7 @@ def _box(name: str, place: int, y: int, seconds: Mapping[str, float], count: int
             fill="#f8f9fa",
             stroke="#868e96",
         ),
-        tag("text", escape((label + times)[:19]), x=x + 8, y=y + 18, font_weight="bold"),
+        tag("text", escape((label + times)[:_LETTERS]), x=x + 8, y=y + 18, font_weight="bold"),
         tag("text", f"forward {seconds_text(seconds['forward'])}", x=x + 8, y=y + 37, fill="#2b8a3e"),
         tag("text", f"backward {seconds_text(seconds['backward'])}", x=x + 8, y=y + 54, fill="#d9480f"),
     ]
