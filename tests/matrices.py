@@ -39,7 +39,9 @@ ROWS: dict[str, tuple[str, ...]] = {
         "[zero3-2-gpt_tied-plain]",
         "test_every_optimizer_works_on_chunks[zero3-adagrad]",
     ),
-    "tests/strategy/test_foresight.py": ("test_ranks_foresee", "test_without_foresight"),
+    "tests/strategy/test_foresight.py": ("test_ranks_foresee", "test_without_foresight", "on_ranks"),
+    "tests/strategy/test_metric_losses.py": ("test_ranks_train", "[Set]", "[KeptLosses]"),
+    "tests/equality/test_code_as_users_write_it.py": ("test_molecules_on_one_rank",),
     "tests/scale/test_two_hosts.py": ("test_two_hosts_measure_the_simulated_accelerator",),
     "tests/stages/expand/test_context_parallel.py": (
         "[llama-cp4-True]",

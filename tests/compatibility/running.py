@@ -21,7 +21,7 @@ def results(rows: Iterable[Row], pool: RankPool) -> Iterator[Result]:
     for row in rows:
         eager, alone = train(row, "auto", 1), train(row, {}, 1)
         try:
-            ranks = pool.run(train_named, row.name, pool.size, timeout=300)
+            ranks = pool.run(train_named, row.name, pool.size, timeout=900)
         except RankError as error:
             ranks = [Run(error=str(error).strip())] * pool.size
         yield Result(row, eager, alone, ranks)

@@ -76,6 +76,26 @@ def test_one_device_traces_a_few_times() -> None:
     assert traces <= 3 * ours.captures
 
 
+class DecidesBesideDraws(Net):
+    """Has dropout, and decides by its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss * 0.5 if batch[0].abs().sum() > 1 else loss
+
+
+def _beside_draws() -> Result:
+    return run(DecidesBesideDraws, "spmd", 2, max_steps=5)
+
+
+def test_decisions_beside_draws_stay_graphs_on_ranks(two_ranks: RankPool) -> None:
+    """Random streams are one more input of a rank's graph."""
+    for ours in two_ranks.run(_beside_draws):
+        assert_compiled(ours)
+        assert ours.captures == 2
+        assert not any("anew" in text for text in ours.warnings)
+
+
 def test_without_foresight_it_is_traced_once_a_decision() -> None:
     with mock.patch.object(foresight._Foresight, "number", return_value=None):
         ours, traces = counted(Decides, max_steps=2)

@@ -43,7 +43,6 @@ class Foreseen(dict[int, Number]):
 
 def foresee(recorder: Recorder, inputs: InputTable, answers: Mapping[int, Number]) -> None:
     """Let a trace find the values that it reads, if it is given with what."""
-    recorder.reads.role_of = inputs.role_of
     if isinstance(answers, Foreseen):
         recorder.reads.foresee = _Foresight(recorder, inputs, answers).number
 

@@ -8,6 +8,7 @@ arguments become graph outputs. What a metric returns does not exist before the 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from lightning_spmd.stages.capture.batch import is_unread, reference_to_leaf
 from lightning_spmd.stages.capture.host_scalar import scalar_of
 from lightning_spmd.stages.capture.later_array import LaterArray
 from lightning_spmd.stages.capture.later_value import LaterValue, LaterValues, reference_to
+from lightning_spmd.stages.capture.metric_values import MetricValue, of_this_batch
 from lightning_spmd.stages.capture.printed import prints_followed
 from lightning_spmd.stages.capture.texts import Texts
 from lightning_spmd.stages.capture.user_code import user_location
@@ -37,11 +39,15 @@ class LogRecorder:
 
     Args:
         add_output: ``(value, role, key, name) -> position`` of the new graph output.
+
+    Attributes:
+        on_metric: told each metric, with its path, whose value for this batch the graph computes itself.
     """
 
     def __init__(self, add_output: Callable[[Any, OutputRole, tuple[Any, ...], str], int]) -> None:
         self.calls: list[RecordedCall] = []
         self.texts = Texts()
+        self.on_metric: Callable[[str, Metric], None] = lambda _path, _metric: None
         self._add_output = add_output
 
     def lift(self, value: Any, role: OutputRole, name: str) -> Any:
@@ -118,7 +124,10 @@ class LogRecorder:
             if isinstance(metric, MetricCollection):
                 names = [str(name) for name in metric.keys(keep_base=False)]
                 return LaterValues(call, path, names, self._made_of, self.texts.mark)
-            return LaterValue(CallRef(call), path, self._made_of, self.texts.mark)
+            if method == "compute" or not isinstance(metric, Metric):
+                return LaterValue(CallRef(call), path, self._made_of, self.texts.mark)
+            now = of_this_batch(metric, args, kwargs, functools.partial(self.on_metric, path))
+            return MetricValue(CallRef(call), path, self._made_of, self.texts.mark, now)
 
         return shadow
 

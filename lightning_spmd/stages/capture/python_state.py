@@ -219,6 +219,14 @@ class PythonState:
         with private.disable_dispatch_modes():
             holder.see("")
 
+    def see_metric(self, path: str, metric: Metric) -> None:
+        """The graph computes what a metric gives: what it is set to is guarded, what it has counted is not."""
+        holder = self.sightings.root(Attributes, metric, path)
+        for name, value in list(vars(metric).items()):
+            counted = name.startswith("_") or name in BOOKKEEPING or name in metric.metric_state
+            if not counted and (is_simple(value) or isinstance(value, Tensor)):
+                self.walk.follow(holder.see(name), EMPTY)
+
     def _see_reads(self, path: str, module: nn.Module) -> None:
         """Turn what the spy noted of one module into entries."""
         if id(module) in self.sightings.modules:

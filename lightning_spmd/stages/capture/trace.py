@@ -42,6 +42,7 @@ from lightning_spmd.stages.capture.host_scalar import math_follows_scalars
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
+from lightning_spmd.stages.capture.metric_values import with_loss
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, check_step
 from lightning_spmd.stages.capture.own_backward import check_backward
@@ -68,6 +69,7 @@ from lightning_spmd.stages.capture.surroundings import (
 )
 from lightning_spmd.stages.capture.trainer_view import learning_rates_followed, trainer_seen_as
 from lightning_spmd.stages.capture.weight_casts import share_weight_casts
+from lightning_spmd.stages.capture.wiring import connect
 
 
 def trace(request: CaptureRequest) -> Trace:
@@ -123,11 +125,9 @@ class _Capture:
             self._host_value,
             lambda: bool(self.logs.calls),
         )
-        self.recorder.watch = self.python.watch
+        connect(self.recorder, self.inputs, self.python, self.logs)
         foresee(self.recorder, self.inputs, request.answers)
         self.python.draws.may_be_skipped = lambda: self.scaling.is_updating(self.recorder.section)
-        functions = self.recorder.functions
-        functions.on_values, functions.array_of = self.python.content_of, self.logs.array_of
         self.returned: Any = None
         self._fakes: list[Tensor] = []  # of the batch
         self.own: OwnBatch | None = None
@@ -286,7 +286,7 @@ class _Capture:
 
     def _forward(self, batch: Any) -> Tensor:
         request = self.request
-        returned = self._call(batch)
+        returned = with_loss(self._call(batch))
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         if not isinstance(loss, Tensor):
             raise CaptureError(

@@ -1,0 +1,128 @@
+"""A metric of torchmetrics as the loss, or as a part of it: the graph computes it, and the metric is updated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics.utilities import dim_zero_cat
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
+
+
+class Mean(torchmetrics.Metric):
+    """As packages write losses that are logged by themselves: sums, a weight of its own, a buffer, a setting."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharpness = 1.0
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 0.5]))
+        self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, scores: Tensor, target: Tensor) -> None:
+        losses = F.cross_entropy(scores * self.sharpness, target, weight=self.weights, reduction="none")
+        self.total += losses.sum()
+        self.count += target.numel()
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class Kept(Mean):
+    """Keeps all losses, and looks at its whole state in each update."""
+
+    full_state_update = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("losses", default=[], dist_reduce_fx="cat")
+
+    def update(self, scores: Tensor, target: Tensor) -> None:
+        self.losses.append(F.cross_entropy(scores, target, reduction="none"))
+
+    def compute(self) -> Tensor:
+        return dim_zero_cat(self.losses).mean()
+
+
+class Returned(Quiet):
+    """The metric is the loss, and is logged by itself."""
+
+    kind: type[Mean] = Mean
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = self.kind()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.criterion(self(batch[0]), batch[1])
+        self.log("loss", self.criterion, on_step=True, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+
+class Logged(Returned):
+    """Its value is logged, and goes into the loss with another one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        value = self.criterion(scores, batch[1])
+        loss = 0.5 * value + torch.stack([value, scores.square().mean()]).sum() * 0.1 - value.sqrt() / 7
+        self.log("value", value)
+        return {"loss": loss, "value": value.detach()}
+
+
+class KeptLosses(Returned):
+    kind = Kept
+
+
+class Set(Returned):
+    """A setting of the metric that a hook changes."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.criterion.sharpness = 1.0 if self.global_step < 4 else 2.0
+
+
+class InParts(Returned):
+    """A sum of two metrics is no single one: it trains as before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = Mean() + Mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.sum(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("make", [Returned, Logged, KeptLosses, Set])
+def test_one_device_is_bitwise_eager(make: type[Net]) -> None:
+    assert_as_eager(make)
+
+
+def test_what_consists_of_metrics_is_eager_and_says_why() -> None:
+    ours = run(InParts)
+    assert ours.mode == "eager"
+    assert ours.losses == run(InParts, "auto").losses
+
+
+def _on_ranks(make: type[Net]) -> Result:
+    return run(make, "spmd", 2, max_epochs=1)
+
+
+@pytest.mark.parametrize("make", [Returned, KeptLosses])
+def test_ranks_train_by_the_metric_of_the_whole_batch(two_ranks: RankPool, make: type[Net]) -> None:
+    ours = two_ranks.run(_on_ranks, make)
+    assert_compiled(*ours)
+    assert_equals_one_device(ours, run(make, "auto", data=_in_order, max_epochs=1))
+
+
+def _in_order() -> L.LightningDataModule:
+    return InOrder(rows(), ROWS, shuffle=False)
