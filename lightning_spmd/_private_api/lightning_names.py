@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,6 +22,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_zero_only
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities import rank_zero as _rank_zero
 from torch import Tensor
@@ -100,7 +104,36 @@ def accumulates(trainer: Any) -> bool:
 
 def requeue_checkpoint(trainer: Any) -> str:
     """Under which name Lightning looks for the checkpoint of a job that SLURM starts again."""
-    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+    folder = str(trainer.default_root_dir)
+    if "://" in folder:
+        return trainer._checkpoint_connector.hpc_save_path(folder)
+    # Lightning's own way ends with an error where there is a file such as ckpt_best.ckpt
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    numbers = [int(found[1]) for name in names if (found := re.fullmatch(r"hpc_ckpt_(\d+)\.ckpt", name))]
+    return os.path.join(folder, f"hpc_ckpt_{max(numbers, default=0) + 1}.ckpt")
+
+
+class _NotUnderSLURM:
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+
+@contextlib.contextmanager
+def no_requeued_checkpoint() -> Iterator[None]:
+    """Inside, Lightning does not look for the checkpoint that a requeued job has left."""
+    with mock.patch.object(checkpoint_connector, "SLURMEnvironment", _NotUnderSLURM):
+        yield
+
+
+def is_attached(module: Any) -> bool:
+    """Whether a LightningModule has a Trainer already; one whose launcher fails has none, and says so as an error."""
+    return module is not None and module._trainer is not None
+
+
+def is_fit(function: Callable[..., Any]) -> bool:
+    """Whether what a launcher is to start is training."""
+    return getattr(function, "__name__", "") == "_fit_impl"
 
 
 def validate_from_the_start(checkpoint: dict[str, Any]) -> None:

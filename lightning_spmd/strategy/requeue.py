@@ -29,7 +29,7 @@ from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.random_state import RandomState, pack_random_state
 from lightning_spmd.strategy.requests import Requests
 from lightning_spmd.strategy.resumed_data import KEY, EpochData
-from lightning_spmd.strategy.slurm import JOB, job_name
+from lightning_spmd.strategy.slurm import FIT, JOB, SlurmLauncher, job_name
 
 _LONGEST_WAIT = 600.0
 
@@ -191,7 +191,7 @@ class Requeue(Callback):
         """
         if not self._saves:
             return
-        entry[JOB], entry[KEY] = job_name(), self.data.entry()
+        entry[JOB], entry[FIT], entry[KEY] = job_name(), SlurmLauncher.fits, self.data.entry()
         if self._before_validation is not None and trainer.validating:
             private.validate_from_the_start(checkpoint)
             entry["random_state"], entry["within_epoch"] = self._before_validation, True

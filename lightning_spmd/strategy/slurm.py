@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import socket
@@ -23,6 +24,8 @@ from lightning_spmd.messages import warn
 
 JOB = "slurm_job"
 """In this package's part of a checkpoint: which job wrote it."""
+FIT = "slurm_fit"
+"""And in the how manieth fit of the program."""
 _IDENTITY = "lightning_spmd/step"
 _SAY_SO = timedelta(seconds=60)
 _PORTS = 15000
@@ -90,19 +93,26 @@ def _check_name(environment: Mapping[str, str]) -> None:
 
 
 class SlurmLauncher(private.SubprocessScriptLauncher):
-    """The launcher under SLURM, which starts no processes; remembers whether the user named a checkpoint.
+    """The launcher under SLURM, which starts no processes; knows what a checkpoint is taken for that nobody named.
 
     Attributes:
         chooses_checkpoint: the user named none, so that Lightning takes the one that a requeued job has left.
+        fits: how often this process has begun to train.
     """
 
     chooses_checkpoint = False
+    fits = 0
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         self.chooses_checkpoint = given.get("ckpt_path") is None
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        if private.is_fit(function):
+            SlurmLauncher.fits += 1
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        # Lightning would evaluate a checkpoint from the middle of the training that has just ended
+        with private.no_requeued_checkpoint() if self.chooses_checkpoint else contextlib.nullcontext():
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def check_own_checkpoint(path: Any, entry: Mapping[str, Any] | None, environment: Mapping[str, str]) -> None:
@@ -114,6 +124,12 @@ def check_own_checkpoint(path: Any, entry: Mapping[str, Any] | None, environment
     if not Path(path).name.startswith("hpc_ckpt_"):
         return
     wrote, this = (entry or {}).get(JOB), job_name(environment)
+    fit = (entry or {}).get(FIT)
+    if wrote == this and fit not in (None, SlurmLauncher.fits):
+        raise ConfigurationError(
+            f"{path} was written in fit number {fit} of this program, and this is number {SlurmLauncher.fits}: "
+            "Lightning would let each go on from there. Give each Trainer a default_root_dir of its own"
+        )
     if wrote == this or (wrote is None and (_number(environment, "SLURM_RESTART_COUNT") or 0) > 0):
         return
     raise ConfigurationError(

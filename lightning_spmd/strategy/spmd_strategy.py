@@ -222,7 +222,7 @@ class SPMDStrategy(SavingStrategy):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        if module is not None:
+        if module is not None and private.is_attached(module):
             trainer: Any = module.trainer
             trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, FinishPendingWork)]
             leave_borders(trainer)

@@ -120,7 +120,7 @@ def test_the_time_limit(jobs: Jobs) -> None:
     _assert_as_if_never_ended(jobs, *fast)
 
 
-@pytest.mark.parametrize("layout", [(2, 2, "spmd"), (2, 1, "spmd_zero3")], ids=str)
+@pytest.mark.parametrize("layout", [(2, 2, "spmd"), (2, 1, "spmd_zero3"), (2, 1, "in_parts")], ids=str)
 def test_other_layouts(jobs: Jobs, layout: tuple[int, int, str]) -> None:
     nodes, tasks, strategy = layout
     arguments = ("--rows=64", "--dropout=0.2", "--pause=0.2", f"--strategy={strategy}")

@@ -1,6 +1,6 @@
 """What jobs of the tests run: a small module, shuffled data and validation; says what it did in a folder."""
 
-import lightning_spmd  # noqa: F401, I001  (first: from here on signals are noted)
+import lightning_spmd  # noqa: I001  (first: from here on signals are noted)
 
 import argparse
 import json
@@ -113,9 +113,10 @@ def main() -> None:
     callbacks: list[L.Callback] = [Diary(given.folder, given.pause, given.validation_pause)]
     if given.checkpoints:
         callbacks.append(ModelCheckpoint(given.folder / "saved", every_n_train_steps=1, save_top_k=1))
+    in_parts = lightning_spmd.SPMDStrategy(data_parallel="zero3", save_distributed_checkpoint=True)
     trainer = L.Trainer(
         accelerator="cpu",
-        strategy=given.strategy,
+        strategy=in_parts if given.strategy == "in_parts" else given.strategy,
         devices=given.devices,
         num_nodes=given.nodes,
         max_epochs=given.epochs,

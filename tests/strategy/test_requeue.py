@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_spmd import early_signals
 from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.strategy.slurm import SlurmLauncher
 from tests.helpers.training import QUIET
 from tests.slurm.conftest import events, lines_of
 from tests.slurm.train import Data, Diary, Small
@@ -71,7 +72,8 @@ class Signal(L.Callback):
 
 
 def _fit(folder: Path, *callbacks: L.Callback, **flags: Any) -> tuple[Small, bool]:
-    """The module, and whether the run was ended."""
+    """The module, and whether the run was ended; each as a program of its own."""
+    SlurmLauncher.fits = 0
     folder.mkdir(exist_ok=True)
     L.seed_everything(7, verbose=False)
     trainer = L.Trainer(
@@ -182,6 +184,7 @@ def test_after_training_the_job_goes_on_with_its_end(
     """The training that is over is not done again; what followed it is."""
 
     def run(*callbacks: L.Callback) -> tuple[list[Any], Any]:
+        SlurmLauncher.fits = 0
         L.seed_everything(7, verbose=False)
         trainer = L.Trainer(
             strategy="spmd",
@@ -206,6 +209,34 @@ def test_after_training_the_job_goes_on_with_its_end(
     whole = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(trained, whole.values(), strict=True))
     assert len(found) == (5 if method == "predict" else 1)
+
+
+def test_what_a_launcher_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning tears down a strategy whose module has no Trainer yet."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("as the cluster says")
+
+    monkeypatch.setattr(SLURMEnvironment, "validate_settings", refuse)
+    with pytest.raises(ValueError, match="as the cluster says"):
+        _fit(tmp_path)
+
+
+def test_what_follows_training_does_not_see_the_checkpoint_from_its_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning evaluates it, and another training begins with it."""
+    (tmp_path / "ckpt_best.ckpt").touch()  # a name at which Lightning's numbering fails
+    _fit(tmp_path, Signal(training=1))
+    assert (tmp_path / "hpc_ckpt_1.ckpt").is_file()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    module, _ = _fit(tmp_path)
+    trained = [tensor.detach().clone() for tensor in module.parameters()]
+    assert module.trainer is not None
+    module.trainer.validate(module, _loader(Data(40, 8)), verbose=False)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(trained, module.parameters(), strict=True))
+    with pytest.raises(ConfigurationError, match="written in fit number 1 of this program, and this is number 2"):
+        module.trainer.fit(module, _loader(Data(40, 8)), _loader(Data(40, 8)))
 
 
 def _loader(data: Data) -> Any:
