@@ -36,7 +36,11 @@ def _compiler() -> str:
 
 
 def compile_with_inductor(
-    function: Callable[..., Any], fakes: Sequence[Tensor], mode: Any, folder: Path | None
+    function: Callable[..., Any],
+    fakes: Sequence[Tensor],
+    mode: Any,
+    folder: Path | None,
+    decompositions: Callable[[dict[Any, Any]], dict[Any, Any]] = dict,
 ) -> tuple[str, dict[str, bytes]]:
     """The code that Inductor makes of a function, and the libraries that belong to it by their place in its folder.
 
@@ -45,6 +49,7 @@ def compile_with_inductor(
         fakes: its arguments, of ``mode``.
         mode: a FakeTensorMode.
         folder: where Inductor keeps its files; None: where it always does.
+        decompositions: changes the table of what operators are taken apart into.
 
     Raises:
         Exception: of whatever kind the compiler ends with.
@@ -56,7 +61,7 @@ def compile_with_inductor(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     settings: Any = config
-    functional = make_fx(torch.func.functionalize(function), decomposition_table=select_decomp_table())
+    functional = make_fx(torch.func.functionalize(function), decomposition_table=decompositions(select_decomp_table()))
     with _files_in(folder), torch.random.fork_rng(devices=[]), mode:
         traced: fx.GraphModule = functional(*fakes)
     output = traced.graph.find_nodes(op="output")[0]

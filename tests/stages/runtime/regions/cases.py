@@ -34,7 +34,9 @@ class Compiler:
         self.sources: dict[str, Any] = {}
         self.compiled = 0
 
-    def compile(self, function: Any, fakes: Sequence[Tensor], mode: Any, folder: Path | None) -> tuple[str, Any]:
+    def compile(
+        self, function: Any, fakes: Sequence[Tensor], mode: Any, folder: Path | None, decompositions: Any
+    ) -> tuple[str, Any]:
         if self.refuses and self.only(function):
             raise RuntimeError("out of registers\nand more lines")
         self.compiled += 1
