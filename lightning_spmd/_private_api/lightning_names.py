@@ -24,6 +24,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero as _rank_zero
 from torch import Tensor
 
@@ -66,8 +67,13 @@ def _note_sigterm(trainer: Any, number: int, _: Any) -> None:
     if launcher is not None and not told_to_stop(trainer):
         launcher.kill(number)
     setattr(connector, _TOLD, True)
-    if not trainer.training:  # there ranks end one by one; in training all end at one batch, by their next exchange
+    if trainer.state.fn != TrainerFn.FITTING:  # there ranks end one by one; in a fit all do, by their next exchange
         connector.received_sigterm = True
+
+
+def end_after_this_batch(trainer: Any) -> None:
+    """Let Lightning end training with SIGTERMException where it has counted the batch, as on one device."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def told_to_stop(trainer: Any) -> bool:

@@ -150,14 +150,16 @@ class TrainingIteration:
         paused, self.paused = self.paused, None
         if paused is None:
             raise VerificationError("no iteration has paused")
-        self._pending = paused.resume()
+        with self.context.whole.changing(self.context.trainer):
+            self._pending = paused.resume()
         self._after(paused.captured)
 
     def flush(self) -> None:
         """Do what the last iteration left for the next one, if anything: now parameters and state are up to date."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            with lost_ranks_named(self.context.control):
+            unfinished = self.context.whole.changing(self.context.trainer, updates=False)
+            with lost_ranks_named(self.context.control), unfinished:
                 pending.owner.clean_up(pending)
 
     @property
@@ -365,8 +367,10 @@ class TrainingIteration:
         if self._pending is not None and not executable.can_follow(self._pending):
             self.flush()
         pending, self._pending = self._pending, None
+        updates = not isinstance(executable, PausingExecutable)
         try:
-            outputs, self._pending = executable.run(tensors, pending)
+            with self.context.whole.changing(self.context.trainer, updates=updates):
+                outputs, self._pending = executable.run(tensors, pending)
         except FirstRunError as error:
             self._fall_back(str(error))
         return outputs

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
 from lightning_spmd.messages import warn
+from lightning_spmd.strategy.places import Borders
 
 CONTAINS_THE_STEP = "optimizer_step"
 _SCHEDULERS = "lr_scheduler_step"
@@ -46,7 +47,9 @@ _TRUSTED_PACKAGES = ("lightning.pytorch.callbacks", "lightning.pytorch.tuner", "
 def finish_in_time(trainer: Any, flush: Callable[[], None]) -> None:
     """Make pending work finish before any callback of an epoch's end."""
     if not any(isinstance(c, FinishPendingWork) for c in trainer.callbacks):
-        trainer.callbacks.insert(0, FinishPendingWork(flush))
+        # the others learn of an exception before this rank waits for them
+        place = sum(isinstance(callback, Borders) for callback in trainer.callbacks[:1])
+        trainer.callbacks.insert(place, FinishPendingWork(flush))
 
 
 def hooks_between_batches(module: Any, trainer: Any) -> list[tuple[Any, str]]:

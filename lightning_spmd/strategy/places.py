@@ -8,7 +8,9 @@ and the borders of an epoch are meeting points too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,9 @@ from lightning_spmd.strategy.newcomers import Newcomers
 from lightning_spmd.strategy.requests import Requests
 
 _LIMITS = {"training": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
+_LISTENS = 8
+"""Batches of an eager validation from one exchange to the next."""
+FITTING = TrainerFn.FITTING
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,14 @@ class Moment:
         ends: it has no batch after this one.
         stops: the loop ends here all the same, and nothing else needs the other ranks.
         requests: what is asked of this process from outside; it is told to the others, and theirs to it.
+        finish: lets training end behind the batch that begins here, as on one device; None: it ends here.
     """
 
     place: Place
     ends: bool = False
     stops: bool = False
     requests: Requests | None = None
+    finish: Callable[[], None] | None = None
 
     @property
     def told(self) -> int:
@@ -65,8 +72,11 @@ class Moment:
                 self.requests.hear(vote.told)
             except SIGTERMException:  # on all ranks
                 told = [rank for rank, stops in enumerate(control.gather(self.requests.told_to_stop)) if stops]
-                tell(f"{_ranks(told)} received SIGTERM: all ranks end at {self.place}")
-                raise
+                after = self.finish is not None
+                tell(f"{_ranks(told)} received SIGTERM: all ranks end {'after' if after else 'at'} {self.place}")
+                if self.finish is None:
+                    raise
+                self.finish()
         if vote.ends[0] == vote.ends[1]:
             return
         sides = control.gather((self.ends, self.ends or self.stops))
@@ -105,6 +115,7 @@ def training_moment(trainer: Any, *, applies: bool, knows_the_end: bool = True) 
         ends=knows_the_end and bool(loop.batch_progress.is_last_batch),
         stops=0 <= trainer.max_steps <= steps and not trainer.enable_validation,
         requests=trainer.strategy.requests,
+        finish=functools.partial(private.end_after_this_batch, trainer),
     )
 
 
@@ -147,11 +158,22 @@ class Borders(Callback):
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
         self._meet = control.meet
+        self._alike = False  # the ranks have equally many batches of this validation
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Before anybody's hook."""
         place = Place("the start of the validation", trainer.current_epoch, remark=_remark(trainer))
         Moment(place, requests=trainer.strategy.requests).meet(self._control)
+        counts = list(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+        self._alike = all(side == counts for side in self._control.gather(counts)) and trainer.state.fn == FITTING
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A long validation is no reason not to hear of SIGTERM."""
+        if self._alike and batch_idx % _LISTENS == 0:
+            place = Place("the validation", trainer.current_epoch, batch_idx, dataloader_idx)
+            Moment(place, requests=trainer.strategy.requests).meet(self._control)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Likewise."""
@@ -165,7 +187,8 @@ class Borders(Callback):
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Likewise."""
-        self._meet(Place(f"{THE_END} of the validation"))
+        requests = trainer.strategy.requests if trainer.state.fn == FITTING else None
+        Moment(Place(f"{THE_END} of the validation"), requests=requests).meet(self._control)
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Likewise."""

@@ -30,6 +30,7 @@ from lightning_spmd.strategy.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.newcomers import Newcomers
 from lightning_spmd.strategy.own_batches import BatchMode
 from lightning_spmd.strategy.ranks import Ranks
+from lightning_spmd.strategy.whole_state import Wholeness
 
 
 class FellBack(Exception):
@@ -118,6 +119,7 @@ class RunContext:
         batch: whether the ranks have one batch together or a batch each.
         came_late: says what came since the mode of the run was chosen and asks for another one, or None.
         waits: measures how long graphs wait for collectives, where somebody wants to know.
+        whole: whether weights are those of a step that the Trainer has counted.
     """
 
     module: Any
@@ -137,6 +139,7 @@ class RunContext:
     batch: BatchMode = "global"
     came_late: Callable[[], str | None] = lambda: None
     waits: WaitMeter = field(default_factory=WaitMeter)
+    whole: Wholeness = field(default_factory=Wholeness)
 
     @property
     def scaler(self) -> TrainersScaler:

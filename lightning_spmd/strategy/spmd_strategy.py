@@ -48,6 +48,7 @@ from lightning_spmd.strategy.requeue import begin_requests, end_requests
 from lightning_spmd.strategy.run_context import BuildEvent, GraphSettings
 from lightning_spmd.strategy.saving import SavingStrategy
 from lightning_spmd.strategy.training import Training
+from lightning_spmd.strategy.whole_state import save_as_ever, save_only_whole
 
 
 class SPMDStrategy(SavingStrategy):
@@ -204,6 +205,9 @@ class SPMDStrategy(SavingStrategy):
         self.setup_precision_plugin()
         self._evaluation.begin()
         self._training.forget()
+        if trainer.state.fn == TrainerFn.FITTING:
+            in_parts = lambda: self._layout.plan.needs_graphs or self._layout.save_distributed  # noqa: E731
+            save_only_whole(trainer, self._training.problem, alone=self.is_distributed, in_parts=in_parts)
         meet_at_borders(trainer, self._ranks.control)
         self.requests, self._requeue = begin_requests(trainer, self._ranks.control, self._random)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -226,6 +230,7 @@ class SPMDStrategy(SavingStrategy):
             trainer: Any = module.trainer
             trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, FinishPendingWork)]
             leave_borders(trainer)
+            save_as_ever(trainer)
             end_requests(trainer)
             self._resumed = None
             self._training.end()

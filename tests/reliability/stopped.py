@@ -95,7 +95,7 @@ def _sigterm_on_one(case: Case) -> Account:
     found = ended(account, start(job, training), job, {0: (0,), 1: (0,)})
     account.demand(not any(job.end(rank).exists() for rank in (0, 1)), "training was not ended")
     for one in found[:1]:
-        says(account, one, rf"rank {case.victim} received SIGTERM: all ranks end at training batch \d of epoch \d")
+        says(account, one, rf"rank {case.victim} received SIGTERM: all ranks end")
     _saved_at_the_end(account, job)
     nothing_lost(account, job)
     goes_on(account, job, on_exception=False)
@@ -112,11 +112,12 @@ def _to_all(case: Case, number: signal.Signals, codes: tuple[int, ...]) -> Accou
     found = ended(account, run, job, {0: codes, 1: codes})
     account.demand(not any(job.end(rank).exists() for rank in (0, 1)), "training was not ended")
     told = number == signal.SIGTERM
-    says(account, found[0], "received SIGTERM: all ranks end at" if told else "Detected KeyboardInterrupt")
+    says(account, found[0], "received SIGTERM: all ranks end" if told else "Detected KeyboardInterrupt")
     if told:
         _saved_at_the_end(account, job)
     nothing_lost(account, job)
-    goes_on(account, job, on_exception=False)
+    if told or not job.on_exception:  # what Ctrl-C in the middle of a batch saves leaves that batch out
+        goes_on(account, job, on_exception=False)
     return account
 
 

@@ -16,7 +16,7 @@ from tests.strategy.small import Quiet, loader_of, rows
 
 
 class ToldInTraining(Quiet):
-    at = 2
+    at, ends = 2, 3  # behind the next batch, which is the first to know
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,18 @@ class ToldInTraining(Quiet):
 
 
 class ToldBeforeValidation(ToldInTraining):
-    at = 4
+    at, ends = 4, 4
+
+
+class ToldInValidation(ToldInTraining):
+    """The other rank is in its last batch then."""
+
+    at, ends = 99, 4
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().on_validation_batch_start(batch, batch_idx, dataloader_idx)
+        if self.global_rank == 1 and batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _ends(make: type[ToldInTraining]) -> tuple[str, int, int, bool]:
@@ -49,4 +60,9 @@ def _ends(make: type[ToldInTraining]) -> tuple[str, int, int, bool]:
 
 @pytest.mark.parametrize("make", [ToldInTraining, ToldBeforeValidation])
 def test_all_ranks_end_at_the_same_batch(two_ranks: RankPool, make: type[ToldInTraining]) -> None:
-    assert two_ranks.run(_ends, make) == [("SIGTERM", make.at, 0, True)] * 2
+    assert two_ranks.run(_ends, make) == [("SIGTERM", make.ends, 0, True)] * 2
+
+
+def test_all_ranks_end_behind_the_validation(two_ranks: RankPool) -> None:
+    """One rank left it alone, and a checkpoint at the exception met the other one at its end."""
+    assert two_ranks.run(_ends, ToldInValidation) == [("SIGTERM", 4, 4, True)] * 2
