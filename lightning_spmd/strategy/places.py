@@ -22,6 +22,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.runtime.control import THE_END, ControlPlane, Place, StepVote
+from lightning_spmd.strategy.alike import check_alike, facts
 from lightning_spmd.strategy.newcomers import Newcomers
 from lightning_spmd.strategy.requests import Requests
 
@@ -220,7 +221,9 @@ def compare_training_batches(module: Any, control: ControlPlane | None) -> None:
     """Say at the start what will end the first epoch, hours later perhaps."""
     if control is None:
         return
-    counts = control.gather(module.trainer.num_training_batches, Place("the start of training"))
+    sides = control.gather((module.trainer.num_training_batches, facts()), Place("the start of training"))
+    check_alike([side for _, side in sides])
+    counts = [count for count, _ in sides]
     if len(set(counts)) > 1:
         warn(
             f"the ranks have different numbers of training batches, by rank {counts}: training will end with an error "

@@ -22,6 +22,7 @@ from lightning_spmd.errors import CaptureError, ConfigurationError
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.strategy.advice import advice_on
 from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.ranks import Processes, Ranks
 from lightning_spmd.strategy.replaced_tensors import keeping_attributes
@@ -123,7 +124,14 @@ class ProcessStrategy(ParallelStrategy):
             choose_port()
             address, port = cluster.main_address, cluster.main_port
             _kept_open = meet(address, port, self.global_rank, step_name(), self.timeout)
-        yield
+        try:
+            yield
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise ConfigurationError(
+                f"rank {self.global_rank} cannot meet the others at {cluster.main_address}, port {cluster.main_port} "
+                f"({str(error).splitlines()[0]}): perhaps the port is in use by another program or run, or rank 0 "
+                "never came. Choose another one in the environment of all ranks: MASTER_PORT=..."
+            ) from None
 
     @override
     def model_to_device(self) -> None:
@@ -147,12 +155,8 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if "mixed torch.Tensor and DTensor" in str(exception):  # torch's words, which name nothing of the user's
-            exception.add_note(
-                "strategy='spmd' keeps a part of each parameter on every rank, and code outside of the steps used one "
-                "as a whole tensor: `with trainer.strategy.full_parameters():` around it gives whole ones (all ranks "
-                "must enter), `p.full_tensor()` one of them; data_parallel='replicate' keeps them whole"
-            )
+        if (advice := advice_on(exception)) is not None:
+            exception.add_note(advice)
         self._ranks.explain_end(exception)
 
     # ------------------------------------------------------------------ collectives

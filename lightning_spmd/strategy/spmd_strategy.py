@@ -207,7 +207,7 @@ class SPMDStrategy(SavingStrategy):
         self._training.forget()
         if trainer.state.fn == TrainerFn.FITTING:
             in_parts = lambda: self._layout.plan.needs_graphs or self._layout.save_distributed  # noqa: E731
-            save_only_whole(trainer, self._training.problem, alone=self.is_distributed, in_parts=in_parts)
+            save_only_whole(trainer, lambda: self._training.iteration, alone=self.is_distributed, in_parts=in_parts)
         meet_at_borders(trainer, self._ranks.control)
         self.requests, self._requeue = begin_requests(trainer, self._ranks.control, self._random)
         if trainer.state.fn == TrainerFn.FITTING:

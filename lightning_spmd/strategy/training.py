@@ -94,11 +94,6 @@ class Training:
         self._modes.begin()
         self._newcomers = None
 
-    def problem(self) -> str | None:
-        """Why the state is none that a checkpoint may hold, or None."""
-        iteration = self.iteration
-        return None if iteration is None else iteration.context.whole.problem(iteration.context.trainer)
-
     def begin(self, module: Any) -> None:
         """Decide how to train; all ranks together.
 

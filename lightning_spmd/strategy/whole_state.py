@@ -72,20 +72,21 @@ class OnlyWhole(Callback):
     """One of the first callbacks of a fit: decides what those behind it may save at an exception.
 
     Args:
-        problem: why no checkpoint can be written now, or None.
+        iteration: gives what trains, if that are graphs.
         alone: whether a rank can fail without the others.
         in_parts: whether a checkpoint takes all ranks.
     """
 
-    def __init__(self, problem: Callable[[], str | None], *, alone: bool, in_parts: Callable[[], bool]) -> None:
-        self._problem = problem
+    def __init__(self, iteration: Callable[[], Any], *, alone: bool, in_parts: Callable[[], bool]) -> None:
+        self._iteration = iteration
         self._alone = alone
         self._in_parts = in_parts
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Before callbacks that save."""
         alone = self._alone and not isinstance(exception, SIGTERMException)  # which all ranks raise at one place
-        problem = self._problem()
+        iteration = self._iteration()
+        problem = None if iteration is None else iteration.context.whole.problem(trainer)
         if problem is None and alone and self._in_parts():
             problem = "each rank has a part of it, and this one does not know what the others do"
         if problem is not None:
@@ -102,11 +103,9 @@ def _refuse(trainer: Any, problem: str) -> None:
     vars(trainer.strategy)["remove_checkpoint"] = lambda *_, **__: None  # in favour of one that is not there
 
 
-def save_only_whole(
-    trainer: Any, problem: Callable[[], str | None], *, alone: bool, in_parts: Callable[[], bool]
-) -> None:
+def save_only_whole(trainer: Any, iteration: Callable[[], Any], *, alone: bool, in_parts: Callable[[], bool]) -> None:
     """Begin a fit; see :class:`OnlyWhole`."""
-    trainer.callbacks.insert(0, OnlyWhole(problem, alone=alone, in_parts=in_parts))
+    trainer.callbacks.insert(0, OnlyWhole(iteration, alone=alone, in_parts=in_parts))
 
 
 def save_as_ever(trainer: Any) -> None:

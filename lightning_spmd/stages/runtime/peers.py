@@ -26,6 +26,7 @@ from lightning_spmd.errors import RankLostError, SPMDError
 
 # Processes that end leave their notes and their sockets at about the same time, in any order.
 PATIENCE = 5.0
+_WAITED = re.compile(r"Timed out waiting (\d+)ms")
 GO_ON = "Once its cause is mended, trainer.fit(..., ckpt_path='last') goes on from the last checkpoint."
 _SOCKETS = re.compile(
     r"gloo|nccl|connection (closed|reset|refused|was)|broken pipe|socket|timed out waiting|operation timed out", re.I
@@ -142,7 +143,7 @@ class Peers:
         self._noted = True
         if known is not None:
             return lost(known, f"This rank was at {place}" if place else "")
-        reason = f"torch says: {str(error).splitlines()[0]}"
+        reason = _too_slow(error) or f"torch says: {str(error).splitlines()[0]}"
         return lost(self._suspects(), f"This rank was at {place}; {reason}" if place else reason)
 
     def _suspects(self) -> str:
@@ -168,6 +169,17 @@ class Peers:
             return self._store.get(key).decode() if self._store.check([key]) else None
         except RuntimeError:
             return None
+
+
+def _too_slow(error: BaseException) -> str | None:
+    """What to do where a collective ended because its time was over."""
+    found = _WAITED.search(str(error))
+    if found is None:
+        return None
+    return (
+        f"it waited {int(found[1]) / 1000:.0f} s for it, which is the timeout. A rank that may be busy for longer "
+        "needs SPMDStrategy(timeout=timedelta(seconds=...))"
+    )
 
 
 def lost(what: str, where: str = "") -> RankLostError:
