@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -26,6 +26,7 @@ _BASES = ("lightning.LightningModule", "lightning.LightningDataModule", "lightni
 _NO_CLASS = re.compile(r"dot import path string: (\S+)|does not correspond to a subclass of (\w+)")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _ABSENT = re.compile(r"the following arguments are required: (\w+)")
+_PLACED = re.compile(r"unrecognized arguments: ([^-\s]\S*\.ya?ml)")
 _LONGEST = 400
 
 
@@ -47,6 +48,9 @@ def one_line(message: str, options: Iterable[str]) -> str:
         message: the message.
         options: of the command, with their dashes.
     """
+    placed = _PLACED.search(message)
+    if placed is not None:
+        return f"{placed[1]}: a recipe is named with --config {placed[1]}"
     unknown = _UNKNOWN.search(message)
     if unknown is not None:
         return _unknown_key(unknown[1] or unknown[2], message, [o.lstrip("-") for o in options])
@@ -137,7 +141,7 @@ def refusal(error: Exception) -> str:
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     frame = ("Does not validate", "Subtypes:", "Errors:", "Expected a", "Given value")
     kept = [line for line in lines if line and not line.startswith(frame)]
-    return " ".join(kept) or " ".join(str(error).split())
+    return (" ".join(kept) or " ".join(str(error).split())).removesuffix(" -")
 
 
 def _near(names: Iterable[str], known: Iterable[str]) -> list[str]:
@@ -187,4 +191,6 @@ def _values(kind: Any) -> list[str]:
         return [str(value) for value in get_args(kind)]
     if get_origin(kind) in (Union, types.UnionType):
         return [text for part in get_args(kind) for text in _values(part)]
+    if get_origin(kind) in (list, tuple, Sequence):
+        return ["a list"]
     return [_WORDS.get(kind, getattr(kind, "__name__", str(kind)))]

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+from lightning.pytorch import callbacks
 
 _OF_A_CLASS = ("class_path", "init_args")
+_KINDS = {"seq": "a list", "str": "a word", "int": "a number", "float": "a number", "bool": "true or false"}
 _KEYS = "model, data, trainer, seed_everything"
 
 
@@ -96,11 +98,31 @@ def _wrong_key(node: yaml.Node, path: str, seen: set[int]) -> str | None:
                 return f"line {line}: {place} is there already, in line {lines[name]}: one of the two would not count"
             lines[name] = line
             below.append((place, value))
+            if (wrong := _of_another_kind(name, value)) is not None:
+                return f"line {line}: {place}: {wrong}"
         for name in lines if path else ():
             meant = difflib.get_close_matches(name, _OF_A_CLASS, n=1, cutoff=0.75)
             if meant and name not in _OF_A_CLASS and meant[0] not in lines:
                 return f"line {lines[name]}: {path}.{name}: there is no such key. Did you mean {path}.{meant[0]}?"
     return next((m for place, value in below if (m := _wrong_key(value, place, seen)) is not None), None)
+
+
+def _of_another_kind(name: str, value: yaml.Node) -> str | None:
+    """Why a value is not what its key is for; None if it is."""
+    kind = value.tag.rpartition(":")[2]
+    if name == "class_path" and kind != "str":
+        return "give the path of a class, such as my_project.MyClass"
+    if name == "init_args" and kind not in ("map", "null"):
+        return f"give names with values, one a line; this is {_KINDS.get(kind, kind)}"
+    if name != "callbacks" or not isinstance(value, yaml.SequenceNode):
+        return None
+    known = [c for c in dir(callbacks) if isinstance(getattr(callbacks, c), type)]
+    for number, entry in enumerate(value.value, start=1):
+        if isinstance(entry, yaml.ScalarNode) and "." not in entry.value and entry.value not in known:
+            near = difflib.get_close_matches(entry.value, known, n=1)
+            hint = f". Did you mean {near[0]}?" if near else ": give each a class_path"
+            return f"number {number} of the list is {entry.value or 'nothing'!r}, which is no callback{hint}"
+    return None
 
 
 def _near(file: Path) -> str:

@@ -17,7 +17,7 @@ def check_sizes(module: LightningModule, dropout: float = 0.0, **sizes: int) -> 
         ValueError: If one of them is not, or ``dropout`` is no probability.
     """
     for name, size in sizes.items():
-        if size < 1:
+        if not isinstance(size, int) or size < 1:  # null is taken for any number by the command line
             raise ValueError(f"{type(module).__name__}({name}={size}): give a whole number of at least 1.")
     if not 0 <= dropout < 1:
         raise ValueError(f"{type(module).__name__}(dropout={dropout}): give a probability of at least 0 and below 1.")

@@ -54,6 +54,19 @@ def lines(error: str) -> list[str]:
         ),
         (MAIN.replace("Bytes\n  init_args", "Bytes\n  init_arg"), "Did you mean model.init_args?"),
         (b"\xff\xfe\x00", "this is no text, so no recipe"),
+        (
+            MAIN.replace("lightning_spmd.examples.GPTBytes", "5"),
+            "line 9: model.class_path: give the path of a class, such",
+        ),
+        (
+            "model:\n  class_path: a.B\n  init_args: [1]\n",
+            "line 3: model.init_args: give names with values, one a line;",
+        ),
+        (
+            "trainer:\n  callbacks: [a.B, null]\n",
+            "line 2: trainer.callbacks: number 2 of the list is 'null', which is no",
+        ),
+        ("trainer:\n  callbacks:\n  - EarlyStoping\n", "is 'EarlyStoping', which is no callback. Did you mean EarlySt"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_named_with_its_line(text: str | bytes, words: str, tmp_path: Path) -> None:
@@ -68,6 +81,7 @@ def test_a_file_that_is_no_recipe_is_named_with_its_line(text: str | bytes, word
 
 
 def test_every_recipe_here_is_one() -> None:
+    assert mistake_in_recipes([]) is None
     for file in RECIPES.rglob("*.yaml"):
         assert mistake_in_recipes(["fit", f"--config={file}"]) is None
 
@@ -145,6 +159,8 @@ def test_what_the_trainer_takes_is_left_alone(trainer: dict[str, Any]) -> None:
             "trainer.callbacks: SampleText(length=-3, temperature=0.7): neither may be neg",
         ),
         ({"batch_size: 16": "batch_size: 0"}, "data: TextBytes(sequence_length=128, batch_size=0): both must be"),
+        ({"layers: 4": "layers: null"}, "model: GPTBytes(layers=None): give a whole number of at least 1."),
+        ({'["def ", "class ", "import "]': "abc"}, "init_args.prompts: 'abc' is not what it takes: a list"),
         ({"layers: 4": "layers: 0"}, "model: GPTBytes(layers=0): give a whole number of at least 1."),
         ({"log_every_n_steps: 10": "log_every_n_steps: -10"}, "trainer.log_every_n_steps: -10 is not what it takes"),
     ],
@@ -328,6 +344,11 @@ def test_a_bug_keeps_its_traceback() -> None:
     assert refused_with(raised(lambda: torch.zeros(2) @ torch.zeros(3))) is None
     assert refused_with(raised(lambda: int("x"))) is None
     assert refused_with(MisconfigurationException("said\n so")) == "said so"
+
+
+def test_a_recipe_without_its_flag_is_told_the_flag(run: Run) -> None:
+    status, _, error = run("fit", RECIPE)
+    assert (status, error) == (2, f"lightning-spmd: error: {RECIPE}: a recipe is named with --config {RECIPE}\n")
 
 
 @pytest.mark.parametrize("command", [(), ("fit",), ("fitt",), ("--config", RECIPE), ("fit", "--config")])
