@@ -24,6 +24,11 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-"),
     "tests/cuda/test_offloaded.py": ("[gpt-",),
     "tests/cuda/test_recordings.py": ("[llama]", "[experts]", "[cudnn]", "[efficient]", "[lstm]"),
+    "tests/docs/test_blocks.py": (
+        "test_python_runs_on_two_ranks[docs/extending.md]",
+        "test_python_runs_on_two_ranks[docs/migration.md]",
+        "test_python_runs_on_two_ranks[docs/plans.md]",
+    ),
     "tests/equality/test_one_device.py": (
         "test_several_ranks_equal_one_device[4-",
         "test_several_ranks_equal_one_device[2-gpt-plain-",
