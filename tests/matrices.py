@@ -21,7 +21,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_two_processes_find_the_class_beside_the_recipe",
     ),
     "tests/cost/test_sharded_memory.py": ("test_measured_memory_is_what_was_counted",),
-    "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-"),
+    "tests/cuda/test_kernels.py": ("[{'half': True}]", "[{'bf16': True}]"),
+    "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-", "[by hand Gan-way2]"),
     "tests/cuda/test_offloaded.py": ("[gpt-",),
     "tests/cuda/test_recordings.py": ("[llama]", "[experts]", "[cudnn]", "[efficient]", "[lstm]"),
     "tests/docs/test_blocks.py": (
