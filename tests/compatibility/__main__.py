@@ -22,7 +22,12 @@ from tests.helpers.ranks import RankPool
 def main() -> int:
     """Make the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=__doc__)
-    parser.add_argument("--only", default="", metavar="REGEX", help="models in whose name this is found")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="REGEX",
+        help="models in whose name this is found; with --write the other rows stay",
+    )
     parser.add_argument(
         "--results",
         type=Path,
@@ -50,7 +55,8 @@ def main() -> int:
     if options.write is None:
         print(table(found))
     else:
-        options.write.write_text(table(found))
+        before = options.write.read_text() if options.only and options.write.exists() else ""
+        options.write.write_text(table(found, before))
     if missing:
         print(f"not installed: {', '.join(missing)}", file=sys.stderr)
     return 1 if bad else 0

@@ -300,16 +300,16 @@ def _make(architecture: str, configuration: str, settings: Mapping[str, Any], sa
     return made(getattr(transformers, architecture)(config), sample)
 
 
-_READS = "reads values in Python"
 _CHOSEN = "which rows have a label is asked of the whole batch"
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "DebertaV2ForSequenceClassification": {"couples": _CHOSEN},
     "ElectraForPreTraining": {"couples": _CHOSEN},
-    "LongformerForSequenceClassification": {"eager": _READS},
-    "SwitchTransformersForConditionalGeneration": {"eager": _READS},
-    "Wav2Vec2ForCTC": {"eager": _READS},
-    "LlavaForConditionalGeneration": {"eager": _READS},
-    "ViltForQuestionAnswering": {"eager": _READS},
+    "LongformerForSequenceClassification": {"couples": "which positions see all others is asked of the whole batch"},
+    "SwitchTransformersForConditionalGeneration": {
+        "couples": "experts take tokens of all rows together",
+        "note": "a graph for each number of tokens that an expert gets",
+    },
+    "Wav2Vec2ForCTC": {"couples": "labels of all rows are one list without padding"},
     "MobileNetV2ForImageClassification": {
         "flags": (("precision", "64-true"),),
         "note": "in float64: batch norm over four rows and one pixel makes roundings in float32 as large as the loss",
@@ -337,8 +337,20 @@ _MULTIMODAL: dict[str, tuple[str, dict[str, Any], Sample, dict[str, Any], str]] 
     "CLIPModel": ("CLIPConfig", {**_PAIRS, "projection_dim": 16}, _described, {"return_loss": True}, _CONTRASTIVE),
     "SiglipModel": ("SiglipConfig", _PAIRS, _described, {"return_loss": True}, _CONTRASTIVE),
     "BlipForConditionalGeneration": ("BlipConfig", _PAIRS, _described_and_learnt, {}, ""),
-    "LlavaForConditionalGeneration": ("LlavaConfig", _LLAVA, _with_picture_tokens, {}, ""),
-    "ViltForQuestionAnswering": ("ViltConfig", {**_TEXT, **_IMAGE, "num_labels": CLASSES}, _asked, {}, ""),
+    "LlavaForConditionalGeneration": (
+        "LlavaConfig",
+        _LLAVA,
+        _with_picture_tokens,
+        {},
+        "patches take the places of picture tokens of all rows, in order",
+    ),
+    "ViltForQuestionAnswering": (
+        "ViltConfig",
+        {**_TEXT, **_IMAGE, "num_labels": CLASSES},
+        _asked,
+        {},
+        "patches are picked from all rows together",
+    ),
 }
 
 

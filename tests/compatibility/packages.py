@@ -144,15 +144,16 @@ def _anomalies() -> Made:
     return model, pictures, lambda chosen: ImageBatch(image=torch.stack(chosen))
 
 
-_METRIC = "its loss is a metric of torchmetrics, which is updated after the graph ran, or it packs sequences"
+_READS = "a graph on one process; on several, each would have to read a size from its own batch"
+_HOOK = "a hook asks for gradients, training_step asks for its logger and packs sequences"
 _ROWS: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
     ("TemporalFusionTransformer", "pytorch_forecasting", "time series",
      lambda: _forecasting("TemporalFusionTransformer", {"hidden_size": 8, "attention_head_size": 2}),
-     {"eager": _METRIC}),
+     {"eager": _HOOK}),
     ("NBeats", "pytorch_forecasting", "time series",
      lambda: _forecasting("NBeats", {"widths": [16, 16], "num_blocks": [1, 1], "backcast_loss_ratio": 0.1}),
-     {"eager": _METRIC}),
-    ("MPNN", "chemprop", "molecules", _molecules, {"eager": _METRIC}),
+     {"eager": _HOOK}),
+    ("MPNN", "chemprop", "molecules", _molecules, {"eager": _READS}),
     ("SCVI", "scvi", "cells", _cells, {}),
     ("Unet", "segmentation_models_pytorch", "segmentation", _segmentation,
      {"couples": "the Dice loss adds up areas over the batch",

@@ -21,56 +21,80 @@ lightning {lightning}. Made by
 python -m tests.compatibility --write docs/compatibility.md
 ```
 
+and with `--only REGEX` for some of them, which leaves the others' rows as they are.
+
 * **one process**: losses and weights against Lightning's own strategy. *bitwise* is the same bits.
 * **two processes**: the largest relative difference of a loss from one device on the whole batch. Rows have different
   lengths and numbers of labels, so that a mean of the ranks' means would show.
 * **moved**: collectives on activations. There are none where the rows of a batch have nothing to do with each other.
-* **graphs**, **seconds**: built in a run of two processes on two shared cores, and how long that took.
+* **graphs**, **seconds**: built in a run of two processes on two shared cores, and how long that took; some rows were
+  measured while the cores had other work to do.
 
 {counts}
 """
 _NAMES = {"transformers": "Hugging Face", "": ""}
 
 
-def table(results: Sequence[Result]) -> str:
-    """The document."""
-    kinds = list(dict.fromkeys(r.row.kind for r in results))
+Line = tuple[tuple[str, ...], str]
+"""The cells of a row, the model's name first, and its note."""
+
+
+def table(results: Sequence[Result], before: str = "") -> str:
+    """The document.
+
+    Args:
+        results: what was measured.
+        before: an earlier document, whose other rows stay as they are.
+    """
+    sections = _sections(before)
+    for result in results:
+        lines = sections.setdefault(result.row.kind[0].upper() + result.row.kind[1:], {})
+        lines[result.row.name] = _line(result)
+    every = [line for lines in sections.values() for line in lines.values()]
+    graphs = sum(cells[1] == "compiled" for cells, _ in every)
     text = _HEAD.format(
         steps=STEPS,
         rows=ROWS,
         torch=torch.__version__.split("+")[0],
         lightning=version("lightning"),
-        counts=_counts(results),
+        counts=f"{len(every)} models: {graphs} as graphs, {len(every) - graphs} eagerly.",
     )
-    return "\n".join([text, *(_section(kind, [r for r in results if r.row.kind == kind]) for kind in kinds)])
+    return "\n".join([text, *(_section(kind, list(lines.values())) for kind, lines in sections.items())])
 
 
-def _counts(results: Sequence[Result]) -> str:
-    graphs = sum(all(run.mode == "compiled" for run in r.ranks) for r in results)
-    return f"{len(results)} models: {graphs} as graphs, {len(results) - graphs} eagerly."
+def _sections(document: str) -> dict[str, dict[str, Line]]:
+    """The rows of a document by section and name."""
+    found: dict[str, dict[str, Line]] = {}
+    for section in document.split("\n## ")[1:]:
+        notes = dict(re.findall(r"^(\d+)\. (.*)$", section, re.MULTILINE))
+        rows = re.findall(r"^\| `(.+?)`(?: \[(\d+)\])? \| (.*) \|$", section, re.MULTILINE)
+        cells = {name: (name, *(cell.strip() for cell in rest.split("|"))) for name, _, rest in rows}
+        found[section.partition("\n")[0]] = {name: (cells[name], notes.get(number, "")) for name, number, _ in rows}
+    return found
 
 
-def _section(kind: str, results: Sequence[Result]) -> str:
-    lines = [
-        f"## {kind[0].upper()}{kind[1:]}\n",
+def _section(kind: str, lines: Sequence[Line]) -> str:
+    text = [
+        f"## {kind}\n",
         "| model | how | one process | two processes | moved | graphs | seconds |",
         "|---|---|---|---|---:|---:|---:|",
     ]
     notes: list[str] = []
-    for result in results:
-        first = result.ranks[0]
-        note = _note(result)
+    for (name, *cells), note in lines:
         if note:
-            notes.append(note)
+            notes.append(f"{len(notes) + 1}. {note}")
         mark = f" [{len(notes)}]" if note else ""
-        compiled = first.mode == "compiled"
-        one = "bitwise" if result.is_bitwise else "**differs**"
-        two = "" if result.row.draws else f"{result.difference:.0e}" if compiled else "as DDP"
-        numbers = (len(first.moved), first.captures, f"{first.seconds:.1f}") if compiled else ("", "", "")
-        cells = (f"`{result.row.name}`{mark}", first.mode, one, two, *numbers)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-    return "\n".join([*lines, "", *numbered, *([""] if notes else [])])
+        text.append(f"| {' | '.join((f'`{name}`{mark}', *cells))} |")
+    return "\n".join([*text, "", *notes, *([""] if notes else [])])
+
+
+def _line(result: Result) -> Line:
+    first = result.ranks[0]
+    compiled = first.mode == "compiled"
+    one = "bitwise" if result.is_bitwise else "**differs**"
+    two = "" if result.row.draws else f"{result.difference:.0e}" if compiled else "as DDP"
+    numbers = (len(first.moved), first.captures, f"{first.seconds:.1f}") if compiled else ("", "", "")
+    return (result.row.name, first.mode, one, two, *map(str, numbers)), _note(result)
 
 
 def _note(result: Result) -> str:
