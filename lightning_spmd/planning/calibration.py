@@ -3,8 +3,8 @@
 A second or two of what steps are made of: products of linear layers, convolutions, attention, functions, sums,
 additions, small operators. Each goes on for a while, as a step does, for one that is short says nothing of a machine
 that others use too; operands and results are memory that the process has, and no cache holds. Where several ranks run,
-all of them measure the same thing at the same time, for they share cores and memory, and the slowest counts: the others
-wait for it. The link is what an all-reduce among them takes.
+all of them measure the same thing at the same time, for they share cores and memory, and the mean of the ranks counts.
+The link is what an all-reduce among them takes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Calibration:
     """What was measured.
 
     Args:
-        seconds: of each work, of the slowest rank.
+        seconds: of each work, the mean of the ranks.
         all_reduces: seconds of a small and a large one; None where there is one rank.
-        on_cpu: of the time of this process, the share in which it had a core.
+        on_cpu: of the time of a process, the share in which it had a core.
     """
 
     seconds: Mapping[str, float]
@@ -99,8 +99,10 @@ def calibrate() -> Calibration:
     all_reduces = None
     if _several():
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, seconds)
-        seconds = {name: max(found[name] for found in everyone) for name in seconds}
+        dist.all_gather_object(everyone, (seconds, on_cpu))
+        # not the slowest: on a busy machine that is another rank each time, and no rank is slow in all of a step
+        seconds = {name: statistics.mean(found[name] for found, _ in everyone) for name in seconds}
+        on_cpu = statistics.mean(share for _, share in everyone)
         all_reduces = (_all_reduce(_SMALL), _all_reduce(_LARGE))
     return Calibration(seconds, all_reduces, min(1.0, on_cpu))
 
