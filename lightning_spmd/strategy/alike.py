@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 import torch
+from torch import nn
 
 from lightning_spmd.errors import RankDisagreementError
+from lightning_spmd.stages.runtime.control import ControlPlane, Place
 
 _FIX = {
     "version": "install the same one on every node, and start all ranks with the same Python",
@@ -26,6 +29,26 @@ def facts() -> dict[str, tuple[str, str]]:
         "float32 of matrix products": ("setting", _matmul_precision()),
     }
     return {**precision, "processor": ("processor", platform.machine())}
+
+
+def check_same_tensors(module: nn.Module, control: ControlPlane | None) -> None:
+    """Compare parameters and buffers before they are sent: gloo ends a process that gets more than it has room for.
+
+    Raises:
+        RankDisagreementError: on every rank, with the first difference.
+    """
+    if control is None:
+        return
+    named = [*module.named_parameters(), *module.named_buffers()]
+    mine = [f"{name} of shape {list(t.shape)}, {str(t.dtype)[6:]}" for name, t in named]
+    sides = control.gather(mine, Place("the setup of the module"))
+    for rank, side in enumerate(sides):
+        for ours, theirs in itertools.zip_longest(sides[0], side, fillvalue="nothing more"):
+            if ours != theirs:
+                raise RankDisagreementError(
+                    f"the ranks did not build the same module: rank 0 has {ours}, rank {rank} has {theirs}. What "
+                    "decides this must be the same on all ranks"
+                )
 
 
 def _matmul_precision() -> str:

@@ -22,6 +22,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.parallel_plan import check_data_parallel
+from lightning_spmd.strategy.alike import check_same_tensors
 from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.evaluating import Evaluation
 from lightning_spmd.strategy.evaluation import EvaluationSteps
@@ -195,6 +196,7 @@ class SPMDStrategy(SavingStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self.is_distributed:
+            check_same_tensors(self.model, self._ranks.control)
             begin_alike(self.model)
             if self.layer_sharing.size > 1:
                 self.layer_sharing.resolve(self.model)

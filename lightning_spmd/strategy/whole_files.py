@@ -79,7 +79,9 @@ def reason(error: BaseException) -> str:
     inner = error if isinstance(error, OSError) else error.__context__
     if isinstance(inner, OSError):
         return inner.strerror or str(inner)
-    return (str(error) or type(error).__name__).splitlines()[0]
+    text = (str(error) or type(error).__name__).splitlines()[0]
+    broken_off = "unexpected pos" in text  # torch's stream, at its end, of a write that failed before
+    return f"the writing broke off, as on a full disk ({text})" if broken_off else text
 
 
 def not_written(path: Path, why: str) -> SPMDError:

@@ -10,7 +10,7 @@ import torch
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.stages.runtime.peers import Peers, Process
 from lightning_spmd.strategy.advice import advice_on
-from lightning_spmd.strategy.alike import check_alike, facts
+from lightning_spmd.strategy.alike import check_alike, check_same_tensors, facts
 
 
 def test_ranks_that_are_alike_go_on() -> None:
@@ -32,6 +32,25 @@ def test_the_first_difference_is_named_with_both_sides_and_the_fix(name: str, va
         RankDisagreementError, match=rf"rank 0 has {name} \S+, rank 1 has {name} {value}: (set|install)"
     ):
         check_alike([facts(), other])
+
+
+class _Sides:
+    def __init__(self, *others: list[str]) -> None:
+        self.others = others
+
+    def gather(self, mine: list[str], _: Any) -> list[list[str]]:
+        return [mine, *self.others]
+
+
+@pytest.mark.parametrize("theirs", [["weight of shape [3, 2], float32"], ["weight of shape [4, 2], float32"], []])
+def test_modules_of_other_shapes_are_told_before_gloo_ends_the_process(theirs: list[str]) -> None:
+    module = torch.nn.Linear(2, 3, bias=False)
+    control: Any = _Sides(theirs)
+    if theirs[:1] == ["weight of shape [3, 2], float32"]:
+        check_same_tensors(module, control)
+        return
+    with pytest.raises(RankDisagreementError, match=r"rank 0 has weight of shape \[3, 2\], float32, rank 1 has"):
+        check_same_tensors(module, control)
 
 
 def test_a_rank_that_was_too_slow_is_named_with_the_timeout() -> None:
