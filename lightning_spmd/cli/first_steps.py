@@ -8,9 +8,11 @@ nobody raised on purpose is a bug of somebody's code and keeps its traceback.
 from __future__ import annotations
 
 import linecache
+import pickle
 import re
 import sys
 import traceback
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.strategy.intact import damaged, why_unreadable
 
 _PACKAGE = str(Path(__file__).parents[1])
 _OF_VALUES = (ValueError, TypeError, LookupError, ImportError)
@@ -40,6 +43,7 @@ _KEYS = (
     (Callback, "trainer.callbacks"),
     (Logger, "trainer.logger"),
 )
+_LOOKS = "_parse_ckpt_path"
 _OF_CHECKPOINTS = re.compile(r"Error\(s\) in loading state_dict for (\w+):\s*(.*)", re.DOTALL)
 
 
@@ -77,10 +81,8 @@ def refused_with(error: BaseException) -> str | None:
     names = {frame.f_code.co_name for frame, _ in frames}
     if {"restore_model", "load_model_state_dict"} & names and (found := _OF_CHECKPOINTS.search(str(error))):
         return f"ckpt_path: the checkpoint is not of this {found[1]}: {_shortened(found[2])}"
-    if {"resume_start", "_select_ckpt_path", "_parse_ckpt_path"} & names:
-        if isinstance(error, OSError | ValueError):
-            return f"ckpt_path: {_shortened(text)}"
-        return f"ckpt_path: this cannot be read as a checkpoint: {type(error).__name__}: {_shortened(text)}"
+    if {"resume_start", "_select_ckpt_path", _LOOKS} & names:
+        return f"ckpt_path: {_of_checkpoint(error, _shortened(text))}"
     frame, line = frames[-1]
     on_purpose = linecache.getline(frame.f_code.co_filename, line).strip().startswith("raise ")
     refused = isinstance(error, OSError) or (on_purpose and isinstance(error, _OF_VALUES))
@@ -122,6 +124,21 @@ def _is_hook(frame: FrameType) -> bool:
     """Whether a frame is a hook of something that a recipe names."""
     whose = frame.f_locals.get("self")
     return frame.f_code.co_name in _HOOKS and isinstance(whose, LightningModule | LightningDataModule | Callback)
+
+
+def _of_checkpoint(error: BaseException, text: str) -> str:
+    """What is wrong with the file in which LightningCLI looks for the model's arguments, before a strategy does."""
+    of = [f.f_locals.get("ckpt_path") for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code.co_name == _LOOKS]
+    if not of or not Path(str(of[0])).is_file():
+        return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
+    path = Path(str(of[0]))
+    if isinstance(error, PermissionError):
+        return text
+    if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
+        return f"{path} holds objects that torch.load(weights_only=True) does not read, as LightningCLI wants: {text}"
+    if isinstance(error, AttributeError):
+        return f"{path} is no checkpoint of Lightning's, which is a dictionary"
+    return str(damaged(path, why_unreadable(path)))
 
 
 def _shortened(text: str) -> str:

@@ -198,7 +198,7 @@ class SavingStrategy(ProcessStrategy):
     def _load_file(self, given: Any, weights_only: bool | None) -> dict[str, Any]:
         try:
             checkpoint = super().load_checkpoint(given, weights_only=weights_only)
-        except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, UnicodeDecodeError) as error:
+        except (pickle.UnpicklingError, EOFError, LookupError, RuntimeError, ValueError, OSError) as error:
             path = Path(given)
             if not path.is_file() or zipfile.is_zipfile(path) and "PytorchStreamReader" not in str(error):
                 raise

@@ -252,7 +252,7 @@ def _foreign(arguments: list[str], folder: Path) -> list[str]:
             lambda given, _: [*given, "--ckpt_path", "/nowhere.ckpt"],
             "ckpt_path: Checkpoint file not found: /nowhere.ckpt",
         ),
-        (_foreign, "ckpt_path: this cannot be read as a checkpoint: UnpicklingError"),
+        (_foreign, "foreign.ckpt cannot be read: it is no file of torch.save (7 bytes)"),
         (
             lambda given, _: [*given, "--trainer.val_check_interval", "99"],
             "`val_check_interval` (99) must be less than",
