@@ -8,6 +8,7 @@ import inspect
 import re
 import types
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -21,12 +22,17 @@ _UNKNOWN = re.compile(r"does not accept option '([\w.]+)'|unrecognized arguments
 _OF_CLASS = re.compile(r"Problem with given class_path '([\w.]+)':\n(.*)", re.DOTALL)
 _MISSING = re.compile(r'Key "([\w.]+)" is required')
 _WORDS = {int: "a whole number", float: "a number", type(None): "null", str: "a word", bool: "true, false"}
+_WORDS[timedelta] = "a time as hours:minutes:seconds (0:05:00)"
 _OF_A_RECIPE = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path")
 _BASES = ("lightning.LightningModule", "lightning.LightningDataModule", "lightning.pytorch.Callback")
 _NO_CLASS = re.compile(r"dot import path string: (\S+)|does not correspond to a subclass of (\w+)")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _ABSENT = re.compile(r"the following arguments are required: (\w+)")
 _PLACED = re.compile(r"unrecognized arguments: ([^-\s]\S*\.ya?ml)")
+_FLAG = re.compile(r"NestedArg\(key='[^']*', val='?(.*?)'?\)$", re.MULTILINE)
+_COMMAND = re.compile(r"argument subcommand: invalid choice: '(.*?)'|expected \"subcommand\" to be one of")
+_NOTHING = re.compile(r"the following arguments are required: (?:\w+\.)?model$")
+_COMMANDS = ("fit", "validate", "test", "predict", "compare", "plan")
 _LONGEST = 400
 
 
@@ -48,6 +54,12 @@ def one_line(message: str, options: Iterable[str]) -> str:
         message: the message.
         options: of the command, with their dashes.
     """
+    message = _FLAG.sub(r"\1", message)  # --model.class_path and the like: what was written, not jsonargparse's object
+    command = _COMMAND.search(message)
+    if command is not None:
+        return _no_command(command[1])
+    if _NOTHING.search(message.strip()) is not None:
+        return "there is no model: name a recipe with --config RECIPE, or a class with --model my_project.MyModule"
     placed = _PLACED.search(message)
     if placed is not None:
         return f"{placed[1]}: a recipe is named with --config {placed[1]}"
@@ -71,6 +83,15 @@ def one_line(message: str, options: Iterable[str]) -> str:
         return f"{_inner(message)}: {given[-1].strip()} is not one of: {', '.join(allowed)}"
     text = " ".join(message.split())
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
+
+
+def _no_command(given: str | None) -> str:
+    """A command that does not exist, or none at all."""
+    if given is None:
+        return f"which command? There are {', '.join(_COMMANDS)}: lightning-spmd fit --config RECIPE"
+    near = _near([given], _COMMANDS)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{given}: there is no such command.{hint} There are {', '.join(_COMMANDS)}"
 
 
 def _unknown_key(path: str, message: str, options: list[str]) -> str:

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_spmd.cli.first_steps import key_of
 from lightning_spmd.cli.one_line import OneLineParser, refusal
 from lightning_spmd.cli.recipe_files import recipes_of
-from lightning_spmd.cli.trainer_values import wrong_value
+from lightning_spmd.cli.trainer_values import wrong_seed, wrong_value
 from lightning_spmd.messages import tell
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
@@ -88,6 +88,10 @@ class RecipeCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Read the command line; what it says of the model is kept, because a checkpoint will overrule it."""
         super().parse_arguments(parser, args)
+        config: Any = self.config
+        config = config.get(config.get("subcommand"), config)
+        if (wrong := wrong_seed(config.get("seed_everything"))) is not None:
+            parser.error(wrong)
         self._asked = self._arguments_of_model()
 
     def _arguments_of_model(self) -> dict[str, Any]:

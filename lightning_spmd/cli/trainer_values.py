@@ -63,3 +63,10 @@ def _wrong_devices(devices: Any) -> str | None:
     if text.isdigit() and int(text) > 0:
         return None
     return f"trainer.devices: {text} is not what it takes: a whole number of at least 1, a list of devices, auto"
+
+
+def wrong_seed(seed: Any) -> str | None:
+    """What is wrong with ``seed_everything``, which Lightning asks only when it seeds; None if nothing is."""
+    if seed is None or isinstance(seed, bool) or 0 <= int(seed) < 2**32:
+        return None
+    return f"seed_everything: {seed} is not what it takes: a whole number from 0 to {2**32 - 1}, or true, false"

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import fx
 
+from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, Signature
 from lightning_spmd.ir.verify import collectives
@@ -84,11 +85,18 @@ def write_stage(
         signature: its signature.
         previous: what an earlier call returned for the stage before; how this one differs from it is written to
             ``directory/name.diff``, a unified diff, empty if it does not.
+
+    Raises:
+        ConfigurationError: nothing can be written there.
     """
     path = Path(directory) / f"{name}.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = readable(graph_module, signature)
-    path.write_text(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        why = f"{type(error).__name__}: {error.strerror}"
+        raise ConfigurationError(f"dump_dir={str(directory)!r}: graphs cannot be written there ({why})") from error
     if previous is not None:
         before = previous.read_text().splitlines(keepends=True)
         after = text.splitlines(keepends=True)

@@ -1,0 +1,53 @@
+"""Mistakes of somebody new: one line each, with what was written and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import fx
+
+from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.ir.printer import write_stage
+from lightning_spmd.ir.signature import Signature
+
+from .conftest import Run
+from .toys import RECIPES
+
+pytest.importorskip("jsonargparse")
+
+OWN = ["fit", "--config", str(RECIPES / "own_module" / "recipe.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*OWN, "--model.class_path", "spirals.TwoSpirals"], "model.class_path: spirals.TwoSpirals is no LightningMod"),
+        ([*OWN, "--trainer.strategy.timeout", "-5"], "'-5' is not what it takes: a time as hours:minutes:seconds (0:0"),
+        ([*OWN, "--seed_everything", "-3"], "seed_everything: -3 is not what it takes: a whole number from 0 to 4294"),
+        ([*OWN, "--seed_everything", "4294967296"], "seed_everything: 4294967296 is not what it takes"),
+        (["train", *OWN[1:]], "train: there is no such command. There are fit, validate, test, predict, compare, plan"),
+        (["plann", *OWN[1:]], "plann: there is no such command. Did you mean plan?"),
+        (
+            [],
+            "which command? There are fit, validate, test, predict, compare, plan: lightning-spmd fit --config RECIPE",
+        ),
+        (["fit"], "there is no model: name a recipe with --config RECIPE, or a class with --model"),
+        (["plan"], "there is no model: name a recipe with --config RECIPE, or a class with --model"),
+        (["compare"], "there is no model: name a recipe with --config RECIPE, or a class with --model"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+)
+def test_it_is_one_line_that_says_what_to_write(run: Run, arguments: list[str], words: str) -> None:
+    status, _, error = run(*arguments)
+    said = [line for line in error.split("\n") if line]
+    assert (status, len(said)) == (2, 1), error
+    assert words in error
+
+
+def test_graphs_that_cannot_be_written_name_the_option(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    empty = fx.GraphModule({}, fx.Graph())
+    empty.graph.output(())
+    with pytest.raises(ConfigurationError, match=r"dump_dir='.*file/graphs': graphs cannot be written there \(NotADir"):
+        write_stage(tmp_path / "file" / "graphs", "captured", empty, Signature((), ()))
