@@ -10,7 +10,9 @@
     images.Images                   folders of images, or drawn shapes → augmented images
       → image_classifier.ImageClassifier
     checks                          what the models refuse
-    optimization                    the optimizer and schedule that the language models share
+    hugging_face                    models and tokenizers from local folders
+    language_model                  the loss, the training step and the first weights that the language models share
+    optimization                    their optimizer and schedule
     progress.SPMDProgressBar        what the trainer is doing, building the graph included
 
 Nothing here knows about parallelism: the modules and data run unchanged under ``strategy="auto"`` and

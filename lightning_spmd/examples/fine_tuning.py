@@ -1,21 +1,17 @@
 """Fine-tuning of a causal language model of Hugging Face, from a local folder and back into one."""
 
 import contextlib
-import os
-from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_spmd.examples.checks import check_tokens
-from lightning_spmd.examples.optimization import adamw_with_warmup
+from lightning_spmd.examples.hugging_face import from_folder
+from lightning_spmd.examples.language_model import LanguageModel
 
 
-class FineTunedLM(LightningModule):
+class FineTunedLM(LanguageModel):
     """Any causal language model that ``transformers`` reads from a folder, trained on.
 
     Logs ``train_loss`` and ``val_loss`` (nats per token). Batches are dicts ``{"inputs", "targets"}`` of int64
@@ -46,13 +42,10 @@ class FineTunedLM(LightningModule):
         weight_decay: float = 0.01,
         warmup_steps: int = 10,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, weight_decay, warmup_steps, final_learning_rate_fraction=0.0)
         self.save_hyperparameters()
         self.save_to = save_to
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.warmup_steps = warmup_steps
-        self.model = load_model(path)
+        self.model: Any = from_folder("AutoModelForCausalLM", path, "model.path", "causal language model")
         # The cache of keys is for generating; while training it would only be carried along.
         self.model.config.use_cache = False
         # Dropout on, as it is in training; from_pretrained switches it off.
@@ -78,19 +71,9 @@ class FineTunedLM(LightningModule):
         """Score the next token at every position: int64 ``[batch, length]`` → ``[batch, length, vocabulary]``."""
         return self.model(input_ids=tokens).logits
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross-entropy of the batch's targets, in nats per token."""
-        return F.cross_entropy(self(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
-
-    @override
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True, batch_size=batch["inputs"].shape[0])
-        return loss
-
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True, batch_size=batch["inputs"].shape[0])
+        self.log_mean("val_loss", self.loss(batch), batch)
 
     @override
     def on_train_end(self) -> None:
@@ -105,36 +88,3 @@ class FineTunedLM(LightningModule):
                 tokenizer = getattr(getattr(self.trainer, "datamodule", None), "loaded_tokenizer", None)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(self.save_to)
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return adamw_with_warmup(self, self.learning_rate, self.weight_decay, self.warmup_steps, 0.0)
-
-
-def load_model(path: str) -> Any:
-    """A causal language model from a local folder.
-
-    Args:
-        path: The folder.
-
-    Raises:
-        ModuleNotFoundError: If transformers is not installed.
-        FileNotFoundError: If ``path`` is no folder.
-        ValueError: If it holds no such model.
-    """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "FineTunedLM needs transformers. Install it with: pip install 'lightning-spmd[hugging-face]'"
-        ) from error
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        # Here, because transformers would take the name for a model of its hub and ask the network.
-        raise FileNotFoundError(f"model.path={path!r} is not a folder (seen from {os.getcwd()}).")
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.path={path!r} holds no causal language model: {reason[:300]}") from error
-    return model

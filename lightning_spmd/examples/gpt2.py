@@ -1,16 +1,12 @@
 """GPT-2 as a LightningModule: by default the smallest one, of 124 million parameters."""
 
-import math
-
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_spmd.examples.checks import check_sizes, check_tokens
 from lightning_spmd.examples.gpt_bytes import Block
-from lightning_spmd.examples.optimization import adamw_with_warmup
+from lightning_spmd.examples.language_model import LanguageModel, begin_small
 
 
 class GPT2Network(nn.Module):
@@ -35,13 +31,7 @@ class GPT2Network(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout, gelu="tanh") for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary_size, bias=False)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() >= 2:
-                # What is added to the residual stream shrinks with the number of additions.
-                residual = name.endswith("proj.weight")
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+        begin_small(self, layers)
         self.head.weight = self.token_embedding.weight
 
     @override
@@ -54,7 +44,7 @@ class GPT2Network(nn.Module):
         return self.head(self.norm(x))
 
 
-class GPT2(LightningModule):
+class GPT2(LanguageModel):
     """GPT-2, trained from scratch with AdamW, linear warmup and cosine decay.
 
     Logs ``train_loss`` and ``val_loss`` (nats per token) and ``val_perplexity``. Batches are dicts
@@ -91,7 +81,7 @@ class GPT2(LightningModule):
         warmup_steps: int = 700,
         final_learning_rate_fraction: float = 0.1,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, weight_decay, warmup_steps, final_learning_rate_fraction)
         sizes = {"width": width, "layers": layers, "heads": heads, "sequence_length": sequence_length}
         check_sizes(self, dropout, vocabulary_size=vocabulary_size, **sizes)
         if width % heads != 0:
@@ -103,10 +93,6 @@ class GPT2(LightningModule):
         self.heads = heads
         self.sequence_length = sequence_length
         self.dropout = dropout
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.warmup_steps = warmup_steps
-        self.final_learning_rate_fraction = final_learning_rate_fraction
         self.model: GPT2Network | None = None
 
     @override
@@ -127,28 +113,12 @@ class GPT2(LightningModule):
             raise RuntimeError("GPT2 has no layers yet: call configure_model() before using it without a Trainer.")
         return self.model(tokens)
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross-entropy of the batch's targets, in nats per token."""
-        return F.cross_entropy(self(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
-
-    @override
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True, batch_size=batch["inputs"].shape[0])
-        return loss
-
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True, batch_size=batch["inputs"].shape[0])
+        self.log_mean("val_loss", self.loss(batch), batch)
 
     @override
     def on_validation_epoch_end(self) -> None:
         # Of the mean, once: the mean of the batches' perplexities would be another, larger number.
         mean = self.trainer.callback_metrics["val_loss"]
         self.log("val_perplexity", mean.exp(), sync_dist=True)
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return adamw_with_warmup(
-            self, self.learning_rate, self.weight_decay, self.warmup_steps, self.final_learning_rate_fraction
-        )

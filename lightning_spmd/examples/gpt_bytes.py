@@ -4,13 +4,11 @@ import math
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_spmd.examples.checks import check_sizes, check_tokens
-from lightning_spmd.examples.optimization import adamw_with_warmup
+from lightning_spmd.examples.language_model import LanguageModel, begin_small
 
 VOCABULARY_SIZE = 256
 """One token for each value of a byte."""
@@ -114,13 +112,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY_SIZE, bias=False)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() >= 2:
-                # GPT-2's rule: what is added to the residual stream shrinks with the number of additions.
-                residual = name.endswith("proj.weight")
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+        begin_small(self, layers)
         if tie_embeddings:
             self.head.weight = self.byte_embedding.weight
 
@@ -134,7 +126,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class GPTBytes(LightningModule):
+class GPTBytes(LanguageModel):
     """A byte-level GPT with AdamW, linear warmup and cosine decay.
 
     Logs ``train_loss`` (nats per byte) at every step and ``val_bits_per_byte`` at every validation. Batches are dicts
@@ -170,15 +162,11 @@ class GPTBytes(LightningModule):
         warmup_steps: int = 20,
         final_learning_rate_fraction: float = 0.1,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, weight_decay, warmup_steps, final_learning_rate_fraction)
         check_sizes(self, dropout, width=width, layers=layers, heads=heads, sequence_length=sequence_length)
         if width % heads != 0:
             raise ValueError(f"GPTBytes(width={width}, heads={heads}): heads must divide width.")
         self.save_hyperparameters()
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.warmup_steps = warmup_steps
-        self.final_learning_rate_fraction = final_learning_rate_fraction
         self.sequence_length = sequence_length
         self.model = GPT(width, layers, heads, sequence_length, dropout, tie_embeddings)
 
@@ -191,39 +179,18 @@ class GPTBytes(LightningModule):
         """Score the next byte at every position: int64 ``[batch, length]`` → ``[batch, length, 256]``."""
         return self.model(tokens)
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross-entropy of the batch's targets, in nats per byte."""
-        logits = self(batch["inputs"])
-        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-
-    @override
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True, batch_size=batch["inputs"].shape[0])
-        return loss
-
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_bits_per_byte("val_bits_per_byte", batch)
+        self.log_mean("val_bits_per_byte", self.loss(batch) / math.log(2), batch)
 
     @override
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_bits_per_byte("test_bits_per_byte", batch)
+        self.log_mean("test_bits_per_byte", self.loss(batch) / math.log(2), batch)
 
     @override
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The likeliest next byte at every position, int64 ``[batch, length]``."""
         return self(batch["inputs"]).argmax(-1)
-
-    def _log_bits_per_byte(self, name: str, batch: dict[str, Tensor]) -> None:
-        bits = self.loss(batch) / math.log(2)
-        self.log(name, bits, prog_bar=True, sync_dist=True, batch_size=batch["inputs"].shape[0])
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return adamw_with_warmup(
-            self, self.learning_rate, self.weight_decay, self.warmup_steps, self.final_learning_rate_fraction
-        )
 
     @torch.no_grad()
     def generate(

@@ -4,13 +4,11 @@ import math
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_spmd.examples.checks import check_sizes, check_tokens
-from lightning_spmd.examples.optimization import adamw_with_warmup
+from lightning_spmd.examples.language_model import LanguageModel, begin_small
 
 
 class RotaryAttention(nn.Module):
@@ -61,15 +59,14 @@ class RotaryBlock(nn.Module):
 
     Args:
         width: Features per position.
-        heads: Heads of queries; divides ``width``.
-        key_heads: Heads of keys and values; divides ``heads``.
+        attention: Of so many features.
     """
 
-    def __init__(self, width: int, heads: int, key_heads: int) -> None:
+    def __init__(self, width: int, attention: RotaryAttention) -> None:
         super().__init__()
         inner = 8 * width // 3
         self.attention_norm = nn.RMSNorm(width)
-        self.attention = RotaryAttention(width, heads, key_heads)
+        self.attention = attention
         self.mlp_norm = nn.RMSNorm(width)
         self.gate = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(width, inner, bias=False)
@@ -83,7 +80,7 @@ class RotaryBlock(nn.Module):
         return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
 
 
-class LongContextLM(LightningModule):
+class LongContextLM(LanguageModel):
     """A byte-level language model that reads tens of thousands of bytes at once.
 
     Logs ``train_loss`` (nats per byte) and ``val_bits_per_byte``. Batches are dicts ``{"inputs", "targets"}`` of int64
@@ -122,7 +119,7 @@ class LongContextLM(LightningModule):
         warmup_steps: int = 200,
         final_learning_rate_fraction: float = 0.1,
     ) -> None:
-        super().__init__()
+        super().__init__(learning_rate, weight_decay, warmup_steps, final_learning_rate_fraction)
         sizes = {"width": width, "layers": layers, "heads": heads, "key_heads": key_heads}
         check_sizes(self, sequence_length=sequence_length, **sizes)
         if width % (2 * heads) or heads % key_heads:
@@ -132,19 +129,11 @@ class LongContextLM(LightningModule):
             )
         self.save_hyperparameters()
         self.sequence_length = sequence_length
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.warmup_steps = warmup_steps
-        self.final_learning_rate_fraction = final_learning_rate_fraction
         self.embedding = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(RotaryBlock(width, heads, key_heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(RotaryBlock(width, RotaryAttention(width, heads, key_heads)) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() >= 2:
-                # What is added to the residual stream shrinks with the number of additions.
-                residual = name.endswith(("proj.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+        begin_small(self, layers)
         size = width // heads
         speeds = rotary_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
         angles = torch.arange(sequence_length, dtype=torch.float64)[:, None] * speeds.repeat(2)
@@ -166,23 +155,6 @@ class LongContextLM(LightningModule):
             x = block(x, cosines, sines)
         return self.head(self.norm(x))
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross-entropy of the batch's targets, in nats per byte."""
-        return F.cross_entropy(self(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
-
-    @override
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True, batch_size=batch["inputs"].shape[0])
-        return loss
-
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        bits = self.loss(batch) / math.log(2)
-        self.log("val_bits_per_byte", bits, prog_bar=True, sync_dist=True, batch_size=batch["inputs"].shape[0])
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        return adamw_with_warmup(
-            self, self.learning_rate, self.weight_decay, self.warmup_steps, self.final_learning_rate_fraction
-        )
+        self.log_mean("val_bits_per_byte", self.loss(batch) / math.log(2), batch)

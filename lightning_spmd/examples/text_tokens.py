@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_spmd.examples.hugging_face import from_folder
 from lightning_spmd.examples.text_bytes import TextBytes, read_files
 
 BYTES_OF_A_TOKEN = 2
@@ -66,7 +67,9 @@ class TextTokens(TextBytes):
         if self.tokenizer is None:
             self.vocabulary_size = 256
             return super().read()
-        tokenizer = self.loaded_tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer = self.loaded_tokenizer = from_folder(
+            "AutoTokenizer", self.tokenizer, "--data.tokenizer", "tokenizer"
+        )
         self.vocabulary_size = len(tokenizer)
         texts = [content.decode(errors="replace") for content in read_files(self.path)]
         rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -96,32 +99,3 @@ def tokens_of_file(path: str) -> Tensor:
             "each."
         )
     return torch.from_file(str(file), size=size // BYTES_OF_A_TOKEN, dtype=torch.uint16)
-
-
-def load_tokenizer(folder: str) -> Any:
-    """A tokenizer from a local folder.
-
-    Args:
-        folder: What ``save_pretrained`` wrote, or a tokenizer's files by themselves.
-
-    Raises:
-        ModuleNotFoundError: If transformers is not installed.
-        FileNotFoundError: If ``folder`` is no folder.
-        ValueError: If it holds no tokenizer.
-    """
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "--data.tokenizer needs transformers. Install it with: pip install 'lightning-spmd[hugging-face]'"
-        ) from error
-    place = Path(folder).expanduser()
-    if not place.is_dir():
-        # Here, because transformers would take the name for a model of its hub and ask the network.
-        raise FileNotFoundError(f"--data.tokenizer={folder!r} is not a folder (seen from {os.getcwd()}).")
-    try:
-        return AutoTokenizer.from_pretrained(str(place), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"--data.tokenizer={folder!r} holds no tokenizer that transformers can read: {' '.join(str(error).split())}"
-        ) from error
