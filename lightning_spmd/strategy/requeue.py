@@ -94,10 +94,6 @@ class Requeue(Callback):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._meets_in_evaluation = alike and not (fitting and private.accumulates(trainer))
 
-    def _evaluation_batch(self, trainer: Any) -> None:
-        if self._meets_in_evaluation and self._ask("a batch of evaluation"):
-            self._act(trainer, save=trainer.global_step > 0)
-
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validation, of a run of its own too; the one before training leaves all to training's first batch."""
         self._validated = True
@@ -109,28 +105,20 @@ class Requeue(Callback):
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before each batch."""
-        self._evaluation_batch(trainer)
+        """Before each batch, of validation as of the others."""
+        if self._meets_in_evaluation and self._ask("a batch of evaluation"):
+            self._act(trainer, save=trainer.global_step > 0)
+
+    on_test_batch_start = on_validation_batch_start
+    on_predict_batch_start = on_validation_batch_start
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """As validation."""
         self._evaluation_begins(trainer, trainer.num_test_batches)
 
-    def on_test_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Before each batch."""
-        self._evaluation_batch(trainer)
-
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         """As validation."""
         self._evaluation_begins(trainer, trainer.num_predict_batches)
-
-    def on_predict_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Before each batch."""
-        self._evaluation_batch(trainer)
 
     def _ask(self, what: str) -> bool:
         """Whether the job is to be requeued, at a place where all ranks are."""

@@ -9,20 +9,13 @@ to batch end, and how much longer each kind takes than the plain step.
 from __future__ import annotations
 
 import argparse
-import logging
 import random
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-import lightning_spmd  # noqa: F401 - registers "spmd"
-from tests.scale.bench_step_time import StepTimes
-from tests.scale.bench_tiny import WARM_UP, Tiny, quantile
+from tests.scale.bench_tiny import Tiny, one_fit, only_numbers, quantile
 
 
 class Decides(Tiny):
@@ -70,36 +63,13 @@ KINDS: dict[str, Callable[[], L.LightningModule]] = {
 }
 
 
-def one_fit(make: Callable[[], L.LightningModule], steps: int) -> list[float]:
-    """Step times of one training."""
-    L.seed_everything(1, verbose=False)
-    times = StepTimes()
-    trainer = L.Trainer(
-        strategy="spmd",
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps + WARM_UP,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[times],
-    )
-    rows: Any = torch.randn(2400, 64)
-    trainer.fit(make(), DataLoader(rows, batch_size=8))
-    return times.seconds[WARM_UP:]
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    only_numbers()
     seconds: dict[str, list[float]] = {name: [] for name in KINDS}
     for _ in range(options.rounds):
         for name, make in KINDS.items():

@@ -13,6 +13,7 @@ import argparse
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -42,8 +43,8 @@ class Tiny(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def one_fit(strategy: str, devices: int, steps: int) -> list[float]:
-    """Step times of one training."""
+def one_fit(make: Callable[[], L.LightningModule], steps: int, strategy: str = "spmd", devices: int = 1) -> list[float]:
+    """Step times of one training of a module that takes 64 numbers a row."""
     L.seed_everything(1, verbose=False)
     times = StepTimes()
     trainer = L.Trainer(
@@ -58,13 +59,20 @@ def one_fit(strategy: str, devices: int, steps: int) -> list[float]:
         enable_model_summary=False,
         callbacks=[times],
     )
-    trainer.fit(Tiny(), DataLoader(torch.randn(2400 * devices, 64), batch_size=8))  # type: ignore[arg-type]
+    trainer.fit(make(), DataLoader(torch.randn(2400 * devices, 64), batch_size=8))  # type: ignore[arg-type]
     return times.seconds[WARM_UP:]
 
 
 def quantile(seconds: list[float], share: float) -> float:
     """In milliseconds."""
     return 1e3 * sorted(seconds)[int(share * len(seconds))]
+
+
+def only_numbers() -> None:
+    """Nothing else is printed, and a process has one thread."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
 
 
 def main() -> None:
@@ -74,14 +82,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    only_numbers()
     baseline = "auto" if options.devices == 1 else "ddp"
     seconds: dict[str, list[float]] = {baseline: [], "spmd": []}
     for _ in range(options.rounds):
         for strategy, found in seconds.items():
-            found += one_fit(strategy, options.devices, options.steps)
+            found += one_fit(Tiny, options.steps, strategy, options.devices)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     for name, share in (("median", 0.5), ("p10", 0.1)):

@@ -43,25 +43,23 @@ from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, is_wait, stamp_writes, starts_collective
 from lightning_spmd.stages.passes.contract import GraphPass, PassState
 from lightning_spmd.stages.passes.remat.values import Values
+from lightning_spmd.stages.passes.remat.wanted import MIB, bytes_to_leave, short_of, values_to_spare
 
 AHEAD = 2
 """How many activations are on their way back at once."""
 SMALLEST = 4096
 """What is smaller than this part of the activations stays."""
-MIB = 2**20
 
 
 def offload_activations(step: ShardedStep, state: PassState) -> None:
     """Move activations to the host; see the module docstring for which."""
     wanted = state.offload
-    if wanted is None or any(0 in axis.split for axis in step.axes):
-        return
-    values = Values(step)
-    if values.border == len(values.order):
+    values = values_to_spare(step, wanted)
+    if wanted is None or values is None:
         return
     moves = Moves(values)
     before = moves.peak(())
-    limit = wanted if isinstance(wanted, int) else int((1 - wanted) * before)
+    limit = bytes_to_leave(wanted, before)
     chosen = moves.choose(limit, before // SMALLEST)
     if chosen:
         _write(moves, chosen)
@@ -70,10 +68,7 @@ def offload_activations(step: ShardedStep, state: PassState) -> None:
         f"activations take {after / MIB:.1f} MiB of the GPU instead of {before / MIB:.1f}, "
         f"{sum(map(values.size, chosen)) / MIB:.1f} MiB a step go to the host and back"
     )
-    if after > limit and wanted != 1.0:
-        asked = f"{limit / MIB:.1f} MiB" if isinstance(wanted, int) else f"the share of {wanted:g}"
-        note += f"; {asked}, as asked for, cannot be reached"
-    state.notes["offload_activations"] = note
+    state.notes["offload_activations"] = note + short_of(wanted, limit, after)
 
 
 class Moves:

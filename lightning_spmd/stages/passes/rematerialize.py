@@ -42,22 +42,20 @@ from lightning_spmd.stages.passes.contract import GraphPass, PassState
 from lightning_spmd.stages.passes.remat.choice import choose
 from lightning_spmd.stages.passes.remat.plan import Plan, Planner
 from lightning_spmd.stages.passes.remat.values import WITHOUT_STATISTICS, Values
+from lightning_spmd.stages.passes.remat.wanted import MIB, bytes_to_leave, short_of, values_to_spare
 
 _TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001 - an operator's public name
-MIB = 2**20
 
 
 def rematerialize(step: ShardedStep, state: PassState) -> None:
     """Make activations again; see the module docstring for which."""
     wanted = state.rematerialize
-    if wanted is None or any(0 in axis.split for axis in step.axes):
-        return
-    values = Values(step)
-    if values.border == len(values.order):
+    values = values_to_spare(step, wanted)
+    if wanted is None or values is None:
         return
     planner = Planner(values)
     before = planner.plan(()).peak
-    limit = wanted if isinstance(wanted, int) else int((1 - wanted) * before)
+    limit = bytes_to_leave(wanted, before)
     if before <= limit:
         return
     plan = choose(values, planner, limit)
@@ -69,10 +67,7 @@ def rematerialize(step: ShardedStep, state: PassState) -> None:
         f"activations take {plan.peak / MIB:.1f} MiB instead of {before / MIB:.1f}, "
         f"{100 * plan.cost(values) / max(forward, 1):.0f} % of the forward pass is done twice"
     )
-    if plan.peak > limit and wanted != 1.0:
-        asked = f"{limit / MIB:.1f} MiB" if isinstance(wanted, int) else f"the share of {wanted:g}"
-        note += f"; {asked}, as asked for, cannot be reached"
-    state.notes["rematerialize"] = note
+    state.notes["rematerialize"] = note + short_of(wanted, limit, plan.peak)
 
 
 class _Writer:
