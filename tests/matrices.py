@@ -10,25 +10,21 @@ from collections.abc import Iterable
 
 ROWS: dict[str, tuple[str, ...]] = {
     "tests/cli/test_recipe_mistakes.py": (
-        "test_a_checkpoint_of_another_model_is_named",
         "test_what_a_recipes_classes_refuse_is_one_line",
+        "test_what_data_and_checkpoints_refuse_is_one_line",
     ),
     "tests/cli/test_recipes.py": (
-        "[gpt2]",
-        "[long_context]",
-        "[image_classifier]",
-        "[fine_tune]",
-        "test_two_processes_find_the_class_beside_the_recipe",
+        "this_package[gpt2]",
+        "this_package[own_module/recipe]",
     ),
     "tests/cost/test_sharded_memory.py": ("test_measured_memory_is_what_was_counted",),
     "tests/cuda/test_kernels.py": ("[{'half': True}]", "[{'bf16': True}]"),
-    "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-", "[by hand Gan-way2]"),
+    "tests/cuda/test_more_steps.py": ("[by hand Gan-way2]",),
     "tests/cuda/test_offloaded.py": ("[gpt-",),
     "tests/cuda/test_recordings.py": ("[llama]", "[experts]", "[cudnn]", "[efficient]", "[lstm]"),
     "tests/docs/test_blocks.py": (
-        "test_python_runs_on_two_ranks[docs/extending.md]",
-        "test_python_runs_on_two_ranks[docs/migration.md]",
-        "test_python_runs_on_two_ranks[docs/plans.md]",
+        "test_commands_take_their_options[docs/",
+        "test_python_runs_on_two_ranks[docs/spmd_from_scratch.md]",
     ),
     "tests/equality/test_one_device.py": (
         "test_several_ranks_equal_one_device[4-",
@@ -45,9 +41,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "[zero3-2-gpt_tied-plain]",
         "test_every_optimizer_works_on_chunks[zero3-adagrad]",
     ),
-    "tests/strategy/test_foresight.py": ("test_ranks_foresee", "test_without_foresight", "on_ranks"),
-    "tests/strategy/test_metric_losses.py": ("test_ranks_train", "[Set]", "[KeptLosses]"),
-    "tests/equality/test_code_as_users_write_it.py": ("test_molecules_on_one_rank",),
+    "tests/strategy/test_foresight.py": ("test_ranks_foresee", "on_ranks"),
+    "tests/strategy/test_metric_losses.py": ("test_ranks_train", "[Set]"),
     "tests/scale/test_two_hosts.py": ("test_two_hosts_measure_the_simulated_accelerator",),
     "tests/stages/expand/test_context_parallel.py": (
         "[llama-cp4-True]",
@@ -133,6 +128,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/strategy/test_lowering.py": ("test_lowered_training_is_training_and_a_second_start_compiles_nothing",),
     "tests/strategy/test_rematerialize.py": ("test_training_on_two_ranks_keeps_its_bits",),
     "tests/cuda/test_rematerialized.py": ("test_on_gpus_bytes_are_given_back",),
+    "tests/strategy/test_drawn_numbers.py": ("eagers[Generators]", "eagers[Numbers]", "eagers[Mixup]"),
+    "tests/strategy/test_printed_values.py": ("in_graphs[Texts]", "test_an_array_that_is_looked_into"),
+    "tests/strategy/test_objects_of_the_step.py": ("[_Copied]", "[_Bound]"),
+    "tests/strategy/test_step_statistics.py": ("test_a_csv_file", "test_a_step_is_all_batches"),
     "tests/strategy/test_evaluation.py": ("test_two_ranks_equal_one_device[24]",),
     "tests/strategy/test_memory_layouts.py": (
         "test_gradients_that_a_hook_replaces_may_lie_as_they_like[replicate]",
@@ -147,9 +146,41 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 LONG: dict[str, tuple[str, ...]] = {
     "tests/cli/test_compare.py": ("test_two_processes_train_under_each_strategy_in_turn",),
+    "tests/cli/test_recipe_mistakes.py": (
+        "test_a_checkpoint_of_another_model_is_named",
+        "is_one_line[gpt2-arguments0-",
+        "is_one_line[gpt2-arguments1-",
+        "is_one_line[fine_tune-arguments8-",
+        "is_one_line[fine_tune-arguments9-",
+        "is_one_line[_longer-",
+        "is_one_line[_no_text-",
+        "`val_check_interval` (99)",
+        "--data.path='/nowhere' does",
+    ),
+    "tests/cli/test_recipes.py": (
+        "this_package[fine_tune]",
+        "this_package[image_classifier]",
+        "this_package[long_context]",
+        "planned[gpt2]",
+        "planned[image_classifier]",
+        "planned[fine_tune]",
+        "planned[long_context]",
+        "test_two_processes_find_the_class_beside_the_recipe",
+    ),
     "tests/compatibility/test_rows.py": ("[SegformerForSemanticSegmentation]",),
     "tests/cost/test_sharded_memory.py": ("test_measured_memory_is_what_was_counted[512]",),
     "tests/cuda/test_five_models.py": ("[llama]",),
+    "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-way4]"),
+    "tests/docs/test_blocks.py": (
+        "test_commands_take_their_options[docs/operators.md]",
+        "test_commands_take_their_options[docs/recipes.md]",
+        "test_commands_take_their_options[docs/slurm.md]",
+        "test_python_runs_on_two_ranks[docs/extending.md]",
+        "test_python_runs_on_two_ranks[docs/migration.md]",
+        "test_python_runs_on_two_ranks[docs/plans.md]",
+        "test_python_runs_on_two_ranks[docs/quickstart.md]",
+    ),
+    "tests/equality/test_code_as_users_write_it.py": ("test_molecules_on_one_rank",),
     "tests/equality/test_context_parallel.py": (
         "test_a_checkpoint_goes_on_beside_other_plans",
         "test_dropout_is",
@@ -174,6 +205,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "tests/examples/test_fine_tuning.py": ("test_two_ranks_with_parameters_in_parts",),
     "tests/gpu/test_script.py": ("test_it_trains_where_jsonargparse_is_missing",),
     "tests/operators/test_sweep.py": ("[1]", "[2]"),
+    "tests/planning/test_allocated_memory.py": ("[attention-",),
     "tests/stages/expand/test_layouts.py": ("[sgd_fused-zero2]", "[zero2 tp2]"),
     "tests/stages/runtime/test_cuda_graphs.py": ("[conv small buckets]",),
     "tests/stages/runtime/test_cuda_graphs_in_runs.py": (
@@ -197,7 +229,9 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "tests/strategy/test_checkpoint_matrix.py": ("resumes[replicate]",),
     "tests/strategy/test_data_sizes.py": ("global_batch[Kinds]",),
+    "tests/strategy/test_drawn_numbers.py": ("draws[Decides]", "eagers[Chooses]"),
     "tests/strategy/test_fence.py": ("[every third]",),
+    "tests/strategy/test_foresight.py": ("test_without_foresight", "[DecidesByDraws]", "[WritesIntoAWeight]"),
     "tests/strategy/test_local_batches.py": ("[Sometimes]",),
     "tests/strategy/test_loss_scaling_on_ranks.py": (
         "test_the_scale_goes_through_checkpoints_of_parts[False]",
@@ -227,13 +261,18 @@ LONG: dict[str, tuple[str, ...]] = {
         "test_what_nobody_updates_may_overlap[replicate]",
         "sees_lie_as_their_parameters[replicate]",
     ),
+    "tests/strategy/test_metric_losses.py": ("[KeptLosses]",),
     "tests/strategy/test_overlap.py": ("[conv-sgd-accumulate]",),
     "tests/strategy/test_pauses.py": ("[rate-3]", "[zero2-read]"),
+    "tests/strategy/test_printed_values.py": ("global_batch[Numbers]", "[Indexes-"),
     "tests/strategy/test_rematerialize.py": ("bits[replicate]",),
+    "tests/strategy/test_requeue.py": ("end[flags",),
     "tests/strategy/test_sharded_modules.py": (
         "test_configure_model_gives_the_values_of_one_device[zero2]",
         "test_evaluation_under_every_plan[zero2]",
     ),
+    "tests/strategy/test_step_statistics.py": ("test_iterations_that_pause",),
+    "tests/strategy/test_whole_state.py": ("waits_for_nobody[zero2]",),
     "tests/strategy/test_varying_sizes.py": ("test_graphs_that_were_not_used", "test_rows_and_lengths_vary_together"),
 }
 """By file, rows of either part that ``.ci/run`` has no time for: ``pytest -m long``."""
