@@ -5,6 +5,10 @@ Everything a user can cause derives from :class:`SPMDError`, so one ``except`` c
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
 
 class SPMDError(RuntimeError):
     """Base class of every error that lightning_spmd raises on purpose."""
@@ -32,6 +36,28 @@ class CaptureError(SPMDError):
     def __init__(self, message: str, location: str | None = None) -> None:
         super().__init__(message if location is None else f"{message}\n  at {location}")
         self.location = location
+        if (made := _made.get()) is not None:
+            made.append(self)
+
+
+_made: ContextVar[list[CaptureError] | None] = ContextVar("capture errors that were made", default=None)
+
+
+@contextlib.contextmanager
+def none_swallowed() -> Iterator[None]:
+    """Inside, code that is not ours runs, which may catch what it knows as a ``RuntimeError``, and go on.
+
+    Raises:
+        CaptureError: the first one that was made inside, if it did not come out.
+    """
+    made: list[CaptureError] = []
+    token = _made.set(made)
+    try:
+        yield
+    finally:
+        _made.reset(token)
+    if made:
+        raise made[0]
 
 
 class StaleGraphError(SPMDError):

@@ -25,6 +25,7 @@ from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.attribute_spy import AttributeSpy
 from lightning_spmd.stages.capture.holders import CANNOT_BE_PUT, Attributes, Entry
 from lightning_spmd.stages.capture.inputs import InputTable
+from lightning_spmd.stages.capture.later_array import LaterArray, memory_of
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
@@ -108,6 +109,7 @@ def refuse_memory(path: str, value: Any, inputs: InputTable) -> None:
         CaptureError: naming the place.
     """
     for where, leaf in leaves(value):
+        leaf = memory_of(leaf) if isinstance(leaf, LaterArray) else leaf
         if isinstance(leaf, private.FakeTensor) and private.storage_of(leaf) in inputs.storages():
             raise _KeptMemory(
                 f"{the_step()} keeps in {path}{where} memory of a parameter or buffer, which changes with it; keep a "

@@ -89,6 +89,10 @@ class DrawnArray:
         """``torch.from_numpy(array)`` and the like; an array that is drawn in each step is nobody else's."""
         return self._tensor(self._value, self._read, lambda value: function(value.copy(), *args, **kwargs))
 
+    def looked_into(self) -> None:
+        """It goes where it would be looked into when the graph has run, and there is none of it then."""
+        self._refused()
+
     def _refused(self, *_: Any, **__: Any) -> Any:
         raise CaptureError(
             f"{the_step()} looks into an array of random numbers ({self._text}), which no graph can follow; hand it to "
@@ -97,7 +101,7 @@ class DrawnArray:
         )
 
     __array__ = __setitem__ = __bool__ = __float__ = __int__ = __index__ = __contains__ = __str__ = __repr__ = _refused
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = _refused
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = _refused
     __hash__ = object.__hash__
 
 

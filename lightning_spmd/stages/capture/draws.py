@@ -57,12 +57,14 @@ class Source:
         find: gives what has the functions that draw, as it is now.
         save: gives its state.
         restore: sets a state.
+        identity: tells which generator it is, for one may have several names.
     """
 
     name: str
     find: Callable[[], Any]
     save: Callable[[], State]
     restore: Callable[[State], None]
+    identity: Callable[[], int]
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class Draws:
         self._constants: dict[int, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
         self.may_be_skipped: Callable[[], bool] = lambda: False
         self._host_value = host_value
-        self._states: dict[str, tuple[Source, State, State]] = {}
+        self._states: dict[int, tuple[Source, State, State]] = {}
         self._lost = False
 
     # ------------------------------------------------------------------ while capturing
@@ -173,9 +175,9 @@ class Draws:
             self.functions[id(random.choice)] = (random.choice, choice)
             stack.enter_context(_put(random.__dict__, "choice", choice))
             stack.enter_context(_put(torch.__dict__, "from_numpy", self._from_numpy(torch.from_numpy)))
-            for part in module.modules():
+            for path, part in module.named_modules():
                 for name, value in list(vars(part).items()):
-                    if (source := _source_of(part, name, value)) is not None:
+                    if (source := _source_of(path, part, name, value)) is not None:
                         stack.enter_context(_put(vars(part), name, _RecordedGenerator(self, source, value)))
             try:
                 yield
@@ -218,7 +220,7 @@ class Draws:
         if self.may_be_skipped():
             raise CaptureError(f"{source.name}.{name}() is called in an update, skipped or not", place)
         state = source.save()
-        _, before, last = self._states.get(source.name, (source, state, state))
+        _, before, last = self._states.get(source.identity(), (source, state, state))
         self._lost = self._lost or state[0] != last[0]
         words = ", ".join([*map(_shown, args), *(f"{k}={_shown(v)}" for k, v in kwargs.items())])
         position = len(self.drawn.draws)
@@ -227,7 +229,7 @@ class Draws:
         with private.disable_dispatch_modes():
             value = made.make()
         self.drawn.draws.append(made)
-        self._states[source.name] = (source, before, source.save())
+        self._states[source.identity()] = (source, before, source.save())
         return self._input(value, text, lambda: self.drawn.value(position))
 
     def _input(self, value: Any, text: str, read: Callable[[], Any]) -> Any:
@@ -307,19 +309,34 @@ def _choice(randrange: Callable[[int], Any]) -> Callable[[Sequence[Any]], Any]:
 
 
 def _global_sources() -> list[tuple[Source, dict[str, Any], Sequence[str]]]:
-    python = Source("random", lambda: random, lambda: _twice(random.getstate()), lambda s: random.setstate(s[1]))
+    python = Source(
+        "random",
+        lambda: random,
+        lambda: _twice(random.getstate()),
+        lambda s: random.setstate(s[1]),
+        _owner_of(random.seed),
+    )
     found: list[tuple[Source, dict[str, Any], Sequence[str]]] = [(python, random.__dict__, _OF_PYTHON)]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         legacy = numpy.random
         source = Source(
-            "np.random", lambda: legacy, lambda: _key_of(legacy.get_state()), lambda s: legacy.set_state(s[1])
+            "np.random",
+            lambda: legacy,
+            lambda: _key_of(legacy.get_state()),
+            lambda s: legacy.set_state(s[1]),
+            _owner_of(legacy.get_state),
         )
         found.append((source, legacy.__dict__, _OF_NUMPY))
     return found
 
 
-def _source_of(part: nn.Module, name: str, value: Any) -> Source | None:
+def _owner_of(method: Any) -> Callable[[], int]:
+    owner = id(method.__self__)
+    return lambda: owner
+
+
+def _source_of(path: str, part: nn.Module, name: str, value: Any) -> Source | None:
     """The generator in an attribute of a module, if there is one."""
     numpy = sys.modules.get("numpy")
 
@@ -327,13 +344,17 @@ def _source_of(part: nn.Module, name: str, value: Any) -> Source | None:
         now = vars(part)[name]
         return now.generator if isinstance(now, _RecordedGenerator) else now
 
-    path = f"{type(part).__name__}.{name}"
+    def source(save: Callable[[], State], restore: Callable[[State], None]) -> Source:
+        return Source(
+            f"{path or 'self'}.{name}", find, save, restore, lambda: id(getattr(find(), "bit_generator", find()))
+        )
+
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return Source(path, find, lambda: _twice(find().getstate()), lambda s: find().setstate(s[1]))
+        return source(lambda: _twice(find().getstate()), lambda s: find().setstate(s[1]))
     if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return Source(path, find, lambda: _key_of(find().get_state()), lambda s: find().set_state(s[1]))
+        return source(lambda: _key_of(find().get_state()), lambda s: find().set_state(s[1]))
     if numpy is not None and isinstance(value, numpy.random.Generator):
-        return Source(path, find, lambda: _of_bits(find()), lambda s: setattr(find().bit_generator, "state", s[1]))
+        return source(lambda: _of_bits(find()), lambda s: setattr(find().bit_generator, "state", s[1]))
     return None
 
 

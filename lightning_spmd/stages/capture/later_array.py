@@ -76,11 +76,21 @@ class LaterArray(LaterValue):
     def __neg__(self) -> Any:
         return self.made("ufunc", "negative", "__call__", self)
 
+    def _in_place(self, *_: Any) -> Any:
+        return self._used()  # an array's memory is a tensor's, or has other names
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = _in_place
+
     def __abs__(self) -> Any:
         return self.made("ufunc", "absolute", "__call__", self)
 
     def __round__(self, digits: int | None = None) -> Any:
         return self.made("python", "round", self, digits)
+
+
+def memory_of(array: LaterArray) -> Tensor | None:
+    """The tensor whose memory it has, if it is one's."""
+    return object.__getattribute__(array, "_like")
 
 
 def _binary(name: str, *, swapped: bool = False) -> Callable[[LaterArray, Any], Any]:

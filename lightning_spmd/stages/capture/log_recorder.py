@@ -23,6 +23,7 @@ from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.appended_lists import AppendOnly
 from lightning_spmd.stages.capture.batch import is_unread, reference_to_leaf
+from lightning_spmd.stages.capture.drawn_array import DrawnArray
 from lightning_spmd.stages.capture.host_scalar import scalar_of
 from lightning_spmd.stages.capture.later_array import LaterArray
 from lightning_spmd.stages.capture.later_value import LaterValue, LaterValues, reference_to
@@ -31,6 +32,8 @@ from lightning_spmd.stages.capture.printed import prints_followed
 from lightning_spmd.stages.capture.texts import Texts
 from lightning_spmd.stages.capture.user_code import user_location
 
+_KEEP = ("append", "assign")
+"""Calls that keep a tensor, and show what is written into it later."""
 _METRIC_METHODS = ("update", "forward", "compute", "reset")
 
 
@@ -39,19 +42,28 @@ class LogRecorder:
 
     Args:
         add_output: ``(value, role, key, name) -> position`` of the new graph output.
+        add_as_it_is: the same of a value as it is now, and whether an array shares its memory.
 
     Attributes:
         on_metric: told each metric, with its path, whose value for this batch the graph computes itself.
     """
 
-    def __init__(self, add_output: Callable[[Any, OutputRole, tuple[Any, ...], str], int]) -> None:
+    def __init__(
+        self, add_output: Callable[[Any, OutputRole, tuple[Any, ...], str], int], add_as_it_is: Callable[..., int]
+    ) -> None:
         self.calls: list[RecordedCall] = []
         self.texts = Texts()
         self.on_metric: Callable[[str, Metric], None] = lambda _path, _metric: None
-        self._add_output = add_output
+        self._add_output, self._add_as_it_is = add_output, add_as_it_is
 
-    def lift(self, value: Any, role: OutputRole, name: str) -> Any:
+    def lift(self, value: Any, role: OutputRole, name: str, add: Callable[..., int] | None = None) -> Any:
         """``value`` with tensors and recorded numbers replaced by references to graph outputs.
+
+        Args:
+            value: anything.
+            role: of these outputs.
+            name: of these outputs.
+            add: makes a tensor one; by default as it is when the step ends.
 
         Raises:
             CaptureError: a tensor of the graph is inside an object that is not a container of ``ir.tree``.
@@ -65,9 +77,11 @@ class LogRecorder:
             if type(item) is str and (parts := self.texts.parts(item)) is not None:
                 return CallRef(self.record("", "text", role, parts, {}))
             if isinstance(item, Tensor):
-                return OutputRef(self._add_output(item.detach(), role, (), name + path))
+                return OutputRef((add or self._add_output)(item.detach(), role, (), name + path))
             if scalar_of(item) is not None:
                 return OutputRef(self._add_output(item, role, (), name + path))
+            if isinstance(item, DrawnArray):
+                item.looked_into()
             if isinstance(item, AppendOnly):
                 item.looked_at()
             if _hides_tensor(item):
@@ -82,7 +96,10 @@ class LogRecorder:
     def record(self, target: str, method: str, role: OutputRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Remember one call; returns its position."""
         name = f"{method} {len(self.calls)}" + (f" of {target}" if target else "")
-        lifted = self.lift(args, role, name), self.lift(kwargs, role, name)
+        shared = method == "numpy" and args[0] == "array"
+        as_it_is = functools.partial(self._add_as_it_is, shared=shared)
+        add = None if method in _KEEP else as_it_is
+        lifted = self.lift(args, role, name, add), self.lift(kwargs, role, name, add)
         call = RecordedCall(target, method, *lifted, user_location() or "")
         self.calls.append(call)
         return len(self.calls) - 1

@@ -109,7 +109,9 @@ class SeenEffect(Effect):
         known = len(self._before)
         if not isinstance(holder, Entries) or self._after[:known] != self._before:
             return None
-        return [Entry(holder, key, MISSING) for key, _ in self._after[known:] if is_simple(key)]
+        if not all(is_simple(key) for key, _ in self._after[known:]):
+            return None  # a key that is another one in the next step: a recorded number, an object
+        return [Entry(holder, key, MISSING) for key, _ in self._after[known:]]
 
     def _put(self, items: list[tuple[Any, Any]]) -> None:
         with contextlib.suppress(*CANNOT_BE_PUT):

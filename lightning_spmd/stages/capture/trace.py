@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError
+from lightning_spmd.errors import CaptureError, none_swallowed
 from lightning_spmd.ir.guards import BatchGuard, Guards
 from lightning_spmd.ir.layout import densely
 from lightning_spmd.ir.node_info import Section, TensorSpec
@@ -105,7 +105,7 @@ class _Capture:
         self.recorder = Recorder(self.fake_mode, request.answers, split=request.rows is not None)
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = Outputs(self.recorder)
-        self.logs = LogRecorder(self.outputs.add)
+        self.logs = LogRecorder(self.outputs.add, self.outputs.add_as_it_is)
         self.names = parameter_names(request.module, request.optimizer)
         optimizer = request.optimizer
         self.swap: OptimizerSwap | OptimizerSwaps | None = None
@@ -182,7 +182,7 @@ class _Capture:
                     self.python.sightings.root(Attributes, part, "optimizer").see("step")
                 stack.enter_context(self.by_hand.active())
             with explained(self.recorder, lambda: name_of_part(self.recorder, request.optimizer)):
-                with self.python.watch.active(), self.looks.followed():
+                with none_swallowed(), self.python.watch.active(), self.looks.followed():
                     if self.by_hand is not None:
                         with torch.enable_grad():
                             self._step_alone(batch)
@@ -355,7 +355,7 @@ class _Capture:
     def _finish(self) -> CapturedStep:
         recorder, request, graph = self.recorder, self.request, self.recorder.graph
         program = decision_program(graph, recorder.decisions)
-        graph.output(tuple(self.outputs.nodes)).meta["val"] = None
+        graph.output(self.outputs.packed(by_hand=self.by_hand is not None)).meta["val"] = None
         simplify_strided_gradients(graph)
         share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
         writes_apart(graph)
