@@ -13,7 +13,7 @@ from rich.text import Text
 from lightning_spmd.planning.contents import KINDS
 from lightning_spmd.planning.facts import pattern
 from lightning_spmd.planning.search import Search, described
-from lightning_spmd.planning.units import bytes_text, count_text, seconds_text
+from lightning_spmd.planning.units import bytes_text, count_text, nodes_text, seconds_text
 
 ROWS = 10
 """Of a table whose rows have no end."""
@@ -75,16 +75,12 @@ def _header(facts: Facts) -> Text:
         f", {run['between']['name']} between" if run["nodes"] > 1 else ""
     )
     lines = [
-        f"{run['ranks']} × {run['device']['name']} ({_nodes(run)}; {links})",
+        f"{run['ranks']} × {run['device']['name']} ({nodes_text(run)}; {links})",
         f"mesh: {mesh}; strategy: {options}",
         f"precision {run['precision']}; batch {run['rows']} a data rank, {run['global_rows']} in all; "
         f"{count_text(facts['memory']['parameters'])} parameters",
     ]
     return Text("\n".join(lines) + "\n")
-
-
-def _nodes(run: Mapping[str, Any]) -> str:
-    return "one node" if run["nodes"] == 1 else f"{run['nodes']} nodes of {run['devices']}"
 
 
 def _short(value: Any) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 def bytes_text(size: float) -> str:
     """``12.3 MiB``."""
@@ -26,6 +29,11 @@ def count_text(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.{_digits(count / scale)}f} {unit}"
     return f"{count:.0f}"
+
+
+def nodes_text(run: Mapping[str, Any]) -> str:
+    """``4 nodes of 8``."""
+    return "one node" if run["nodes"] == 1 else f"{run['nodes']} nodes of {run['devices']}"
 
 
 def _digits(value: float) -> int:

@@ -69,6 +69,12 @@ def test_the_page_has_its_pictures_and_needs_nothing_else() -> None:
         assert word in said
 
 
+def test_one_node_is_no_plural() -> None:
+    facts = {**_facts(), "run": {**_facts()["run"], "nodes": 1}}
+    assert "2 nodes of 2: " in page_of(_facts())
+    assert "<p>one node: " in page_of(facts)
+
+
 def test_names_of_modules_cannot_break_the_page() -> None:
     facts = json.loads(json.dumps(_facts()).replace("layers.", "<b>&."))
     text = page_of(facts)

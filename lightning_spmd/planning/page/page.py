@@ -11,7 +11,7 @@ from lightning_spmd.planning.page.modules import flow, tree
 from lightning_spmd.planning.page.sharding import sharding
 from lightning_spmd.planning.page.style import SCRIPT, STYLE
 from lightning_spmd.planning.page.timeline import memory_curve, timeline
-from lightning_spmd.planning.units import bytes_text, count_text, seconds_text
+from lightning_spmd.planning.units import bytes_text, count_text, nodes_text, seconds_text
 
 Facts = Mapping[str, Any]
 _SECTIONS = {"time": "Time", "memory": "Memory", "graph": "Modules", "layers": "Sharding", "messages": "Messages"}
@@ -54,7 +54,7 @@ def _header(facts: Facts, title: str) -> str:
     mesh = " × ".join(f"{name} {size}" for name, size in run["mesh"].items() if size > 1) or "one device"
     network = f", {run['between']['name']} between nodes" if run["nodes"] > 1 else ""
     said = (
-        f"{run['nodes']} nodes of {run['devices']}: {mesh}. {run['within']['name']} in a node{network}. Precision "
+        f"{nodes_text(run)}: {mesh}. {run['within']['name']} in a node{network}. Precision "
         f"{run['precision']}, {run['rows']} rows a data rank, {run['global_rows']} in all. Predicted, not measured."
     )
     links = tag("nav", "".join(tag("a", text, href=f"#{name}") for name, text in _SECTIONS.items()))
