@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
 _LOCATION = re.compile(r"\bat (\S[^\n:]*):(\d+)\b")
@@ -110,7 +111,8 @@ class _Above:
 @contextlib.contextmanager
 def _above_the_bar() -> Iterator[None]:
     """Handlers of Lightning's logger that write on the terminal print above the bar; files and others as ever."""
-    logger: logging.Logger | None = logging.getLogger("lightning.pytorch") if _PRINTERS else None
+    # Not by its name: where pytorch_lightning is imported as well, whichever came last has put its own there.
+    logger: logging.Logger | None = rank_zero.log if _PRINTERS else None
     moved: list[tuple[logging.StreamHandler[Any], Any]] = []
     while logger is not None:
         for handler in logger.handlers:

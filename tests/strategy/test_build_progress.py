@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import rich
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning_utilities.core import rank_zero
 
 from lightning_spmd import messages
 from lightning_spmd.strategy import build_progress
@@ -127,7 +128,7 @@ def test_lines_for_a_terminal_go_above_the_bar_and_all_others_where_they_went(tm
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     handlers = [logging.StreamHandler(terminal), logging.FileHandler(tmp_path / "log")]
-    logger, above = logging.getLogger("lightning.pytorch"), list[str]()
+    logger, above = rank_zero.log, list[str]()
     level = logger.level
     logger.setLevel(logging.INFO)
     for handler in handlers:

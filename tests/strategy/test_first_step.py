@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def alike(average: Tensor, gradient: Tensor, new: bool) -> Tensor:
 
 def looks_later(average: Tensor, gradient: Tensor, new: bool) -> Tensor:
     """Cannot be captured once there is a state: after a first step as a graph training is eager."""
-    scale = 1.0 if new else float(average.abs().sum() > 0)
+    scale = 1.0 if new else math.fsum([average.abs().sum() > 0])
     return average.lerp_(gradient, 0.1) * scale
 
 

@@ -191,22 +191,22 @@ class Clock(Eager):
         return 1.0 + 0.0 * time.time()
 
 
-class PythonRandom(Eager):
-    told = "draws from Python's `random`"
+class PythonRandom(Changed):
+    graphs = 1
 
     def read(self) -> Any:
         return random.random()
 
 
-class NumpyRandom(Eager):
-    told = "or NumPy"
+class NumpyRandom(Changed):
+    graphs = 1
 
     def read(self) -> Any:
         return numpy.random.rand()
 
 
-class OwnRandom(Eager):
-    told = "random"
+class OwnRandom(Changed):
+    graphs = 1
 
     def start(self) -> None:
         self.random = random.Random(3)
