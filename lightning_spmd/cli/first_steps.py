@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.errors import ConfigurationError, RankLostError
 from lightning_spmd.strategy.intact import damaged, why_unreadable
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -75,8 +75,8 @@ def refused_with(error: BaseException) -> str | None:
         error: that ended a training.
     """
     text = " ".join(str(error).split())
-    if isinstance(error, ConfigurationError | MisconfigurationException):
-        return text
+    if isinstance(error, ConfigurationError | MisconfigurationException | RankLostError):
+        return text  # what a lost rank ended with is in its own output
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     names = {frame.f_code.co_name for frame, _ in frames}
     if {"restore_model", "load_model_state_dict"} & names and (found := _OF_CHECKPOINTS.search(str(error))):

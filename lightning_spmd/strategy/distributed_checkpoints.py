@@ -18,7 +18,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.placement import CHUNK, REPLICATE
@@ -89,7 +92,7 @@ def save_distributed(checkpoint: dict[str, Any], path: Path, names: list[list[st
     tensors = tensors_changed(tensors, shelf.put)
     folder = _on_the_first(path, group, lambda: _fresh(name_beside(path)))
     try:
-        writer = FileSystemWriter(folder, single_file_per_rank=True)
+        writer = _Writer(folder, single_file_per_rank=True)
         state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
         _on_the_first(path, group, lambda: torch.save(rest, folder / METADATA_FILE))
         seals: list[Any] = [None] * dist.get_world_size()
@@ -100,6 +103,21 @@ def save_distributed(checkpoint: dict[str, Any], path: Path, names: list[list[st
     finally:
         if first:
             remove(folder)
+
+
+class _Writer(FileSystemWriter):
+    """Says what the system said. torch's stream wraps it, and what wraps it is all that the other ranks get."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            inner: BaseException | None = error
+            while inner is not None and not isinstance(inner, OSError):
+                inner = inner.__cause__ or inner.__context__
+            if inner is None:
+                raise
+            raise OSError(inner.errno, inner.strerror or str(inner)) from error
 
 
 def _on_the_first(path: Path, group: Any, action: Callable[[], T]) -> T:

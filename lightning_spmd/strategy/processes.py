@@ -25,6 +25,7 @@ from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.advice import advice_on
 from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.ranks import Processes, Ranks
+from lightning_spmd.strategy.rendezvous import NoAnswerError, meet_first
 from lightning_spmd.strategy.replaced_tensors import keeping_attributes
 from lightning_spmd.strategy.slurm import SlurmLauncher, check_tasks, choose_port, meet, step_name
 
@@ -125,8 +126,10 @@ class ProcessStrategy(ParallelStrategy):
             address, port = cluster.main_address, cluster.main_port
             _kept_open = meet(address, port, self.global_rank, step_name(), self.timeout)
         try:
+            if not isinstance(cluster, SLURMEnvironment) and not dist.is_initialized():
+                meet_first(cluster.main_address, cluster.main_port, self.global_rank, self.timeout)
             yield
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
+        except (dist.DistNetworkError, dist.DistStoreError, NoAnswerError) as error:
             raise ConfigurationError(
                 f"rank {self.global_rank} cannot meet the others at {cluster.main_address}, port {cluster.main_port} "
                 f"({str(error).splitlines()[0]}): perhaps the port is in use by another program or run, or rank 0 "

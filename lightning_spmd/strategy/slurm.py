@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import warn
+from lightning_spmd.strategy.rendezvous import connected
 
 JOB = "slurm_job"
 """In this package's part of a checkpoint: which job wrote it."""
@@ -187,7 +188,7 @@ def meet(address: str, port: int, rank: int, step: str, timeout: timedelta | Non
         patience = min(_SAY_SO.total_seconds(), until - time.monotonic())
         try:
             patient = timedelta(seconds=max(patience, 1))
-            store = _distributed.TCPStore(address, port, is_master=False, timeout=patient, wait_for_workers=False)
+            store = connected(address, port, patient)
             found = store.get(_IDENTITY).decode()
             break
         except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:

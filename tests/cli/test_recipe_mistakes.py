@@ -14,6 +14,7 @@ from lightning_spmd import messages
 from lightning_spmd.cli.first_steps import refused_with
 from lightning_spmd.cli.recipe_files import mistake_in_recipes
 from lightning_spmd.cli.trainer_values import wrong_value
+from lightning_spmd.errors import RankLostError
 
 from .conftest import Run
 from .recipe import RECIPE, tiny
@@ -344,6 +345,11 @@ def test_a_bug_keeps_its_traceback() -> None:
     assert refused_with(raised(lambda: torch.zeros(2) @ torch.zeros(3))) is None
     assert refused_with(raised(lambda: int("x"))) is None
     assert refused_with(MisconfigurationException("said\n so")) == "said so"
+
+
+def test_another_ranks_end_is_one_line() -> None:
+    lost = RankLostError("rank 1 failed with ValueError: no\n (at data.py:3). This rank was waiting")
+    assert refused_with(lost) == "rank 1 failed with ValueError: no (at data.py:3). This rank was waiting"
 
 
 def test_a_recipe_without_its_flag_is_told_the_flag(run: Run) -> None:

@@ -48,12 +48,19 @@ class DiesInCapture(Net):
     """Python sees training_step while it is captured, and when a graph is looked at again."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.job is not None and self.trainer.global_step >= self.at:
+        if self.job is not None and _begun[-1] >= self.at:
             die(self.job)
         return super().training_step(batch, batch_idx)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        _begun.append(self.trainer.global_step)
+
     job: Job | None = None
     at = 0
+
+
+_begun = [0]
+"""Steps. What one rank alone asked the Trainer for in training_step would be a difference between the ranks."""
 
 
 def _in_capture(case: Case) -> Account:

@@ -142,3 +142,22 @@ def test_a_folders_files_are_sealed(tmp_path: Path) -> None:
         change(spoilt / "__1_0.distcp")
         found = [damage_of_folder(spoilt, rank, 2) for rank in (0, 1)]
         assert words in found
+
+
+def test_a_part_that_could_not_be_written_says_what_the_system_said(tmp_path: Path) -> None:
+    """The other ranks get the error without its context: torch's stream says "unexpected pos" around it."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    from lightning_spmd.strategy.distributed_checkpoints import _Writer
+
+    def write(*_: Any) -> Any:
+        try:
+            raise OSError(27, "File too large")
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+
+    with (
+        mock.patch.object(FileSystemWriter, "write_data", side_effect=write),
+        pytest.raises(OSError, match="File too large"),
+    ):
+        _Writer(tmp_path).write_data(mock.Mock(), mock.Mock())

@@ -1,0 +1,102 @@
+"""Ranks that look for the first one at its port, where something else may listen that never answers them.
+
+torch's client of a store waits for an answer without a limit once it is connected, whatever its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_distributed: Any = dist  # pyright does not know its stores
+_LONGEST = timedelta(minutes=30)
+"""Torch's own limit, where nobody gave one."""
+ANSWER = timedelta(minutes=5)
+"""How long something that takes connections may leave them without an answer; a proxy may take them before rank 0."""
+_LOOK = 5.0
+"""Seconds between two looks whether anything takes connections."""
+_CAME = "lightning_spmd/came/"
+
+
+class NoAnswerError(RuntimeError):
+    """Something listens at the port, and it is no store of torch's."""
+
+
+def connected(address: str, port: int, timeout: timedelta, answer: timedelta = ANSWER) -> Any:
+    """A client of the first rank's store.
+
+    Args:
+        address: of the first rank's node.
+        port: there.
+        timeout: how long to wait until something listens there.
+        answer: how long that may take to answer, if it is less.
+
+    Raises:
+        NoAnswerError: what listens does not answer as a store.
+    """
+    found: list[Any] = []
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            found.append(_distributed.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False))
+        except Exception as error:
+            failed.append(error)
+
+    # Left behind where there is no answer: it ends with the process.
+    thread = threading.Thread(target=connect, daemon=True, name="rendezvous")
+    thread.start()
+    begun = time.monotonic()
+    taken: float | None = None
+    limit = begun + timeout.total_seconds() + 1.0  # torch's own comes first
+    while thread.is_alive():
+        thread.join(max(min(_LOOK, limit - time.monotonic()), 0.01))
+        now = time.monotonic()
+        if thread.is_alive() and taken is None and _takes_connections(address, port):
+            taken = begun if now - begun < 2 * _LOOK else now  # at the first look: it was there from the start
+            limit = taken + min(timeout, answer).total_seconds()
+        if thread.is_alive() and now >= limit:
+            what = "nothing listens there" if taken is None else "what listens there does not answer as rank 0 would"
+            raise NoAnswerError(f"{what}, for {now - (taken or begun):.0f} s")
+    if failed:
+        error = failed[0]
+        raise NoAnswerError("what listens there answers, but not as rank 0 would") if _is_foreign(error) else error
+    return found[0]
+
+
+def meet_first(address: str, port: int, rank: int, timeout: timedelta | None) -> None:
+    """Before a rank joins the first one: see that it is there, and that no other process has come as this rank.
+
+    Args:
+        address: of the first rank's node.
+        port: there.
+        rank: of this process.
+        timeout: how long to wait for it; None: 30 minutes.
+
+    Raises:
+        NoAnswerError: it is another program, or the first rank of another run.
+    """
+    if rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the agent's, which is there already
+        return
+    store = connected(address, port, timeout or _LONGEST)
+    this = f"process {os.getpid()} on {socket.gethostname()}"
+    first = store.compare_set(f"{_CAME}{rank}", "", this).decode()
+    if first != this:
+        raise NoAnswerError(f"{first} has come as rank {rank} before {this}")
+
+
+def _takes_connections(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1.0):
+        return True
+    return False
+
+
+def _is_foreign(error: Exception) -> bool:
+    return "Ping failed" in str(error) or "invalid nonce" in str(error)
