@@ -24,6 +24,7 @@ from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.parallel_plan import check_data_parallel
 from lightning_spmd.strategy.alike import check_same_tensors
 from lightning_spmd.strategy.boundary import names_lost_ranks
+from lightning_spmd.strategy.claims import Claims
 from lightning_spmd.strategy.evaluating import Evaluation
 from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.feature import Mode
@@ -178,6 +179,7 @@ class SPMDStrategy(SavingStrategy):
         self.dump_dir = checked_folder(dump_dir)
         updates, batches = checked_updates(bf16_updates), checked_batch(batch)
         self._settings = GraphSettings(ranks, self.build_options, self.dump_dir, [], updates, batches)
+        self._claims = Claims()
         steps = StepsInGraphs()
         self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random)
         self.accounts = self._training.accounts
@@ -211,6 +213,7 @@ class SPMDStrategy(SavingStrategy):
             in_parts = lambda: self._layout.plan.needs_graphs or self._layout.save_distributed  # noqa: E731
             save_only_whole(trainer, lambda: self._training.iteration, alone=self.is_distributed, in_parts=in_parts)
         meet_at_borders(trainer, self._ranks.control)
+        self._claims.begin(trainer, self._ranks.control)
         self.requests, self._requeue = begin_requests(trainer, self._ranks.control, self._random)
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
@@ -227,6 +230,7 @@ class SPMDStrategy(SavingStrategy):
 
     @override
     def teardown(self) -> None:
+        self._claims.end()
         module = self.lightning_module
         if module is not None and private.is_attached(module):
             trainer: Any = module.trainer

@@ -13,7 +13,7 @@ import torch
 
 from tests.reliability.fault import Account, Fault
 
-_HANGS = ("hung", "s to end")
+_HANGS, _LATE = ("hung",), ("s to end",)
 _LOSSES = ("lost", "does not load", "continued run", "ended with another", "was not written")
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 
@@ -32,7 +32,7 @@ class Entry:
     @property
     def kind(self) -> str:
         """The worst of its problems; empty where there is none."""
-        for kind, words in (("hang", _HANGS), ("loss", _LOSSES)):
+        for kind, words in (("hang", _HANGS), ("loss", _LOSSES), ("late", _LATE)):
             if any(word in problem for problem in self.problems for word in words):
                 return kind
         return "other" if self.problems else ""
@@ -79,8 +79,8 @@ class Results:
         lines = [
             f"Two ranks on the CPU, gloo, {runs}.",
             "",
-            "| fault | what should come of it | runs | hangs | losses | other misses | seconds | exit codes |",
-            "|---|---|---:|---:|---:|---:|---:|---|",
+            "| fault | what should come of it | runs | hangs | losses | late | other misses | seconds | exit codes |",
+            "|---|---|---:|---:|---:|---:|---:|---:|---|",
         ]
         rows = [(fault, [e for e in self._entries if e.fault == fault.name]) for fault in faults]
         return "\n".join(lines + [_row(fault, found) for fault, found in rows if found])
@@ -94,7 +94,7 @@ def _row(fault: Fault, entries: Sequence[Entry]) -> str:
         fault.what,
         fault.result,
         len(entries),
-        *(kinds.count(kind) for kind in ("hang", "loss", "other")),
+        *(kinds.count(kind) for kind in ("hang", "loss", "late", "other")),
         f"{statistics.median(seconds):.1f}, {max(seconds):.1f}",
         "; ".join(codes),
     )
