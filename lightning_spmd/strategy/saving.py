@@ -148,12 +148,14 @@ class SavingStrategy(ProcessStrategy):
         if module is None:
             super().load_model_state_dict(checkpoint, strict)
             return
-        with self._layout.loading(checkpoint["state_dict"], module) as parts:
-            try:
+        try:
+            with self._layout.loading(checkpoint["state_dict"], module) as parts:
                 super().load_model_state_dict({**checkpoint, "state_dict": parts}, strict)
-            except RuntimeError as error:
-                error.add_note(f"the checkpoint {self._loaded} may be one of another model: build the module it is of")
-                raise
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{self._loaded}: {error}") from None
+        except RuntimeError as error:
+            error.add_note(f"the checkpoint {self._loaded} may be one of another model: build the module it is of")
+            raise
 
     @override
     @names_lost_ranks

@@ -32,10 +32,12 @@ class Entry:
     @property
     def kind(self) -> str:
         """The worst of its problems; empty where there is none."""
-        for kind, words in (("hang", _HANGS), ("loss", _LOSSES), ("late", _LATE)):
+        for kind, words in (("hang", _HANGS), ("loss", _LOSSES)):
             if any(word in problem for problem in self.problems for word in words):
                 return kind
-        return "other" if self.problems else ""
+        if not self.problems:
+            return ""
+        return "late" if all(word in problem for problem in self.problems for word in _LATE) else "other"
 
 
 class Results:

@@ -144,6 +144,16 @@ def test_a_folders_files_are_sealed(tmp_path: Path) -> None:
         assert words in found
 
 
+@pytest.mark.parametrize("index", range(8))
+def test_a_file_that_ends_too_early_is_named(index: int, tmp_path: Path) -> None:
+    """Some ends make the archive's reader look before the file's beginning: "Invalid argument", without a name."""
+    path = tmp_path / "last.ckpt"
+    _write(path, 1)
+    _cut(path, index)
+    with pytest.raises(ConfigurationError, match="last.ckpt cannot be read: "):
+        SPMDStrategy().load_checkpoint(path, weights_only=False)
+
+
 def test_a_part_that_could_not_be_written_says_what_the_system_said(tmp_path: Path) -> None:
     """The other ranks get the error without its context: torch's stream says "unexpected pos" around it."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
