@@ -20,6 +20,7 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.checkpoints import is_distributed_checkpoint
+from lightning_spmd.strategy.claims import Claims
 from lightning_spmd.strategy.intact import check_is_training, damage_of_file, damage_of_folder, damaged, why_unreadable
 from lightning_spmd.strategy.processes import ProcessStrategy
 from lightning_spmd.strategy.random_state import RandomState
@@ -51,6 +52,7 @@ class SavingStrategy(ProcessStrategy):
         self._wide_state = wide_state
         self._layout = StateLayout(ranks, save_distributed=save_distributed_checkpoint)
         self._random = RandomState()
+        self._claims = Claims()
         self.requests: Requests | None = None  # of the current run
         self._requeue: Requeue | None = None
         self._resumed: dict[str, Any] | None = None  # this package's part of the checkpoint that was read

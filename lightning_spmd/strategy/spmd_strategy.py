@@ -24,7 +24,6 @@ from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.parallel_plan import check_data_parallel
 from lightning_spmd.strategy.alike import check_same_tensors
 from lightning_spmd.strategy.boundary import names_lost_ranks
-from lightning_spmd.strategy.claims import Claims
 from lightning_spmd.strategy.evaluating import Evaluation
 from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.feature import Mode
@@ -179,7 +178,6 @@ class SPMDStrategy(SavingStrategy):
         self.dump_dir = checked_folder(dump_dir)
         updates, batches = checked_updates(bf16_updates), checked_batch(batch)
         self._settings = GraphSettings(ranks, self.build_options, self.dump_dir, [], updates, batches)
-        self._claims = Claims()
         steps = StepsInGraphs()
         self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random)
         self.accounts = self._training.accounts
