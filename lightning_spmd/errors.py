@@ -60,6 +60,13 @@ def none_swallowed() -> Iterator[None]:
         raise made[0]
 
 
+def answered(errors: list[CaptureError]) -> None:
+    """What torch tried in vain, in ways that it tries one after the other, was done in another: not swallowed."""
+    made = _made.get()
+    if made is not None:
+        made[:] = [error for error in made if all(error is not other for other in errors)]
+
+
 class StaleGraphError(SPMDError):
     """The graph in use does not do any more what the Python code does, and nobody can say since when.
 

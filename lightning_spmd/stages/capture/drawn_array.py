@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_spmd.errors import CaptureError
+from lightning_spmd.errors import CaptureError, answered
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.later_array import BINARY, COMPARED, METHODS
 from lightning_spmd.stages.capture.user_code import user_location
@@ -35,6 +35,7 @@ class DrawnArray:
 
     def __init__(self, value: Any, text: str, read: Callable[[], Any], made: Input, tensor: MakeTensor) -> None:
         self._value, self._text, self._read, self._made, self._tensor = value, text, read, made, tensor
+        self._asked: list[CaptureError] = []
 
     # ------------------------------------------------------------------ what NumPy makes of it
     def _apply(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -89,16 +90,24 @@ class DrawnArray:
         """``torch.from_numpy(array)`` and the like; an array that is drawn in each step is nobody else's."""
         return self._tensor(self._value, self._read, lambda value: function(value.copy(), *args, **kwargs))
 
+    def as_index(self) -> torch.Tensor:
+        """``tensor[array]``: torch asks first whether it is a number or a sequence, on the same line."""
+        answered([error for error in self._asked if error.location == user_location()])
+        self._asked.clear()
+        return self.as_tensor(torch.as_tensor, (), {})
+
     def looked_into(self) -> None:
         """It goes where it would be looked into when the graph has run, and there is none of it then."""
         self._refused()
 
     def _refused(self, *_: Any, **__: Any) -> Any:
-        raise CaptureError(
+        error = CaptureError(
             f"{the_step()} looks into an array of random numbers ({self._text}), which no graph can follow; hand it to "
             "torch (torch.from_numpy), or draw with torch",
             user_location(),
         )
+        self._asked.append(error)
+        raise error
 
     __array__ = __setitem__ = __bool__ = __float__ = __int__ = __index__ = __contains__ = __str__ = __repr__ = _refused
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = _refused

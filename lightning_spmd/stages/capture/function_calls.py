@@ -139,7 +139,7 @@ class FunctionCalls(TorchFunctionMode):
 def _drawn_as_tensors(argument: Any) -> Any:
     """An index with drawn arrays as tensors."""
     if type(argument) is DrawnArray:
-        return argument.as_tensor(torch.as_tensor, (), {})
+        return argument.as_index()
     return tuple(map(_drawn_as_tensors, argument)) if type(argument) is tuple else argument
 
 
