@@ -44,7 +44,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "longer": lambda data: data + b"\0",
     "a flipped bit in the format": lambda data: bytes([data[0] ^ 1]) + data[1:],
     "a flipped bit in the versions": lambda data: data[:25] + bytes([data[25] ^ 1]) + data[26:],
-    "a flipped bit in the seal": lambda data: data[: -len(CONTENT) - 1] + b"?" + data[-len(CONTENT) :],
+    "a flipped bit in the seal": lambda data: (
+        data[: -len(CONTENT) - 1] + bytes([data[-len(CONTENT) - 1] ^ 1]) + data[-len(CONTENT) :]
+    ),
     "a flipped bit in the content": lambda data: data[:-9] + bytes([data[-9] ^ 128]) + data[-8:],
 }
 
