@@ -256,7 +256,10 @@ LONG: dict[str, tuple[str, ...]] = {
         "1e_4[mlp-zero3]",
         "1e_4[mlp-replicate]",
     ),
-    "tests/strategy/test_many_fits.py": ("test_a_module_outlives_its_trainer",),
+    "tests/strategy/test_many_fits.py": (
+        "test_a_module_outlives_its_trainer",
+        "test_after_one_rank_failed_alone[replicate]",
+    ),
     "tests/strategy/test_memory_layouts.py": (
         "test_what_nobody_updates_may_overlap[replicate]",
         "sees_lie_as_their_parameters[replicate]",
