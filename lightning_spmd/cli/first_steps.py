@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_spmd.errors import ConfigurationError, RankLostError
+from lightning_spmd.errors import ConfigurationError, RankLostError, SPMDError, VerificationError
 from lightning_spmd.strategy.intact import damaged, why_unreadable
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -71,12 +71,17 @@ def refusals_in_one_line(command: str) -> Iterator[None]:
 def refused_with(error: BaseException) -> str | None:
     """What was refused, in one line; None if the error is no refusal.
 
+    What the strategy raises on purpose says itself what happened, where, and what to do, in as many lines as it has: a
+    checkpoint that a full disk took no more of, ranks that do not do the same.
+
     Args:
         error: that ended a training.
     """
     text = " ".join(str(error).split())
     if isinstance(error, ConfigurationError | MisconfigurationException | RankLostError):
         return text  # what a lost rank ended with is in its own output
+    if isinstance(error, SPMDError) and not isinstance(error, VerificationError):  # that one is a defect of ours
+        return str(error).strip()
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     names = {frame.f_code.co_name for frame, _ in frames}
     if {"restore_model", "load_model_state_dict"} & names and (found := _OF_CHECKPOINTS.search(str(error))):

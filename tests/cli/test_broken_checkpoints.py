@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.cli.first_steps import refused_with
 from lightning_spmd.errors import ConfigurationError
+from tests.cli.conftest import Run
+from tests.cli.recipe import tiny
 
 
 def _truncated(path: Path) -> None:
@@ -76,6 +79,23 @@ def test_a_disk_that_cannot_be_read_is_no_broken_checkpoint(tmp_path: Path, monk
     monkeypatch.setattr(torch, "load", fails)
     with pytest.raises(OSError, match="Input/output error"):
         SPMDStrategy().load_checkpoint(path)
+
+
+def test_a_full_disk_in_the_middle_of_training_is_one_line(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 40)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    status, _, error = run("fit", *tiny(text, tmp_path / "results"))
+    assert status == 1
+    assert "Traceback" not in error, error
+    (line,) = [line for line in error.splitlines() if "error: " in line]
+    assert all(word in line for word in ("could not be written: No space left on device", ".ckpt", "MiB are free"))
 
 
 class _Config(dict[str, Any]):

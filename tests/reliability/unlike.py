@@ -101,7 +101,7 @@ def _flags(job: Job, index: int) -> dict[str, Any]:
 
 
 def _trainers_flags(job: Job, index: int) -> dict[str, Any]:
-    name, value = (("gradient_clip_val", 0.5), ("accumulate_grad_batches", 2), ("max_epochs", 1))[index % 3]
+    name, value = (("gradient_clip_val", 0.5), ("accumulate_grad_batches", 2), ("limit_train_batches", 3))[index % 3]
     os.environ[f"PL_TRAINER_{name.upper()}"] = str(value)
     return {}
 
@@ -186,7 +186,7 @@ _ROWS = (
     ),
     (
         "other Trainer flags",
-        "clipping, accumulation or max_epochs are set on one rank alone (`PL_TRAINER_...`)",
+        "clipping, accumulation or limit_train_batches are set on one rank alone (`PL_TRAINER_...`)",
         "all ranks end with an error that names the ranks and where they differ",
         lambda c: _differs(c, _trainers_flags, *_NAMES),
     ),
