@@ -51,6 +51,7 @@ from lightning_spmd._private_api.inductor_names import (
     profiler_is_on,
 )
 from lightning_spmd._private_api.lightning_names import (
+    RANK_ZERO_CODE,
     SubprocessScriptLauncher,
     accumulates,
     after_closure,
@@ -68,6 +69,7 @@ from lightning_spmd._private_api.lightning_names import (
     logs_this_step,
     no_requeued_checkpoint,
     optimizers_to_device,
+    rank_zero_only_rank,
     reduce_over_ranks,
     requeue_checkpoint,
     set_rank_zero_only,
@@ -226,6 +228,8 @@ __all__ = [
     "reduce_over_ranks",
     "requeue_checkpoint",
     "returns_alias",
+    "RANK_ZERO_CODE",
+    "rank_zero_only_rank",
     "set_rank_zero_only",
     "shard_over",
     "skips_backward",

@@ -116,6 +116,7 @@ class RecordedCall:
         args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, what
             came with the batch and is not a tensor by :class:`LeafRef`.
         source: ``file:line`` of the call, empty where unknown.
+        on_rank_zero: whether rank 0 alone makes it.
     """
 
     target: str
@@ -123,6 +124,7 @@ class RecordedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     source: str = ""
+    on_rank_zero: bool = False
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,9 @@ def replay(
     """
     results: list[Any] = []
     for call in recorded.calls:
+        if call.on_rank_zero and not _is_rank_zero(module):
+            results.append(None)
+            continue
         target = module.get_submodule(call.target) if call.target else module
         args = resolve(call.args, outputs, leaves, results)
         kwargs = resolve(call.kwargs, outputs, leaves, results)
@@ -99,6 +102,10 @@ def replay(
         else:
             results.append(getattr(target, call.method)(*args, **kwargs))
     return results
+
+
+def _is_rank_zero(module: Any) -> bool:
+    return bool(module.trainer.is_global_zero)
 
 
 def _added(container: Any, item: Any) -> None:

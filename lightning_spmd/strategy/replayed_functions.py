@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from lightning_spmd.stages.capture.logger_calls import Itself
 
 
 def _text(pieces: Sequence[str], values: Sequence[Any], specs: Sequence[str]) -> str:
@@ -43,9 +46,21 @@ def _array(tensor: Tensor) -> Any:
     return tensor.detach().cpu().clone().numpy()  # an array of its own, as the graph may write again where it was
 
 
+def _logger(root: Any, names: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
+    """A call of a logger, or of something of it."""
+    return _of_logger(root, names)(*args, **kwargs)
+
+
+def _of_logger(root: Any, names: Sequence[str]) -> Any:
+    found: Any = root.subject if isinstance(root, Itself) else root
+    return functools.reduce(getattr, names, found)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "print()": print,
     "logging": _log,
     "text": _text,
     "numpy": _numpy,
+    "logger": _logger,
+    "logger's": _of_logger,
 }

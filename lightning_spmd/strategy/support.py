@@ -332,10 +332,10 @@ FEATURES: tuple[Feature, ...] = (
         f"{_MORE}::test_print_runs_each_step",
     ),
     Feature(
-        "self.logger in training_step",
-        Mode.EAGER,
-        "found at capture; use self.log, or the logger in on_train_batch_end",
-        f"{_MORE}::test_direct_use_of_the_logger_runs_eagerly",
+        "self.logger, self.loggers in training_step",
+        Mode.COMPILED,
+        "their calls are replayed each step with real values; what a call returns cannot be used there",
+        "tests/strategy/test_logger_calls.py::test_loggers_are_told_what_eager_training_tells",
     ),
     Feature(
         "training_step returns None",

@@ -6,6 +6,7 @@ import contextvars
 import dataclasses
 import inspect
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ class _HookedInVain(_Hooked):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.logger.log_metrics({"batch": batch_idx}, batch_idx)  # type: ignore[union-attr]
+        time.perf_counter()
         return loss
 
 

@@ -116,20 +116,6 @@ def test_print_runs_each_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed == pytest.approx(ours.losses, abs=1e-4)
 
 
-def test_direct_use_of_the_logger_runs_eagerly() -> None:
-    class Logging(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self.loss(batch)
-            if self.logger is not None:
-                self.logger.log_metrics({"mine": float(loss)}, step=batch_idx)
-            return loss
-
-    ours = run(Logging)
-    assert ours.mode == "eager"
-    assert any("training_step uses self.logger" in text for text in ours.warnings), ours.warnings
-    assert ours.losses == run(Logging, "auto").losses
-
-
 def test_a_skipped_batch_equals_eager() -> None:
     class Skipping(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:

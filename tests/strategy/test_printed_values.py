@@ -52,6 +52,7 @@ class Texts(Keeps):
         print(message)
         LOGGER.warning(message)
         LOGGER.warning("%.3f", loss.item())
+        LOGGER.debug(f"nobody sees {loss.item():.3f}")
         self.texts.append(f"{float(loss):.3f}!")
         return loss
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import batch_hook, the_step
-from lightning_spmd.stages.capture import attribute_spy
+from lightning_spmd.stages.capture import attribute_spy, followed_classes
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of
 from lightning_spmd.stages.capture.recorded_builtins import Builtins
 from lightning_spmd.stages.capture.same_state import SIMPLE
@@ -62,6 +62,7 @@ _NO_GUESTS = (
 _OF_NO_INTEREST: frozenset[type] = SIMPLE | {
     Tensor, torch.nn.Parameter, private.FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool,
 }  # fmt: skip
+_OF_ATTRIBUTES = (attribute_spy.__file__, followed_classes.__file__)
 _GETTER = re.compile(r"(is|are|get|has)_\w+|\w+_(enabled|available)|getcwd|getpid")
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 
@@ -125,6 +126,16 @@ class FrameWatch:
     def go_on(self) -> None:
         """After a :meth:`pause` that gave true."""
         sys.setprofile(self._hook)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing of interest happens."""
+        watched = self.pause()
+        try:
+            yield
+        finally:
+            if watched:
+                self.go_on()
 
     # ------------------------------------------------------------------ events
     def _sieve(self) -> Callable[[FrameType, str, Any], None]:
@@ -242,7 +253,7 @@ class FrameWatch:
                 self.walk.look_at(value, f"{name} of {code.co_qualname}", facts)
 
     def _gives_back(self, frame: FrameType, value: Any, facts: CodeFacts) -> None:
-        if frame.f_code.co_filename == attribute_spy.__file__:
+        if frame.f_code.co_filename in _OF_ATTRIBUTES:
             return  # reading an attribute, which is noted there
         look = self.walk.look_at if self._facts.get(id(frame.f_code)) is not None else self.walk.look_at_gift
         look(value, f"what {frame.f_code.co_qualname}() gives", facts)

@@ -27,8 +27,10 @@ from lightning_spmd.stages.capture.drawn_array import DrawnArray
 from lightning_spmd.stages.capture.host_scalar import scalar_of
 from lightning_spmd.stages.capture.later_array import LaterArray
 from lightning_spmd.stages.capture.later_value import LaterValue, LaterValues, reference_to
+from lightning_spmd.stages.capture.logger_calls import LoggerCalls
 from lightning_spmd.stages.capture.metric_values import MetricValue, of_this_batch
 from lightning_spmd.stages.capture.printed import prints_followed
+from lightning_spmd.stages.capture.rank_zero import is_for_rank_zero, rank_zero_functions_run
 from lightning_spmd.stages.capture.texts import Texts
 from lightning_spmd.stages.capture.user_code import user_location
 
@@ -53,6 +55,7 @@ class LogRecorder:
     ) -> None:
         self.calls: list[RecordedCall] = []
         self.texts = Texts()
+        self.loggers = LoggerCalls(self._function)
         self.on_metric: Callable[[str, Metric], None] = lambda _path, _metric: None
         self._add_output, self._add_as_it_is = add_output, add_as_it_is
 
@@ -100,7 +103,7 @@ class LogRecorder:
         as_it_is = functools.partial(self._add_as_it_is, shared=shared)
         add = None if method in _KEEP else as_it_is
         lifted = self.lift(args, role, name, add), self.lift(kwargs, role, name, add)
-        call = RecordedCall(target, method, *lifted, user_location() or "")
+        call = RecordedCall(target, method, *lifted, user_location() or "", is_for_rank_zero())
         self.calls.append(call)
         return len(self.calls) - 1
 
@@ -117,9 +120,12 @@ class LogRecorder:
                     stack.enter_context(_shadow(part, "log_dict", self._log_dict_method(path, part)))
                     stack.enter_context(_shadow(part, "print", self._print_method(path)))
             stack.enter_context(self.texts.active())
-            stack.enter_context(prints_followed(self._function))
+            stack.enter_context(prints_followed(self._function, self.texts.parts))
+            stack.enter_context(self.loggers.active())
+            stack.enter_context(rank_zero_functions_run())
             yield
             self.texts.check()
+            self.loggers.check(self.calls)
 
     def _function(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return self.record("", name, OutputRole.LOGGED, args, kwargs)

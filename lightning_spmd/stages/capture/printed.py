@@ -13,17 +13,20 @@ from typing import Any
 from lightning_spmd.stages.capture.user_code import is_user_code
 
 Record = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
-_ON_THE_WAY = ("logging/__init__.py", "utilities/rank_zero.py", "core/rank_zero.py", "contextlib.py")
+_LOGGING = "logging/__init__.py"
+_ON_THE_WAY = (_LOGGING, "utilities/rank_zero.py", "core/rank_zero.py", "contextlib.py")
 
 
 @contextlib.contextmanager
-def prints_followed(record: Record) -> Iterator[None]:
+def prints_followed(record: Record, drop: Callable[[str], Any]) -> Iterator[None]:
     """Inside, ``print`` and ``logging`` of the user's code are recorded instead.
 
     Args:
         record: ``(name, args, kwargs)`` of what is done after each run.
+        drop: told each text that nobody will see, for the level of its logger.
     """
     plain_print, plain_log = builtins.print, logging.Logger._log  # noqa: SLF001 - what all methods of a logger call
+    plain_question = logging.Logger.isEnabledFor
 
     def recorded_print(*args: Any, **kwargs: Any) -> None:
         if _is_of_the_user(sys._getframe(1)):  # noqa: SLF001 - documented in `sys`
@@ -38,11 +41,21 @@ def prints_followed(record: Record) -> Iterator[None]:
         else:
             plain_log(logger, level, message, args, *rest, **kwargs)
 
+    def question(logger: logging.Logger, level: int) -> bool:
+        answer, asking = plain_question(logger, level), sys._getframe(1)  # noqa: SLF001 - documented in `sys`
+        if not answer and asking.f_code.co_filename.endswith(_LOGGING):
+            for text in (asking.f_locals.get("msg"), *asking.f_locals.get("args", ())):
+                if type(text) is str:
+                    drop(text)
+        return answer
+
+    setattr(logging.Logger, "isEnabledFor", question)  # noqa: B010 - its parameter has another name
     builtins.print = recorded_print
     setattr(logging.Logger, "_log", recorded_log)  # noqa: B010 - its parameters have other names
     try:
         yield
     finally:
+        logging.Logger.isEnabledFor = plain_question
         builtins.print, logging.Logger._log = plain_print, plain_log  # noqa: SLF001 - see above
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ from lightning_spmd.stages.capture.trainer_view import TrainerView
 from lightning_spmd.stages.capture.user_code import is_user_class, user_location
 from lightning_spmd.stages.capture.walk import Walk
 
+_OF_A_RANK = ("is_global_zero", "global_rank", "local_rank", "node_rank")
 _TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -82,7 +83,9 @@ class PythonState:
         self.watch = FrameWatch(self.walk)
         self.watch.builtins.functions = self.draws.functions
         self._trainer = self.sightings.root(Fields, trainer, "trainer")
-        self.view = TrainerView(trainer, host_value, self._see_of_trainer, has_logged)
+        self.view = TrainerView(trainer, host_value, self._see_of_trainer, has_logged, self._see_loggers)
+        self.on_rank: Callable[[str], None] = lambda _: None
+        self.on_loggers: Callable[[Sequence[Any]], None] = lambda _: None
 
     # ------------------------------------------------------------------ while capturing
     @contextlib.contextmanager
@@ -130,11 +133,26 @@ class PythonState:
             self.spy.add(part)
 
     def _see_of_trainer(self, name: str) -> Entry:
+        if name in _OF_A_RANK and self._trainer.subject.world_size > 1:
+            self.on_rank(user_location() or "")
         with private.disable_dispatch_modes():  # some properties compute
             entry = self._trainer.see(name)
         if not is_simple(entry.value):
             self.sightings.places[id(entry.value)] = entry
         return entry
+
+    def _see_loggers(self, name: str) -> Any:
+        trainer = self._trainer.subject
+        holder = self.sightings.holder(Content, trainer, "trainer.loggers", None, read=_loggers_of)
+        holder.root = True
+        with private.disable_dispatch_modes():
+            holder.see("")
+        self.on_loggers(trainer.loggers)
+        return trainer.logger if name == "logger" else list(trainer.loggers)
+
+    def see_attribute(self, subject: Any, path: str, name: str) -> Any:
+        """What an object that lasts has as an attribute, for which the graph holds from now on."""
+        return self.sightings.root(Fields, subject, path).see(name).value
 
     # ------------------------------------------------------------------ afterwards
     def guard(self, forgotten: Iterable[tuple[str, str]]) -> StateGuard:
@@ -304,6 +322,10 @@ def _is_temporary(holder: Holder) -> bool:
     """Whether it holds what exists during the capture alone."""
     values = [e.value for e in holder.entries.values()]
     return holder.complete and any(isinstance(v, private.FakeTensor) or scalar_of(v) is not None for v in values)
+
+
+def _loggers_of(trainer: Any) -> tuple[int, ...]:
+    return tuple(map(id, trainer.loggers))
 
 
 def _called(function: Callable[[], Any]) -> Any:

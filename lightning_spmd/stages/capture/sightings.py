@@ -36,6 +36,7 @@ class Sightings:
         caches: functions with a ``functools.lru_cache`` that were met.
         untold: paths that cannot be compared, with the reason.
         gifts: what libraries gave to the step.
+        left_alone: ids of what is not looked into.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
@@ -52,6 +53,7 @@ class Sightings:
         self._made_here: set[int] = set()
         self._alive: list[Any] = []
         self.gifts = Gifts(self.holders, self._alive)
+        self.left_alone: set[int] = set()
 
     def holder(self, kind: type[H], subject: Any, path: str, place: Entry | None, **how: Any) -> H:
         """The holder of ``subject``; a new one if it was not met."""
@@ -97,6 +99,11 @@ class Sightings:
     def keep(self, *values: Any) -> None:
         """Keep values alive, so that their ``id`` stays theirs."""
         self._alive.append(values)
+
+    def leave_alone(self, value: Any) -> None:
+        """Nothing of ``value`` counts but what is noted elsewhere."""
+        self.left_alone.add(id(value))
+        self.keep(value)
 
     def was_made_here(self, value: Any) -> None:
         """The step itself makes ``value``."""

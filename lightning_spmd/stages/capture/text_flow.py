@@ -12,7 +12,13 @@ import dis
 from collections.abc import Sequence
 from types import CodeType, FrameType
 
-SINKS = frozenset({"print", "info", "debug", "warning", "error", "critical", "exception", "append", "rank_zero_info"})
+SINKS = frozenset(
+    {
+        "print", "info", "debug", "warning", "error", "critical", "exception", "append", "rank_zero_info", "add_text",
+        "add_scalar", "add_scalars", "add_histogram", "add_image", "add_images", "add_figure", "log_text",
+        "log_metrics", "log_metric",
+    }
+)  # fmt: skip
 """Functions and methods that take a text and tell nobody what it is."""
 _FORMATS = frozenset({"FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"})
 _CALLS = frozenset({"CALL", "CALL_KW"})

@@ -27,6 +27,7 @@ class TrainerView:
         host_value: makes a number a graph input: ``(name, value) -> SymInt``.
         see: notes an attribute of the Trainer; its value is what is read.
         has_logged: whether the step called ``self.log`` already.
+        loggers: gives what the step sees as ``trainer.logger`` or ``trainer.loggers``.
     """
 
     def __init__(
@@ -35,18 +36,16 @@ class TrainerView:
         host_value: Callable[[str, Number], Any],
         see: Callable[[str], Entry],
         has_logged: Callable[[], bool],
+        loggers: Callable[[str], Any],
     ) -> None:
-        for name, value in (("_real", trainer), ("_host_value", host_value), ("_see", see), ("_logged", has_logged)):
+        own = {"_real": trainer, "_host_value": host_value, "_see": see, "_logged": has_logged, "_loggers": loggers}
+        for name, value in own.items():
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         real = object.__getattribute__(self, "_real")
         if name in ("logger", "loggers"):
-            raise CaptureError(
-                f"{the_step()} uses self.logger: that call would run once, at capture; use self.log, or call the "
-                f"logger in {batch_hook('end')}",
-                user_location(),
-            )
+            return object.__getattribute__(self, "_loggers")(name)
         if name in ("global_step", "current_epoch"):
             return object.__getattribute__(self, "_host_value")(f"trainer.{name}", getattr(real, name))
         if name in _RESULTS and object.__getattribute__(self, "_logged")():

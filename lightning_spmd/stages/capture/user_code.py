@@ -95,6 +95,11 @@ def is_user_class(kind: type) -> bool:
     return is_user_file(filename)
 
 
+def trace_file() -> str:
+    """Where a capture calls what the user wrote."""
+    return _CAPTURE
+
+
 def user_location() -> str | None:
     """``file:line`` of the innermost frame of the user's code, or None.
 

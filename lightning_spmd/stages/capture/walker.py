@@ -123,6 +123,8 @@ class Walker(abc.ABC):
             if place is not None and not isinstance(value, private.FakeTensor):
                 self._on_tensor(value, place, facts, depth)
             return
+        if id(value) in self.sightings.left_alone:
+            return
         key = (id(value), id(facts))
         if key in self._visited:
             self.sightings.met_again(value, place)

@@ -22,3 +22,8 @@ def connect(recorder: Recorder, inputs: InputTable, python: PythonState, logs: L
     recorder.functions.on_values = python.content_of
     recorder.functions.array_of = logs.array_of
     logs.on_metric = python.see_metric
+    python.on_rank = logs.loggers.rank_is_asked
+    python.on_loggers = logs.loggers.meet
+    logs.loggers.see = python.see_attribute
+    logs.loggers.leave_alone = python.sightings.leave_alone
+    logs.loggers.unwatched = python.watch.paused
