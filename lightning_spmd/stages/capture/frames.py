@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import batch_hook, the_step
-from lightning_spmd.stages.capture import attribute_spy, followed_classes
+from lightning_spmd.stages.capture import attribute_spy, followed_classes, number_types
 from lightning_spmd.stages.capture.code_facts import CodeFacts, facts_of
 from lightning_spmd.stages.capture.recorded_builtins import Builtins
 from lightning_spmd.stages.capture.same_state import SIMPLE
@@ -62,7 +62,7 @@ _NO_GUESTS = (
 _OF_NO_INTEREST: frozenset[type] = SIMPLE | {
     Tensor, torch.nn.Parameter, private.FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool,
 }  # fmt: skip
-_OF_ATTRIBUTES = (attribute_spy.__file__, followed_classes.__file__)
+_OF_ATTRIBUTES = (attribute_spy.__file__, followed_classes.__file__, number_types.__file__)
 _GETTER = re.compile(r"(is|are|get|has)_\w+|\w+_(enabled|available)|getcwd|getpid")
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 
@@ -77,6 +77,7 @@ class FrameWatch:
         codes: of the user's frames.
         builtins: puts stand-ins of functions into modules.
         getters: functions of torch without arguments that tell them how a switch stands.
+        on_identity: told that code asks whether something *is* ``True``.
     """
 
     def __init__(self, walk: Walk) -> None:
@@ -92,6 +93,7 @@ class FrameWatch:
         self._problem: BaseException | None = None
         self._on = False
         self.builtins = Builtins()
+        self.on_identity: Callable[[], None] = lambda: None
         self._hook = self._sieve()
 
     @contextlib.contextmanager
@@ -203,6 +205,9 @@ class FrameWatch:
             self._followed.add(key)
             self.walk.look_at_globals(frame.f_globals, facts)
             self.builtins.meet(code, frame.f_globals)
+            if number_types.asks_for_identity(code, frame.f_globals):
+                number_types.refuse_undecided(frame)
+                self.on_identity()
             for name in facts.imports:
                 self._imported(name, frame.f_globals, facts)
             if facts.environment:

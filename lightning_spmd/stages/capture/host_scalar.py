@@ -15,10 +15,9 @@ become a guard on the value.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +27,13 @@ Number = bool | int | float
 
 
 class ScalarRecorder(Protocol):
-    """Where arithmetic on scalars and decisions on their values are recorded."""
+    """Where arithmetic on scalars and decisions on their values are recorded.
+
+    Attributes:
+        settles: whether a yes or no is decided at once, because somebody asks whether it *is* ``True``.
+    """
+
+    settles: bool
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
         """The result of a function of numbers, computed again in every step."""
@@ -106,22 +111,6 @@ _OPERATORS.update(
     }
 )
 _OPERATORS["sym_log2"] = math.log2
-_REFLECTED = (
-    "sqrt",
-    "exp",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "expm1",
-    "cos",
-    "sin",
-    "tan",
-    "tanh",
-    "cosh",
-    "sinh",
-    "pow",
-)
 
 
 class _Answers:
@@ -145,9 +134,6 @@ class _Answers:
 
     def is_symbolic(self) -> bool:
         return True
-
-    def is_constant(self) -> bool:
-        return False
 
     def is_nested_int(self) -> bool:
         return False
@@ -178,6 +164,7 @@ class HostScalar(_Answers):
         sample: a number of its kind, which may not be its value.
         is_read: whether it depends on what is read from a tensor.
         tensor: the tensor of which it is the only element, if it is as it was read.
+        is_settled: whether it is decided, and torch gives Python's own number in its place.
     """
 
     def __init__(
@@ -192,6 +179,7 @@ class HostScalar(_Answers):
         self.recorder = recorder
         self.is_read = later is not None
         self.tensor: torch.Tensor | None = None
+        self.is_settled = False
         self._later = later
 
     @property
@@ -209,10 +197,10 @@ class HostScalar(_Answers):
         """Whether nobody has asked yet for a number that is read from a tensor."""
         return self._later is not None
 
-    def as_symbol(self) -> torch.SymInt | torch.SymFloat | torch.SymBool:
+    def as_symbol(self) -> torch.SymInt | torch.SymFloat | torch.SymBool | bool:
         """This number as the torch type that operators and Python code accept."""
         if isinstance(self.sample, bool):
-            return torch.SymBool(self)
+            return bool(self.recorder.decide(self)) if self.recorder.settles else torch.SymBool(self)
         return torch.SymInt(self) if isinstance(self.sample, int) else torch.SymFloat(self)
 
     def argument(self) -> fx.Node | Number:
@@ -230,7 +218,11 @@ class HostScalar(_Answers):
 
         def call(*others: Any) -> HostScalar:
             numbers = [o if isinstance(o, HostScalar) else HostScalar(o, None, self.recorder) for o in others]
-            return self.recorder.scalar_call(function, (self, *numbers))
+            result = self.recorder.scalar_call(function, (self, *numbers))
+            if self.recorder.settles and isinstance(result.sample, bool):
+                self.recorder.decide(result)
+                result.is_settled = True
+            return result
 
         return call
 
@@ -241,6 +233,9 @@ class HostScalar(_Answers):
 
     def require_hint(self, fallback: Number | None = None) -> Number:
         return self.value
+
+    def is_constant(self) -> bool:
+        return self.is_settled
 
     def clone(self) -> HostScalar:
         return self
@@ -261,10 +256,10 @@ class HostScalar(_Answers):
         return self.is_unknown or bool(self.value)  # torch's own sanity checks (`base >= 0` of a power): no decision
 
     def guard_bool(self, file: str, line: int) -> bool:
-        return bool(self.recorder.decide(self))
+        return self.bool_()
 
     def guard_or_false(self, file: str, line: int) -> bool:
-        return bool(self.recorder.decide(self))
+        return self.bool_()
 
     guard_or_true = guard_size_oblivious = statically_known_true = guard_or_false
 
@@ -277,7 +272,9 @@ class HostScalar(_Answers):
         return float(self.value)
 
     def bool_(self) -> bool:
-        return bool(self.recorder.decide(self))
+        if self.is_bool():
+            return bool(self.recorder.decide(self))
+        return bool(self.recorder.decide(self.recorder.scalar_call(operator.ne, (self, self.wrap_int(0)))))
 
     def int_(self) -> int:
         return int(self.recorder.decide(self))
@@ -298,27 +295,3 @@ def scalar_of(value: Any) -> HostScalar | None:
         return None
     node = value.node
     return node if isinstance(node, HostScalar) else None
-
-
-@contextlib.contextmanager
-def math_follows_scalars(recorder: ScalarRecorder) -> Iterator[None]:
-    """While capturing, functions of ``math`` applied to recorded numbers record themselves."""
-    saved = {name: getattr(math, name) for name in _REFLECTED}
-
-    def follow(original: Callable[..., float]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            nodes = [scalar_of(a) for a in args]
-            if not any(nodes):
-                return original(*args)
-            wrapped = [n or HostScalar(a, None, recorder) for n, a in zip(nodes, args, strict=True)]
-            return recorder.scalar_call(original, tuple(wrapped)).as_symbol()
-
-        return call
-
-    try:
-        for name, original in saved.items():
-            setattr(math, name, follow(original))
-        yield
-    finally:
-        for name, original in saved.items():
-            setattr(math, name, original)

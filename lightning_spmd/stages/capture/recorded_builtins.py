@@ -1,4 +1,4 @@
-"""``float(x)`` and ``int(x)`` of recorded numbers in the user's code: they stay recorded.
+"""``float(x)`` and ``int(x)`` of recorded numbers in the user's code: they stay recorded; and ``type(x)``.
 
 Python's own ``float`` must return a plain float, for which a graph would have to hold. So the modules whose code runs
 while a step is captured see another one then, if they only call it or ask ``isinstance``.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_spmd.stages.capture.host_scalar import SYMBOLS, scalar_of
 from lightning_spmd.stages.capture.later_value import LaterValue
+from lightning_spmd.stages.capture.number_types import RecordedType
 
 _ARGUMENTS = frozenset({"LOAD_FAST", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_CONST", "LOAD_DEREF", "BINARY_SUBSCR", "CACHE"})
 
@@ -64,7 +65,7 @@ class RecordedInt(metaclass=_Kind):
     plain, symbol = int, torch.SymInt
 
 
-_STAND_INS: dict[str, Any] = {"float": RecordedFloat, "int": RecordedInt}
+_STAND_INS: dict[str, Any] = {"float": RecordedFloat, "int": RecordedInt, "type": RecordedType}
 
 
 class Builtins:
@@ -92,7 +93,7 @@ class Builtins:
             _, inside = self._scopes.setdefault(id(scope), (scope, set()))
             if (id(scope), name) in self._refused:
                 continue
-            if not _is_called_alone(code, name):
+            if not (_is_no_base(code) if name == "type" else _is_called_alone(code, name)):
                 self._refused.add((id(scope), name))
                 if name in inside:
                     inside.discard(name)
@@ -118,6 +119,11 @@ def _family(code: CodeType) -> list[CodeType]:
 
 def _names(code: CodeType) -> set[str]:
     return {name for part in _family(code) for name in part.co_names}
+
+
+def _is_no_base(code: CodeType) -> bool:
+    """Whether ``type`` may be anything that can be called: nobody makes a class of it."""
+    return not any(s.opname == "LOAD_BUILD_CLASS" for part in _family(code) for s in dis.get_instructions(part))
 
 
 def _is_called_alone(code: CodeType, name: str) -> bool:

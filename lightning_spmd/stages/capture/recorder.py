@@ -75,6 +75,7 @@ class Recorder(private.TorchDispatchMode):
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
         self.failing = ""
+        self.settles = False
 
     # ------------------------------------------------------------------ values
     def bind(self, tensor: Tensor, node: fx.Node) -> None:

@@ -19,6 +19,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.first import first
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.host_scalar import scalar_of
+from lightning_spmd.stages.capture.number_types import replaced
 from lightning_spmd.stages.capture.text_flow import goes_to_a_sink
 from lightning_spmd.stages.capture.user_code import is_user_code, is_user_file, user_location
 
@@ -73,10 +74,10 @@ class Texts:
         """Inside, ``f"{number:.3f}"`` and ``str(number)`` of recorded numbers are marks where they may be."""
         with contextlib.ExitStack() as stack:
             for kind, plain in _KINDS:
-                stack.enter_context(_method(kind, "__format__", self._format_of(plain)))
-                stack.enter_context(_method(kind, "__str__", self._str_of(kind)))
-                stack.enter_context(_method(kind, "__hash__", _hash_of(kind)))
-            stack.enter_context(_method(torch.SymFloat, "__round__", _rounded))
+                stack.enter_context(replaced(kind, "__format__", self._format_of(plain)))
+                stack.enter_context(replaced(kind, "__str__", self._str_of(kind)))
+                stack.enter_context(replaced(kind, "__hash__", _hash_of(kind)))
+            stack.enter_context(replaced(torch.SymFloat, "__round__", _rounded))
             yield
 
     def _format_of(self, plain: type) -> Callable[[Any, str], str]:
@@ -111,16 +112,3 @@ def _hash_of(kind: Any) -> Callable[[Any], int]:
 def _rounded(number: Any, digits: int | None = None) -> Any:
     rounded = number.node.round(*(() if digits is None else (digits,)))
     return rounded.as_symbol() if scalar_of(number) is not None else torch.SymFloat(rounded)
-
-
-@contextlib.contextmanager
-def _method(kind: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    had, before = name in vars(kind), vars(kind).get(name)
-    setattr(kind, name, replacement)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(kind, name, before)
-        else:
-            delattr(kind, name)

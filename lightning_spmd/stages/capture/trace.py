@@ -38,12 +38,12 @@ from lightning_spmd.stages.capture.counted_rows import refuse_counts
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.foresight import foresee
 from lightning_spmd.stages.capture.holders import Attributes
-from lightning_spmd.stages.capture.host_scalar import math_follows_scalars
 from lightning_spmd.stages.capture.inputs import InputTable, global_spec
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.metric_values import with_loss
 from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
+from lightning_spmd.stages.capture.number_functions import numbers_followed
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, check_step
 from lightning_spmd.stages.capture.own_backward import check_backward
 from lightning_spmd.stages.capture.own_batch import OwnBatch
@@ -167,7 +167,7 @@ class _Capture:
             stack.enter_context(learning_rates_followed(request.trainer, self._host_value))
             stack.enter_context(self.logs.active(request.module))
             stack.enter_context(modules_followed(request.module, self.recorder))
-            stack.enter_context(math_follows_scalars(self.recorder))
+            stack.enter_context(numbers_followed(self.recorder, self.python.draws.functions))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.surroundings())
             batch = self._fake_batch()

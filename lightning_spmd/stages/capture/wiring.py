@@ -18,6 +18,11 @@ def connect(recorder: Recorder, inputs: InputTable, python: PythonState, logs: L
         logs: what it logs.
     """
     recorder.watch = python.watch
+
+    def settle() -> None:
+        recorder.settles = True
+
+    python.watch.on_identity = settle
     recorder.reads.role_of = inputs.role_of
     recorder.functions.on_values = python.content_of
     recorder.functions.array_of = logs.array_of

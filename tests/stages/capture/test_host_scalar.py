@@ -14,11 +14,11 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.host_scalar import (
     HostScalar,
-    math_follows_scalars,
     scalar_of,
     sym_max,
     sym_min,
 )
+from lightning_spmd.stages.capture.number_functions import numbers_followed
 from lightning_spmd.stages.capture.recorder import Recorder
 
 
@@ -56,7 +56,7 @@ FORMULAS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_arithmetic_is_python_at_capture_and_at_every_later_step(name: str) -> None:
     formula, numbers = FORMULAS[name], Numbers()
-    with math_follows_scalars(numbers.recorder):
+    with numbers_followed(numbers.recorder, {}):
         result = formula(numbers.number(0.9), numbers.number(7))
     assert scalar_of(result).value == formula(0.9, 7)
     assert numbers.replayed(result, 0.5, 11) == formula(0.5, 11)
@@ -66,11 +66,11 @@ def test_arithmetic_is_python_at_capture_and_at_every_later_step(name: str) -> N
 def test_math_is_itself_again_afterwards() -> None:
     before = math.sqrt
     numbers = Numbers()
-    with math_follows_scalars(numbers.recorder):
+    with numbers_followed(numbers.recorder, {}):
         assert math.sqrt(4.0) == 2.0
         assert scalar_of(math.sqrt(numbers.number(4.0))) is not None
     assert math.sqrt is before
-    with pytest.raises(ValueError, match="math domain error"), math_follows_scalars(numbers.recorder):
+    with pytest.raises(ValueError, match="math domain error"), numbers_followed(numbers.recorder, {}):
         math.sqrt(-1.0)
     assert math.sqrt is before
 
