@@ -99,6 +99,11 @@ from lightning_spmd._private_api.optimization_by_hand import (
     optimization_replaced,
     step_replaced,
 )
+from lightning_spmd._private_api.packing import (
+    ORIGINAL_PACKING,
+    packing_replaced,
+    weights_of,
+)
 from lightning_spmd._private_api.symbolic_sizes import (
     SymbolicSizes,
     is_symbol,
@@ -140,6 +145,9 @@ from lightning_spmd._private_api.torch_names import (
 )
 
 __all__ = [
+    "ORIGINAL_PACKING",
+    "packing_replaced",
+    "weights_of",
     "SCALERS",
     "attributes_kept",
     "backward_replaced",

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
-from lightning_spmd.ir.reads import Number, checks_of
+from lightning_spmd.ir.reads import Number
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.messages import tell
@@ -309,10 +309,10 @@ class GraphBuilder:
                 raise NotGeneral("compiled regions and CUDA graphs are made for each size")
             if captured.variant.pauses:
                 raise NotGeneral("hooks look at gradients in the middle of the iteration")
-            if checks_of(captured.graph_module.graph):
+            if {type(answer) for answer in captured.answers.values()} - {bool}:  # a number may be a size
                 raise NotGeneral("a tensor's value decides something")
-            numbers = self._numbers.of(captured)
-            found = generalized(captured, self._capture_request(request, split, {}, numbers), request.vary, make)
+            known, numbers = captured.answers, self._numbers.of(captured)
+            found = generalized(captured, self._capture_request(request, split, known, numbers), request.vary, make)
         except NotGeneral as reason:
             return make(captured), None, str(reason)
         return *found, None

@@ -50,6 +50,7 @@ def classify(context: Context) -> tuple[Mode, list[Finding]]:
 _FIT = "tests/strategy/test_features.py"
 _HOOKS = "tests/strategy/test_gradient_hooks.py"
 _MORE = "tests/strategy/test_more_features.py"
+_PACKED = "tests/strategy/test_packed_sequences.py"
 _SCALING = "tests/strategy/test_loss_scaling.py"
 _WIDE = "tests/strategy/test_bf16_updates.py"
 _EQUAL = "tests/equality/test_one_device.py"
@@ -281,6 +282,9 @@ FEATURES: tuple[Feature, ...] = (
         Mode.COMPILED,
         "one graph for all sizes from the second one on; on several ranks one for each split of the rows",
         "tests/strategy/test_varying_sizes.py::test_a_hundred_lengths_take_two_graphs",
+    ),
+    Feature(
+        "pack_padded_sequence", Mode.COMPILED, "a graph for all lengths", f"{_PACKED}::test_all_lengths_have_a_graph"
     ),
     Feature(
         "gradient checkpointing (torch.utils.checkpoint)",

@@ -16,6 +16,7 @@ from lightning_spmd.ir.node_info import Section
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.batch import LeafWasRead
+from lightning_spmd.stages.capture.packed_sequences import PackedSequences
 from lightning_spmd.stages.capture.recorder import Recorder
 from lightning_spmd.stages.capture.user_code import location_of
 
@@ -53,7 +54,7 @@ def random_state_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder which module's forward runs, through torch's global module hooks."""
+    """Tell the recorder which module's forward runs, through torch's global module hooks; packed sequences are rows."""
     paths = {id(module): path for path, module in root.named_modules()}
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -65,7 +66,8 @@ def modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
     before = register_module_forward_pre_hook(enter)
     after = register_module_forward_hook(leave, always_call=True)
     try:
-        yield
+        with PackedSequences().replaced():
+            yield
     finally:
         before.remove()
         after.remove()

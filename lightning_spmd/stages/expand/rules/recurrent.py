@@ -1,7 +1,8 @@
 """cuDNN's recurrent layers (LSTM, GRU, plain): the rows of the batch are independent, time and units are not.
 
 What the forward kernel keeps for its backward (the reserve, the packed weights) is opaque and of this rank's own;
-nobody else reads it. Packed sequences, where rows end at different times, have no dimension of rows and no rule.
+nobody else reads it. Packed sequences, where rows end at different times, have no dimension of rows and no rule there;
+as padded rows with lengths (``ir.packed_rnn``) they have one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_spmd.ir.packed_rnn import PACKED_RNN, PACKED_RNN_BACKWARD
 from lightning_spmd.ir.placement import PARTIAL
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along
 
@@ -44,4 +46,27 @@ def _backward(call: OpCall) -> list[Layout]:
     return along(call, call.named(dims), [None if s is None else o for o, s in zip(outputs, call.outputs, strict=True)])
 
 
-RULES: dict[Any, Rule] = {aten._cudnn_rnn: _forward, aten._cudnn_rnn_backward: _backward}
+def _packed_forward(call: OpCall) -> list[Layout]:
+    rows = 0 if call["rows_first"] else 1
+    states, weights = len(call["hx"]), len(call["weights"])
+    inputs: list[Where] = [rows, 0, *[_STATE_ROWS] * states, *[None] * weights]
+    outputs: list[Where] = [rows, *[_STATE_ROWS] * states, None]
+    return along(call, inputs, outputs)
+
+
+def _packed_backward(call: OpCall) -> list[Layout]:
+    rows = 0 if call["rows_first"] else 1
+    states, weights = len(call["hx"]), len(call["weights"])
+    given: list[Where] = [rows, *[_STATE_ROWS] * states]
+    of_grads = [dim for dim, gradient in zip(given, call["grads"], strict=True) if gradient is not None]
+    inputs = [*of_grads, rows, 0, *[_STATE_ROWS] * states, *[None] * weights, None]
+    made: list[Where] = [*given, *[PARTIAL] * weights]
+    return along(call, inputs, [dim for dim, wants in zip(made, call["wanted"], strict=True) if wants])
+
+
+RULES: dict[Any, Rule] = {
+    aten._cudnn_rnn: _forward,
+    aten._cudnn_rnn_backward: _backward,
+    PACKED_RNN: _packed_forward,
+    PACKED_RNN_BACKWARD: _packed_backward,
+}

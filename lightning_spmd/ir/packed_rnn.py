@@ -1,0 +1,241 @@
+"""A recurrent layer over rows that end at different times, as one operator over the padded rows and their lengths.
+
+    packed = pack_padded_sequence(x, lengths)      │
+    out, hidden = lstm(packed)                     │      out, hidden = packed_rnn(x, lengths, ...)
+    out, _ = pad_packed_sequence(out)              │
+
+A packed sequence is as large as the lengths say, which no graph of one shape can hold; padded rows have one shape, and
+ranks can split them. The kernel packs, calls torch's own layer and pads again, with the operators that eager calls and
+in their order, so values and gradients are eager's bits. Its backward runs autograd over just that. What autograd has
+kept of the forward pass hangs on an empty tensor, the last result; where that is lost (a copy, other memory of the
+weights), the forward pass is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
+
+aten = torch.ops.aten
+_SETTINGS = (
+    "str mode, bool bias, int layers, bool bidirectional, bool train, bool sort, bool rows_first, "
+    "ScalarType? autocast, bool cached, bool even"
+)
+_LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
+_LIBRARY.define(f"packed_rnn(Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, {_SETTINGS}) -> Tensor[]")
+_LIBRARY.define(
+    "packed_rnn_backward(Tensor?[] grads, Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, "
+    f"Tensor reserve, bool[] wanted, {_SETTINGS}) -> Tensor[]"
+)
+_pack, _pad = aten._pack_padded_sequence.default, aten._pad_packed_sequence  # noqa: SLF001 - operators' public names
+_LAYERS: dict[str, Callable[..., Any]] = {
+    "LSTM": torch.lstm,
+    "GRU": torch.gru,
+    "RNN_TANH": torch.rnn_tanh,
+    "RNN_RELU": torch.rnn_relu,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a layer is besides its weights.
+
+    Args:
+        mode: ``LSTM``, ``GRU``, ``RNN_TANH`` or ``RNN_RELU``.
+        bias: whether weights have biases among them.
+        layers: how many.
+        bidirectional: whether it also goes backwards.
+        train: whether a backward pass may follow.
+        sort: rows are sorted by their lengths first; otherwise they have to be.
+        rows_first: padded rows are (rows, time, units), otherwise (time, rows, units).
+        autocast: what products are computed in, if not in the dtype of the input.
+        cached: whether autocast casts a weight once, so that the gradients of its steps are added up in that dtype.
+        even: all rows are as long. Under autocast an LSTM on the CPU gives another dtype then.
+    """
+
+    mode: str
+    bias: bool
+    layers: int
+    bidirectional: bool
+    train: bool
+    sort: bool
+    rows_first: bool
+    autocast: torch.dtype | None
+    cached: bool
+    even: bool
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As the operators take them."""
+        return (
+            self.mode, self.bias, self.layers, self.bidirectional, self.train, self.sort, self.rows_first,
+            self.autocast, self.cached, self.even,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What autograd knows of a forward pass.
+
+    Args:
+        leaves: input, states and weights as it took them.
+        results: what it gave.
+        lengths: as it took them.
+        places: where in memory all of these were, with which shapes.
+    """
+
+    leaves: list[Tensor]
+    results: list[Tensor]
+    lengths: Tensor
+    places: list[tuple[Any, ...]]
+
+
+def _forward(
+    input: Tensor, lengths: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any
+) -> list[Tensor]:
+    how = Settings(*settings)
+    reserve = input.new_empty(0)
+    leaves = _leaves([input, *hx, *weights], [how.train] * (1 + len(hx) + len(weights)))
+    results = _in_dtypes(how, leaves, lengths, len(hx))
+    if how.train:
+        reserve.kept = _Kept(leaves, results, lengths, _places([*leaves, lengths]))  # type: ignore[attr-defined]
+    return [*(r.detach().contiguous() for r in results), reserve]
+
+
+def _backward(
+    grads: Sequence[Tensor | None],
+    input: Tensor,
+    lengths: Tensor,
+    hx: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    reserve: Tensor,
+    wanted: Sequence[bool],
+    *settings: Any,
+) -> list[Tensor]:
+    tensors = [input, *hx, *weights]
+    kept = cast("dict[str, _Kept]", reserve.__dict__).pop("kept", None)
+    if kept is not None and kept.places == _places([*tensors, lengths]):
+        leaves, results = kept.leaves, kept.results
+    else:  # a rank may have parts now of what it had whole
+        leaves = _leaves(tensors, wanted)
+        results = _in_dtypes(Settings(*settings), leaves, lengths, len(hx))
+    asked = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants]
+    given = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None]
+    made = torch.autograd.grad([r for r, _ in given], asked, [g for _, g in given], allow_unused=True)
+    found = cast("tuple[Tensor | None, ...]", made)
+    return [
+        leaf.new_zeros(leaf.shape) if gradient is None else gradient.contiguous()
+        for leaf, gradient in zip(asked, found, strict=True)
+    ]
+
+
+def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    return [t.detach().requires_grad_(wants) for t, wants in zip(tensors, wanted, strict=True)]
+
+
+def _places(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """Where tensors are, and how often they have been written."""
+    return [(t.data_ptr(), t.shape, t.stride(), t._version) for t in tensors]  # noqa: SLF001 - in torch's notes
+
+
+def _computed(how: Settings, tensors: Sequence[Tensor], lengths: Tensor, states: int) -> list[Tensor]:
+    """Output and last states, as eager computes them."""
+    input, hx, weights = tensors[0], list(tensors[1 : 1 + states]), list(tensors[1 + states :])
+    rows, inverse = 0 if how.rows_first else 1, None
+    with torch.set_grad_enabled(how.train), _casts(how, input.device.type):
+        if how.sort:
+            lengths, order = torch.sort(lengths, descending=True)
+            order = order.to(input.device)
+            inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+            input, hx = input.index_select(rows, order), [state.index_select(1, order) for state in hx]
+        data, sizes = _pack(input, lengths, how.rows_first)
+        layer, state = _LAYERS[how.mode], hx if how.mode == "LSTM" else hx[0]
+        out, *hidden = layer(data, sizes, state, weights, how.bias, how.layers, 0.0, how.train, how.bidirectional)
+        out, _ = _pad(out, sizes, how.rows_first, 0.0, input.shape[1 - rows])
+        if inverse is not None:
+            out, hidden = out.index_select(rows, inverse), [h.index_select(1, inverse) for h in hidden]
+        return [out, *hidden]
+
+
+def _casts(how: Settings, device: str) -> contextlib.AbstractContextManager[Any]:
+    if how.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype=how.autocast, cache_enabled=how.cached)
+
+
+def _in_dtypes(how: Settings, tensors: Sequence[Tensor], lengths: Tensor, states: int) -> list[Tensor]:
+    """The same in the dtypes that the graph knows: of a rank's rows alone they may be others."""
+    results = _computed(how, tensors, lengths, states)
+    with torch.set_grad_enabled(how.train):
+        return [r.to(dtype) for r, dtype in zip(results, _dtypes_of(how, tensors, states), strict=True)]
+
+
+def _forward_shapes(
+    input: Tensor, lengths: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any
+) -> list[Tensor]:
+    how = Settings(*settings)
+    units = hx[0].shape[2] * (2 if how.bidirectional else 1)
+    dtypes = _dtypes_of(how, [input, *hx, *weights], len(hx))
+    shapes = [(*input.shape[:2], units), *(state.shape for state in hx)]
+    return [*(input.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)), input.new_empty(0)]
+
+
+def _backward_shapes(
+    grads: Sequence[Tensor | None],
+    input: Tensor,
+    lengths: Tensor,
+    hx: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    reserve: Tensor,
+    wanted: Sequence[bool],
+    *settings: Any,
+) -> list[Tensor]:
+    tensors = [input, *hx, *weights]
+    return [t.new_empty(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]
+
+
+def _dtypes_of(how: Settings, tensors: Sequence[Tensor], states: int) -> tuple[torch.dtype, ...]:
+    """What output and states are."""
+    given = tensors[0].dtype, tensors[1].dtype, tensors[1 + states].dtype
+    if how.autocast is None or tensors[0].device.type != "cpu":
+        return (given[0] if how.autocast is None else how.autocast,) * (1 + states)
+    projects = states > 1 and tensors[1].shape[2] != tensors[2].shape[2]
+    return _dtypes(how, projects, *given)
+
+
+@functools.cache
+def _dtypes(
+    how: Settings, projects: bool, of_input: torch.dtype, of_state: torch.dtype, of_weight: torch.dtype
+) -> tuple[torch.dtype, ...]:
+    """The same on the CPU under autocast, where eager's layers mix dtypes: a small one is asked."""
+    one = dataclasses.replace(how, layers=1, bidirectional=False, train=False, sort=False, rows_first=False)
+    gates, units, projected = {"LSTM": 4, "GRU": 3}.get(how.mode, 1), 2, 1 if projects else 2
+    shapes = [(gates * units, 1), (gates * units, projected), *([(gates * units,)] * 2 if how.bias else [])]
+    shapes += [(projected, units)] if projects else []
+    states = [(1, 2, projected), (1, 2, units)][: 2 if how.mode == "LSTM" else 1]
+    with private.disable_dispatch_modes(), private.disable_torch_functions():
+        tensors = [torch.zeros(2, 2, 1, dtype=of_input)]
+        tensors += [torch.zeros(shape, dtype=of_state) for shape in states]
+        tensors += [torch.zeros(shape, dtype=of_weight) for shape in shapes]
+        lengths = torch.tensor([2, 2 if how.even else 1])
+        return tuple(result.dtype for result in _computed(one, tensors, lengths, len(states)))
+
+
+_LIBRARY.impl("packed_rnn", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("packed_rnn_backward", _backward, "CompositeExplicitAutograd")
+_SHAPES: dict[str, Callable[..., list[Tensor]]] = {"": _forward_shapes, "_backward": _backward_shapes}
+for _name, _function in _SHAPES.items():
+    torch.library.register_fake(f"lightning_spmd::packed_rnn{_name}", _function, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
+
+PACKED_RNN = torch.ops.lightning_spmd.packed_rnn.default
+PACKED_RNN_BACKWARD = torch.ops.lightning_spmd.packed_rnn_backward.default

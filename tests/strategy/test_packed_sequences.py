@@ -1,0 +1,253 @@
+"""Packed sequences: graphs for all lengths, with eager's bits on one device, and one device's numbers on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.data import DataLoader
+
+from lightning_spmd import SPMDStrategy
+from lightning_spmd.ir.packed_rnn import PACKED_RNN, PACKED_RNN_BACKWARD
+from lightning_spmd.ir.verify import activation_collectives
+from lightning_spmd.stages.capture.packed_sequences import LaterPacked, PackedSequences
+from tests.helpers.ranks import RankPool
+from tests.helpers.simulate import assert_equals_one_device as assert_simulated
+from tests.helpers.tiny_capture import capture_module
+from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, run
+
+UNITS = 10
+
+
+def sequences(count: int, longest: int, *, padded: bool = False) -> list[tuple[Tensor, int, int]]:
+    """Samples of random lengths: values, length, class."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for i in range(count):
+        length = longest if padded and i % 4 == 0 else int(torch.randint(1, longest + 1, (1,), generator=generator))
+        x = torch.randn(length, 6, generator=generator)
+        kind = int(torch.randint(0, 3, (1,), generator=generator))
+        found.append((F.pad(x, (0, 0, 0, longest - length)) if padded else x, length, kind))
+    return found
+
+
+def collate(samples: list[tuple[Tensor, int, int]]) -> tuple[Tensor, ...]:
+    """Padded to the longest."""
+    x, lengths, kinds = zip(*samples, strict=True)
+    return pad_sequence(list(x), batch_first=True), torch.tensor(lengths), torch.tensor(kinds)
+
+
+def batches(count: int = 5, longest: int = 16) -> DataLoader[Any]:
+    """Batches of other lengths, each padded to its longest row."""
+    return DataLoader(sequences(count * ROWS, longest), batch_size=ROWS, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def few() -> DataLoader[Any]:
+    return batches(2)
+
+
+def of_one_length() -> InOrder:
+    """For ranks: rows of all batches are padded to one length, which some rows have."""
+    return InOrder(sequences(4 * ROWS, 7, padded=True), ROWS, shuffle=False)
+
+
+class Reads(Quiet):
+    """Two layers, both ways; outputs up to each row's end and last states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = self.layers()
+
+    def layers(self) -> nn.Module:
+        return nn.LSTM(6, UNITS // 2, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, lengths, _ = batch
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        out, (hidden, cell) = self.rnn(packed)
+        out, lengths = pad_packed_sequence(out, batch_first=True)
+        inside = torch.arange(out.shape[1]) < lengths.unsqueeze(1)
+        return self.last((out * inside.unsqueeze(2)).sum(1) / lengths.unsqueeze(1)) + hidden[-1, :, :3] + cell[0, :, :3]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch), batch[2])
+
+
+class Sorted(Reads):
+    """Time first, sorted by hand, a state that is given, a padding value that is not 0."""
+
+    def layers(self) -> nn.Module:
+        return nn.GRU(6, UNITS, num_layers=2)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, lengths, _ = batch
+        lengths, order = lengths.sort(descending=True)
+        x = x[order].transpose(0, 1)
+        state = torch.tanh(self.first(x.sum(0))).expand(2, -1, -1)
+        out, hidden = self.rnn(pack_padded_sequence(x, lengths), state)
+        out, _ = pad_packed_sequence(out, padding_value=-1.0)
+        return self.last(out.mean(0) + hidden[1])[order.argsort()]
+
+
+class Stacked(Reads):
+    """Layers one after the other on what is packed; longer in the end than any row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.RNN(UNITS, UNITS, nonlinearity="relu", bias=False)
+        self.third = nn.LSTM(UNITS, 2 * UNITS, proj_size=UNITS)
+
+    def forward(self, batch: Any) -> Tensor:
+        packed = pack_padded_sequence(batch[0], batch[1], batch_first=True, enforce_sorted=False)
+        out, (hidden, _) = self.third(self.second(self.rnn(packed)[0])[0])
+        out, _ = pad_packed_sequence(out, batch_first=True, total_length=20)
+        return self.last(out.mean(1) + hidden[0])
+
+
+class Listed(Reads):
+    """A list of tensors is packed."""
+
+    def forward(self, batch: Any) -> Tensor:
+        rows = pack_sequence([row[:length] for row, length in zip(batch[0][:4], (4, 7, 1, 7), strict=True)], False)
+        return self.last(self.rnn(rows)[1][0][-2:].mean(0).mean(0).repeat(2)).expand(len(batch[2]), -1)
+
+
+@pytest.mark.parametrize("make", [Reads, Sorted, pytest.param(Stacked, marks=pytest.mark.long)])
+def test_all_lengths_have_a_graph(make: type[Net]) -> None:
+    """Five batches of other lengths: bitwise, in a graph for the first one and one for all others."""
+    assert assert_as_eager(make, data=batches, max_epochs=1).captures == 2
+
+
+def test_a_list_of_tensors_is_packed() -> None:
+    assert_as_eager(Listed, data=lambda: InOrder(sequences(2 * ROWS, 7, padded=True), ROWS), max_epochs=1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [Reads, Sorted])
+def test_products_in_bf16_are_eager_s(make: type[Net]) -> None:
+    assert_as_eager(make, data=few, max_epochs=1, precision="bf16-mixed")
+
+
+class LooksInside(Reads):
+    """Entries are embedded and the loss is of entries; layers read what was made of them."""
+
+    def forward(self, batch: Any) -> Tensor:
+        packed = pack_padded_sequence(batch[0], batch[1], batch_first=True, enforce_sorted=False)
+        other = PackedSequence(torch.tanh(self.first(packed.data))[:, :6], *packed[1:])
+        out, _ = self.rnn(other)
+        kinds = pack_padded_sequence(batch[2].unsqueeze(1).expand(-1, batch[0].shape[1]), batch[1], True, False)
+        return F.cross_entropy(self.last(out.data), kinds.data) + out.batch_sizes.sum() * 1e-3
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch)
+
+
+class Replaces(Reads):
+    """The same with ``_replace`` and ``to``, and rows again in the end."""
+
+    def forward(self, batch: Any) -> Tensor:
+        packed = pack_padded_sequence(batch[0], batch[1], batch_first=True, enforce_sorted=False).to(torch.float32)
+        packed = packed._replace(data=packed.data.sin())
+        out, (hidden, _) = self.rnn(packed)
+        rows, _ = pad_packed_sequence(out._replace(data=out.data.square()), batch_first=True)
+        return self.last(rows.sum(1))[packed.sorted_indices][packed.unsorted_indices] + hidden[0, :, :3]
+
+
+@pytest.mark.parametrize("make", [LooksInside, Replaces])
+def test_entries_are_in_eager_s_order(make: type[Net]) -> None:
+    assert_as_eager(make, data=few, max_epochs=1)
+
+
+class Drops(Reads):
+    """Draws as many numbers as there are entries."""
+
+    def layers(self) -> nn.Module:
+        return nn.LSTM(6, UNITS // 2, num_layers=2, bidirectional=True, batch_first=True, dropout=0.3)
+
+
+class Unsorted(Sorted):
+    """What torch refuses."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.last(self.rnn(pack_padded_sequence(batch[0].transpose(0, 1), batch[1]))[1][1])
+
+
+def test_dropout_between_layers_is_eager_and_says_why() -> None:
+    ours = assert_as_eager(Drops, "eager", data=few, max_epochs=1)
+    assert any("dropout between the layers" in text for text in ours.warnings)
+
+
+def test_what_torch_refuses_is_refused_in_its_words() -> None:
+    with pytest.raises(RuntimeError, match="sorted in decreasing order"):
+        run(Unsorted, data=few)
+
+
+# ------------------------------------------------------------------ ranks
+LAYERS: list[Callable[[], nn.RNNBase]] = [
+    lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True),
+    lambda: nn.LSTM(3, 4, proj_size=2),
+    lambda: nn.GRU(3, 4, bias=False),
+    lambda: nn.RNN(3, 4, nonlinearity="relu"),
+]
+
+
+@pytest.mark.parametrize("make", LAYERS)
+@pytest.mark.parametrize(("sort", "batch_first"), [(True, True), (True, False), (False, True)])
+def test_rows_stay_where_they_are(make: Callable[[], nn.RNNBase], *, sort: bool, batch_first: bool) -> None:
+    """Ranks with one row and with three: no activation moves."""
+    torch.manual_seed(1)
+    lengths = torch.tensor([2, 5, 1, 3])
+    lengths = lengths if sort else lengths.sort(descending=True).values
+
+    def step(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        with PackedSequences().replaced():
+            x = x if batch_first else x.transpose(0, 1)
+            packed = pack_padded_sequence(x, lengths, batch_first, enforce_sorted=not sort)
+            out, hidden = layer(packed)
+        assert isinstance(out, LaterPacked)
+        states = hidden if isinstance(hidden, tuple) else (hidden,)
+        return out.rows.padded.square().mean() + sum(state.sin().mean() for state in states)
+
+    captured, live = capture_module(make(), step, [torch.randn(4, 5, 3), lengths])
+    steps = assert_simulated(captured, live, (1, 3))
+    assert activation_collectives(steps[0]) == []
+    assert steps[0].fallbacks == []
+
+
+def on_two(make: type[Net], devices: int, plan: str = "replicate", **settings: Any) -> Any:
+    return run(make, SPMDStrategy(data_parallel=plan) if devices > 1 else "auto", devices, **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"), [(Reads, "zero3"), pytest.param(Stacked, "replicate", marks=pytest.mark.long)]
+)
+def test_ranks_give_one_device_s_numbers(make: type[Net], plan: str, two_ranks: RankPool) -> None:
+    ours = two_ranks.run(on_two, make, 2, plan, data=of_one_length, max_epochs=1)
+    assert_compiled(*ours)
+    assert_equals_one_device(ours, on_two(make, 1, data=of_one_length, max_epochs=1))
+
+
+# ------------------------------------------------------------------ the operator
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_lost_reserve_costs_a_forward_pass_and_no_bit(*, lost: bool) -> None:
+    """Weights that were moved in between are the ones whose gradient is computed."""
+    torch.manual_seed(1)
+    layer = nn.GRU(3, 4)
+    x, lengths, state = torch.randn(5, 2, 3), torch.tensor([5, 2]), torch.zeros(1, 2, 4)
+    how = ("GRU", True, 1, False, True, False, False, None, True, False)
+    weights = [w.detach().clone() for w in layer.parameters()]
+    out, hidden, reserve = PACKED_RNN(x, lengths, [state], weights, *how)
+    weights = [w.clone() for w in weights] if lost else weights
+    wanted = [False, False, True, True, True, True]
+    found = PACKED_RNN_BACKWARD([out, None], x, lengths, [state], weights, reserve, wanted, *how)
+    eager, _ = pad_packed_sequence(layer(pack_padded_sequence(x, lengths))[0])
+    assert torch.equal(eager, out)
+    for ours, theirs in zip(found, torch.autograd.grad(eager, list(layer.parameters()), out), strict=True):
+        assert torch.equal(ours, theirs)
+    assert hidden.shape == (1, 2, 4)
