@@ -103,7 +103,14 @@ def named(node: fx.Node) -> str:
     """A node as messages name it: operator, module, the user's line."""
     info = info_of(node)
     module = f" in module {info.module!r}" if info.module else ""
-    return f"{node.target}{module}" + (f" at {info.source}" if info.source else "")
+    target = getattr(node.target, "__name__", node.target) if str(node.target).startswith("<") else node.target
+    return f"{target}{module}" + (f" at {info.source}" if info.source else "")
+
+
+def tell_place(error: BaseException, node: fx.Node) -> None:
+    """Let an error that running a node raised name it, once."""
+    if not getattr(error, "__notes__", None):
+        error.add_note(f"raised where a graph of strategy='spmd' runs {named(node)}")
 
 
 def value_of(node: fx.Node) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.node_info import TensorSpec, tell_place
 
 Dimension = tuple[int, int]
 """A tensor leaf of the batch by its position among them, and a dimension of it."""
@@ -201,7 +201,19 @@ def in_this_step(value: Any) -> Any:
 
 
 class SizedInterpreter(fx.Interpreter):
-    """Runs a graph node by node, with the numbers of the step that runs."""
+    """Runs a graph node by node, with the numbers of the step that runs; errors name the node's place."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module)
+        self.extra_traceback = False  # of fx, which names neither module nor line
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One node."""
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            tell_place(error, n)
+            raise
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """The arguments of a node."""

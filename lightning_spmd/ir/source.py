@@ -13,11 +13,13 @@ import math
 import operator
 import weakref
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, cast
 
 from torch import fx
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.node_info import tell_place
 from lightning_spmd.ir.sizes import Formula, Size, SizeFloat, Sizes
 
 _SIGNS = {
@@ -31,6 +33,26 @@ _SIGNS = {
 }
 """How Python writes functions of the module ``operator``."""
 _programs = itertools.count()
+
+
+_owners: dict[str, list[fx.Node | None]] = {}
+"""Behind each line of a graph's function, the first one left out, the node that it is of; by the name of its file."""
+
+
+class ErrorsNamePlaces:
+    """What is raised inside by a line of a graph's function names the operator, its module and the user's line."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        while isinstance(error, Exception) and trace is not None:
+            lines = _owners.get(trace.tb_frame.f_code.co_filename, [])
+            number = trace.tb_lineno - 2  # after "def"
+            node = lines[number] if 0 <= number < len(lines) else None
+            if node is not None:
+                tell_place(error, node)
+            trace = trace.tb_next
 
 
 def pause(*values: Any) -> tuple[Any, ...]:
@@ -60,6 +82,7 @@ class _Writer:
         self._graph = graph_module.graph
         self._globals: dict[str, Any] = {}
         self._known: dict[int, str] = {}
+        self._owners: list[fx.Node | None] = []
         self._taken = {node.name for node in self._graph.nodes}
 
     def function(self) -> Callable[..., Any]:
@@ -68,6 +91,8 @@ class _Writer:
         name = f"<graph {next(_programs, 0)} of strategy='spmd'>"
         exec(compile(source, name, "exec"), self._globals)
         function = self._globals.pop("step")
+        _owners[name] = self._owners
+        weakref.finalize(function, _owners.pop, name, None)
         # so that a traceback out of an operator shows the line
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         weakref.finalize(function, linecache.cache.pop, name, None)
@@ -86,8 +111,10 @@ class _Writer:
             lines.append("    " + self._statement(node))
             if node in last and node.op != "output":
                 lines[-1] += "; " + " = ".join(n.name for n in last[node]) + " = None"
+            self._owners += [None] * (len(lines) - 1 - len(self._owners)) + [node]
         for sizes, names in self._numbers.items():
             ask = self._constant(sizes.now(list(names)), "sizes")
+            self._owners.insert(0, None)
             lines.insert(0, f"    {''.join(f'{name}, ' for name in names.values())}= {ask}()")
         return f"def step({', '.join(parameters)}):\n" + "\n".join(lines) + "\n"
 

@@ -75,7 +75,7 @@ class Requeue(Callback):
         not be as if it had never ended: there the next batch's end is waited for.
         """
         self._validated = False
-        self._before_validation = pack_random_state(self._random.streams)
+        self._before_validation = pack_random_state(self._random.streams, trainer.lightning_module)
         original(*args)
         self._before_validation = None
         private.goes_on_as_ever(trainer)

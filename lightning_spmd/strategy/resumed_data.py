@@ -91,7 +91,7 @@ class EpochData:
         if done and not any(hasattr(loader, "load_state_dict") for loader in private.training_loaders(trainer)):
             self._pass_over(fetcher, done, entry[KEY])
         original(fetcher)
-        restore_random_state(entry["random_state"], self._random.streams)
+        restore_random_state(entry["random_state"], self._random.streams, trainer.lightning_module)
 
     # ------------------------------------------------------------------ pieces
     def _note(self, batch: Any) -> None:

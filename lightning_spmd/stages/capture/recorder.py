@@ -22,6 +22,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.ir.reads import READ
 from lightning_spmd.messages import the_step
+from lightning_spmd.stages.capture.caught import may_be_caught, raises
 from lightning_spmd.stages.capture.data_sizes import DataSizes
 from lightning_spmd.stages.capture.default_dtype import with_dtype
 from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
@@ -74,8 +75,7 @@ class Recorder(private.TorchDispatchMode):
         self.data_sizes = DataSizes(self)
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
-        self.failing = ""
-        self.settles = False
+        self.failing, self.settles = "", False
 
     # ------------------------------------------------------------------ values
     def bind(self, tensor: Tensor, node: fx.Node) -> None:
@@ -123,6 +123,8 @@ class Recorder(private.TorchDispatchMode):
     # ------------------------------------------------------------------ numbers
     def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
         """Record arithmetic on host numbers and return its result."""
+        if may_be_caught(function, operands):
+            self.decide(self.scalar_call(raises(function), operands))
         watched = self.watch is not None and self.watch.pause()
         try:
             result, later = _computed(function, operands)

@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -98,6 +99,14 @@ def is_user_class(kind: type) -> bool:
 def trace_file() -> str:
     """Where a capture calls what the user wrote."""
     return _CAPTURE
+
+
+def frames_of_the_user(frame: FrameType | None) -> Iterator[FrameType]:
+    """Those of the user's code, innermost first, that capture called."""
+    while frame is not None and frame.f_code.co_filename != _CAPTURE:
+        if is_user_code(frame.f_code, frame.f_globals):
+            yield frame
+        frame = frame.f_back
 
 
 def user_location() -> str | None:

@@ -14,6 +14,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.reads import ReadMiss, checks_of
 from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.source import ErrorsNamePlaces
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, RecordedCall, ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
@@ -216,7 +217,7 @@ class Executable:
     def clean_up(self, pending: Pending) -> None:
         """Do what an iteration of this graph left undone."""
         if self._cleanup is not None:
-            with torch.no_grad(), private.disable_autocast():
+            with torch.no_grad(), private.disable_autocast(), ErrorsNamePlaces():
                 self._cleanup.run(*pending.inputs)
 
     def finds_now(self, pending: Pending) -> bool:
@@ -322,7 +323,7 @@ class Executable:
     def _compute(
         self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any], run: Callable[..., Sequence[Any]]
     ) -> Sequence[Any]:
-        with torch.no_grad(), private.disable_autocast():
+        with torch.no_grad(), private.disable_autocast(), ErrorsNamePlaces():
             inputs = program.inputs(batch, pending)
             if self.state.streams is None:  # one device: the graph draws eager's own numbers
                 with random_numbers_kept(draws=self._draws and self.decides):

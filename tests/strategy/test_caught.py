@@ -1,0 +1,80 @@
+"""Errors of the user's Python in a step: caught as eager catches them, or told with the user's line."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, Quiet, assert_as_eager, rows, run
+
+
+class Catches(Quiet):
+    """Divisions, logarithms and powers of numbers that are read or drawn, and ``except`` around them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, weight = self.loss(batch), 0.5
+        try:
+            weight = 1 / (int((batch[1] == 0).sum()) - 2)
+        except ZeroDivisionError:
+            loss = loss * 0.7
+        with contextlib.suppress(ZeroDivisionError):
+            weight = weight + 7 // random.randint(0, 2)
+        try:
+            perplexity = math.exp(loss.item() * 650)
+        except OverflowError:
+            perplexity = 1e300
+        self.log("perplexity", math.log(perplexity))
+        return loss * (3 + weight) * self.logarithm(loss)
+
+    def logarithm(self, loss: torch.Tensor) -> float:
+        try:
+            return abs(math.log(loss.item() - 1.0))
+        except ValueError:
+            return 0.1
+
+
+def test_what_is_caught_is_a_decision() -> None:
+    ours = assert_as_eager(Catches, max_epochs=2)
+    assert ours.captures > 3
+
+
+def test_all_ranks_catch_alike(two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, Catches, "spmd", 2, max_epochs=1)
+    assert_compiled(*ours)
+    assert_equals_one_device(ours, run(Catches, "auto", data=lambda: InOrder(rows(), ROWS), max_epochs=1))
+
+
+class OutOfRange(Quiet):
+    """Labels that are too large for a table, from a step on in which the graph is final."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.table, self.first_bad, self.steps = nn.Embedding(3, 2), first, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.steps == self.first_bad:
+            batch[1].fill_(5)
+        self.steps += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).square().mean() + self.table(batch[1]).mean()  # HERE
+
+
+@pytest.mark.parametrize("step", [1, 9], ids=["measured", "final"])
+def test_an_error_of_a_graph_names_the_module_and_the_line(step: int) -> None:
+    with pytest.raises(IndexError, match="index out of range") as raised:
+        run(lambda: OutOfRange(step), "spmd")
+    (note,) = raised.value.__notes__
+    with open(__file__) as source:
+        line = next(number for number, text in enumerate(source, 1) if "# HERE" in text)
+    assert "aten.embedding.default in module 'table'" in note
+    assert note.endswith(f"{__file__}:{line}")
+    assert "tlparse" not in str(raised.value)
