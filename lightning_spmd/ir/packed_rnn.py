@@ -38,6 +38,10 @@ _LIBRARY.define(
     "packed_rnn_backward(Tensor?[] grads, Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, "
     f"Tensor reserve, bool[] wanted, {_SETTINGS}) -> Tensor[]"
 )
+_LIBRARY.define(
+    "packed_noise(Tensor input, Tensor lengths, float p, bool sort, bool rows_first) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
 _pack, _pad = aten._pack_padded_sequence.default, aten._pad_packed_sequence  # noqa: SLF001 - operators' public names
 _LAYERS: dict[str, Callable[..., Any]] = {
     "LSTM": torch.lstm,
@@ -151,20 +155,59 @@ def _places(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
 def _computed(how: Settings, tensors: Sequence[Tensor], lengths: Tensor, states: int) -> list[Tensor]:
     """Output and last states, as eager computes them."""
     input, hx, weights = tensors[0], list(tensors[1 : 1 + states]), list(tensors[1 + states :])
-    rows, inverse = 0 if how.rows_first else 1, None
     with torch.set_grad_enabled(how.train), _casts(how, input.device.type):
-        if how.sort:
-            lengths, order = torch.sort(lengths, descending=True)
-            order = order.to(input.device)
-            inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-            input, hx = input.index_select(rows, order), [state.index_select(1, order) for state in hx]
-        data, sizes = _pack(input, lengths, how.rows_first)
-        layer, state = _LAYERS[how.mode], hx if how.mode == "LSTM" else hx[0]
+        rows = _Packing(input, lengths, sort=how.sort, rows_first=how.rows_first)
+        state = [rows.sorted(h, 1) for h in hx]
+        data, sizes = rows.packed(input)
+        layer, state = _LAYERS[how.mode], state if how.mode == "LSTM" else state[0]
         out, *hidden = layer(data, sizes, state, weights, how.bias, how.layers, 0.0, how.train, how.bidirectional)
-        out, _ = _pad(out, sizes, how.rows_first, 0.0, input.shape[1 - rows])
-        if inverse is not None:
-            out, hidden = out.index_select(rows, inverse), [h.index_select(1, inverse) for h in hidden]
-        return [out, *hidden]
+        return [rows.padded(out, sizes), *(rows.unsorted(h, 1) for h in hidden)]
+
+
+class _Packing:
+    """Packs and pads as eager does, with its operators.
+
+    Args:
+        input: padded rows.
+        lengths: of them.
+        sort: rows are sorted by their lengths first.
+        rows_first: rows are the first dimension, not the second.
+    """
+
+    def __init__(self, input: Tensor, lengths: Tensor, *, sort: bool, rows_first: bool) -> None:
+        self._rows, self._rows_first, self._longest = 0 if rows_first else 1, rows_first, input.shape[int(rows_first)]
+        self._lengths, self._order, self._inverse = lengths, None, None
+        if sort:
+            self._lengths, order = torch.sort(lengths, descending=True)
+            self._order = order = order.to(input.device)
+            self._inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+    def sorted(self, tensor: Tensor, rows: int) -> Tensor:
+        """Rows in the order of their lengths."""
+        return tensor if self._order is None else tensor.index_select(rows, self._order)
+
+    def unsorted(self, tensor: Tensor, rows: int) -> Tensor:
+        """Rows in their own order again."""
+        return tensor if self._inverse is None else tensor.index_select(rows, self._inverse)
+
+    def packed(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries, and how many rows each step has."""
+        return _pack(self.sorted(tensor, self._rows), self._lengths, self._rows_first)
+
+    def padded(self, data: Tensor, sizes: Tensor) -> Tensor:
+        """Padded rows of entries."""
+        return self.unsorted(_pad(data, sizes, self._rows_first, 0.0, self._longest)[0], self._rows)
+
+
+def _noise(input: Tensor, lengths: Tensor, p: float, sort: bool, rows_first: bool) -> Tensor:
+    """What eager's dropout multiplies entries with, drawn for as many as there are, as padded rows."""
+    rows = _Packing(input, lengths, sort=sort, rows_first=rows_first)
+    data, sizes = rows.packed(input)
+    return rows.padded(torch.empty_like(data).bernoulli_(1 - p).div_(1 - p), sizes).contiguous()
+
+
+def _noise_shape(input: Tensor, lengths: Tensor, p: float, sort: bool, rows_first: bool) -> Tensor:
+    return input.new_empty(input.shape)
 
 
 def _casts(how: Settings, device: str) -> contextlib.AbstractContextManager[Any]:
@@ -233,9 +276,15 @@ def _dtypes(
 
 _LIBRARY.impl("packed_rnn", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("packed_rnn_backward", _backward, "CompositeExplicitAutograd")
-_SHAPES: dict[str, Callable[..., list[Tensor]]] = {"": _forward_shapes, "_backward": _backward_shapes}
+_LIBRARY.impl("packed_noise", _noise, "CompositeExplicitAutograd")
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "packed_rnn": _forward_shapes,
+    "packed_rnn_backward": _backward_shapes,
+    "packed_noise": _noise_shape,
+}
 for _name, _function in _SHAPES.items():
-    torch.library.register_fake(f"lightning_spmd::packed_rnn{_name}", _function, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
+    torch.library.register_fake(f"lightning_spmd::{_name}", _function, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
 
 PACKED_RNN = torch.ops.lightning_spmd.packed_rnn.default
 PACKED_RNN_BACKWARD = torch.ops.lightning_spmd.packed_rnn_backward.default
+PACKED_NOISE = torch.ops.lightning_spmd.packed_noise.default

@@ -62,8 +62,9 @@ class Answers:
             SPMDError: of this rank's capture; or another rank's step reads something else.
         """
         if known is None or request.variant.own_batch:
+            mine = () if request.batch is None else request.batch.tensor_values
             try:
-                return trace(known or {})
+                return trace(Foreseen(known or {}, mine, draws=False, alone=True) if request.variant.own_batch else {})
             except ReadWanted as wanted:
                 raise UnknownValueError("a tensor's value decides something", wanted.place) from None
         answers, batch = dict(known), None

@@ -13,11 +13,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.ir.packed_rnn import PACKED_RNN, PACKED_RNN_BACKWARD
+from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
 from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages.capture.packed_sequences import LaterPacked, PackedSequences
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulate import assert_equals_one_device as assert_simulated
+from tests.helpers.simulate import expand_all
 from tests.helpers.tiny_capture import capture_module
 from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, run
@@ -58,14 +59,14 @@ def of_one_length() -> InOrder:
 
 
 class Reads(Quiet):
-    """Two layers, both ways; outputs up to each row's end and last states."""
+    """Both ways; outputs up to each row's end and last states."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rnn = self.layers()
 
     def layers(self) -> nn.Module:
-        return nn.LSTM(6, UNITS // 2, num_layers=2, bidirectional=True, batch_first=True)
+        return nn.LSTM(6, UNITS // 2, bidirectional=True, batch_first=True)
 
     def forward(self, batch: Any) -> Tensor:
         x, lengths, _ = batch
@@ -178,9 +179,8 @@ class Unsorted(Sorted):
         return self.last(self.rnn(pack_padded_sequence(batch[0].transpose(0, 1), batch[1]))[1][1])
 
 
-def test_dropout_between_layers_is_eager_and_says_why() -> None:
-    ours = assert_as_eager(Drops, "eager", data=few, max_epochs=1)
-    assert any("dropout between the layers" in text for text in ours.warnings)
+def test_dropout_between_layers_draws_eager_s_numbers() -> None:
+    assert_as_eager(Drops, data=few, max_epochs=1)
 
 
 def test_what_torch_refuses_is_refused_in_its_words() -> None:
@@ -220,6 +220,18 @@ def test_rows_stay_where_they_are(make: Callable[[], nn.RNNBase], *, sort: bool,
     assert steps[0].fallbacks == []
 
 
+def test_each_rank_draws_for_its_own_rows() -> None:
+    def step(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        with PackedSequences().replaced():
+            return layer(pack_padded_sequence(x, lengths, True, enforce_sorted=False))[1].mean()
+
+    captured, _ = capture_module(nn.GRU(3, 4, 2, dropout=0.5), step, [torch.randn(4, 5, 3), torch.tensor([2, 5, 1, 3])])
+    for ranks in expand_all(captured, (1, 3)):
+        (noise,) = ranks.graph_module.graph.find_nodes(op="call_function", target=PACKED_NOISE)
+        assert noise.meta["random"] == ("data_parallel",)
+        assert ranks.fallbacks == []
+
+
 def on_two(make: type[Net], devices: int, plan: str = "replicate", **settings: Any) -> Any:
     return run(make, SPMDStrategy(data_parallel=plan) if devices > 1 else "auto", devices, **settings)
 
@@ -231,6 +243,51 @@ def test_ranks_give_one_device_s_numbers(make: type[Net], plan: str, two_ranks: 
     ours = two_ranks.run(on_two, make, 2, plan, data=of_one_length, max_epochs=1)
     assert_compiled(*ours)
     assert_equals_one_device(ours, on_two(make, 1, data=of_one_length, max_epochs=1))
+
+
+class Ragged(InOrder):
+    """Each rank pads to the longest of its own rows."""
+
+    def _loader(self, data: Any, shuffle: bool) -> DataLoader[Any]:
+        plain = super()._loader(data, shuffle)
+        return DataLoader(data, batch_size=plain.batch_size, sampler=plain.sampler, collate_fn=collate)
+
+
+def ragged() -> Ragged:
+    return Ragged(sequences(3 * ROWS, 12), ROWS)
+
+
+class Decides(Sorted):
+    """Python decides by the batch, on each rank by its own."""
+
+    def forward(self, batch: Any) -> Tensor:
+        x, lengths, kinds = batch
+        scale = 2.0 if lengths.min().item() > 1 else 1.0
+        return super().forward((x[:, : int(lengths.max())] * scale, lengths, kinds))
+
+
+class DecidesByWeights(Decides):
+    """What no rank knows before the step."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch) * (2.0 if self.last.weight.sum() > 0 else 1.0)
+
+
+def test_each_rank_pads_and_decides_for_itself(two_ranks: RankPool) -> None:
+    """In graphs: what follows from a rank's own batch is asked before its step; weights are DDP's."""
+    ours = two_ranks.run(run, Decides, "spmd", 2, data=ragged, max_epochs=1)
+    assert_compiled(*ours)
+    theirs = two_ranks.run(run, Decides, "ddp_find_unused_parameters_true", 2, data=ragged, max_epochs=1)
+    for mine, its in zip(ours, theirs, strict=True):
+        for name, weight in its.weights.items():
+            assert torch.allclose(mine.weights[name], weight, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.long
+def test_a_decision_by_weights_is_eager_on_batches_of_the_ranks(two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, DecidesByWeights, "spmd", 2, data=ragged, max_epochs=1)
+    assert [result.mode for result in ours] == ["eager", "eager"]
+    assert any("on each rank that of its own batch" in text for text in ours[0].warnings)
 
 
 # ------------------------------------------------------------------ the operator

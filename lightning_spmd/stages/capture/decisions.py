@@ -59,7 +59,7 @@ def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> Decision
     """The program that recomputes ``decisions``, or None if there are none. ``graph`` is left as it is."""
     if not decisions:
         return None
-    needed = _slice(graph, [node for node, _, _ in decisions])
+    needed = needed_for(graph, [node for node, _, _ in decisions])
     out, copies, seen = fx.Graph(), {}, {}
     inputs = [n for n in graph.nodes if n.op == "placeholder" and n in needed]
     for node in inputs:
@@ -84,7 +84,7 @@ def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> Decision
     return DecisionProgram(private.GraphModule(nn.Module(), out), tuple(inputs), names, expected, exact)
 
 
-def _slice(graph: fx.Graph, targets: Sequence[fx.Node]) -> set[fx.Node]:
+def needed_for(graph: fx.Graph, targets: Sequence[fx.Node]) -> set[fx.Node]:
     """Everything that the targets are computed from, including earlier writes into what they read."""
     roots = storage_roots(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}

@@ -21,6 +21,7 @@ from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.reads import Number
 from lightning_spmd.ir.signature import GraphInput, InputRole
+from lightning_spmd.stages.capture.decisions import needed_for
 from lightning_spmd.stages.capture.inputs import InputTable
 from lightning_spmd.stages.capture.recorder import Recorder
 
@@ -34,11 +35,14 @@ class Foreseen(dict[int, Number]):
         known: the values.
         batch: the tensors of the global batch.
         draws: whether a draw here gives the numbers that the graph would draw.
+        alone: nothing else is run than what a value follows from.
     """
 
-    def __init__(self, known: Mapping[int, Number], batch: Sequence[Tensor], *, draws: bool) -> None:
+    def __init__(
+        self, known: Mapping[int, Number], batch: Sequence[Tensor], *, draws: bool, alone: bool = False
+    ) -> None:
         super().__init__(known)
-        self.batch, self.draws = batch, draws
+        self.batch, self.draws, self.alone = batch, draws, alone
 
 
 def foresee(recorder: Recorder, inputs: InputTable, answers: Mapping[int, Number]) -> None:
@@ -69,7 +73,7 @@ class _Foresight:
         watched = watch is not None and watch.pause()
         try:
             with self._beside():
-                self._catch_up()
+                self._catch_up(node)
             return self._values[node]
         except Exception:  # whatever it is: what reads the value in the usual way says so better
             self._ended = True
@@ -94,9 +98,11 @@ class _Foresight:
                 self._random = _generators()
                 _put(before)
 
-    def _catch_up(self) -> None:
-        for node in self._recorder.graph.nodes:
-            if node not in self._values:
+    def _catch_up(self, wanted: fx.Node) -> None:
+        graph = self._recorder.graph
+        needed = needed_for(graph, [wanted]) if self._given.alone else set(graph.nodes)
+        for node in graph.nodes:
+            if node in needed and node not in self._values:
                 self._values[node] = self._run(node)
 
     def _run(self, node: fx.Node) -> Any:

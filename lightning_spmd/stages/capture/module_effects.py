@@ -29,6 +29,8 @@ _REGISTER = (
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
     "register_full_backward_pre_hook", "register_backward_hook",
 )  # fmt: skip
+_OF_RECURRENT_LAYERS = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Their list of weights is made anew where these are other tensors; also in a subclass of the user's."""
 _TABLES_OF_HOOKS = tuple(name for name in TORCH_INTERNALS if "hooks" in name)
 
 
@@ -53,9 +55,10 @@ class _Seen:
             if list(now.containers[name].items()) != list(self.containers[name].items()):
                 yield ModuleEffect(self, now, name)
         if isinstance(self.part, Metric) or type(self.part).__module__.startswith("torch."):
-            return  # LSTM caches its list of weights
+            return
+        torch_s = TORCH_INTERNALS | (_OF_RECURRENT_LAYERS if isinstance(self.part, nn.RNNBase) else set())
         for name in [*now.attributes, *(self.attributes.keys() - now.attributes.keys())]:
-            if name not in BOOKKEEPING and name not in TORCH_INTERNALS and self._differs(now, name):
+            if name not in BOOKKEEPING and name not in torch_s and self._differs(now, name):
                 yield ModuleEffect(self, now, name)
 
     def _differs(self, now: _Seen, name: str) -> bool:

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.ir.packed_rnn import PACKED_RNN, PACKED_RNN_BACKWARD, Settings
+from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD, Settings
 from lightning_spmd.stages.capture.user_code import user_location
 
 
@@ -179,13 +179,6 @@ class PackedSequences:
         return forward
 
     def _run(self, layer: nn.RNNBase, rows: _Rows, hx: Any) -> Any:
-        if layer.dropout and layer.training and layer.num_layers > 1:
-            raise CaptureError(
-                "dropout between the layers of a recurrent network draws as many numbers as its packed sequence has "
-                "entries, which one graph cannot express; use one layer after the other, with dropout of the padded "
-                "rows between them",
-                user_location(),
-            )
         padded, weights = rows.padded, private.weights_of(layer)
         layer.check_input(padded, None)
         shapes = _shapes_of_states(layer, padded.shape[0 if rows.rows_first else 1])
@@ -197,14 +190,29 @@ class PackedSequences:
                 layer.check_hidden_size(state, shape)
             if rows.order is not None:
                 states = [state.index_select(1, rows.order[0]) for state in states]
-        how = self._settings(layer, rows)
-        out, *hidden = cast(
-            "tuple[Tensor, ...]", _Recurrent.apply(how, len(states), rows.lengths, padded, *states, *weights)
-        )
+        out, hidden = self._computed(layer, rows, states, weights)
         if rows.order is not None:
             hidden = [state.index_select(1, rows.order[1]) for state in hidden]
         packed = LaterPacked.of(replace(rows, padded=out, clean=True), self)
         return packed, tuple(hidden) if layer.mode == "LSTM" else hidden[0]
+
+    def _computed(
+        self, layer: nn.RNNBase, rows: _Rows, states: list[Tensor], weights: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Padded output and last states, all layers at once or, with dropout between them, one after the other."""
+        how = self._settings(layer, rows)
+        if not layer.dropout or not layer.training or layer.num_layers == 1:
+            return _called(how, rows.padded, rows, states, weights)
+        _must(layer.dropout < 1)
+        each, out, last = len(weights) // layer.num_layers, rows.padded, list[list[Tensor]]()
+        for number in range(layer.num_layers):
+            if number > 0:
+                out = out * PACKED_NOISE(out.detach(), rows.lengths, layer.dropout, rows.sort, rows.rows_first)
+            its_states = [state.chunk(layer.num_layers)[number] for state in states]
+            its_weights = weights[number * each : (number + 1) * each]
+            out, hidden = _called(replace(how, layers=1), out, rows, its_states, its_weights)
+            last.append(hidden)
+        return out, [torch.cat(parts) for parts in zip(*last, strict=True)]
 
     def _settings(self, layer: nn.RNNBase, rows: _Rows) -> Settings:
         kind = rows.padded.device.type
@@ -299,6 +307,14 @@ class _Recurrent(torch.autograd.Function):
         operands = list(gradients), tensors[0], lengths, tensors[1 : 1 + states], weights, reserve, wanted
         found = PACKED_RNN_BACKWARD(*operands, *ctx.how.arguments())
         return None, None, None, *(found[sum(wanted[:i])] if wants else None for i, wants in enumerate(wanted))
+
+
+def _called(
+    how: Settings, padded: Tensor, rows: _Rows, states: list[Tensor], weights: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    results = _Recurrent.apply(how, len(states), rows.lengths, padded, *states, *weights)
+    out, *hidden = cast("tuple[Tensor, ...]", results)
+    return out, hidden
 
 
 def _shapes_of_states(layer: nn.RNNBase, rows: Any) -> list[tuple[Any, ...]]:

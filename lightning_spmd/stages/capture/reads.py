@@ -26,6 +26,7 @@ from lightning_spmd.ir.reads import READ, Number, checks_of, holds
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import batch_hook
+from lightning_spmd.stages.capture.decisions import needed_for
 from lightning_spmd.stages.capture.host_scalar import HostScalar, ScalarRecorder
 from lightning_spmd.stages.capture.user_code import user_location
 
@@ -69,7 +70,8 @@ class Reads:
     Attributes:
         foresee: finds the number that a node reads, while the step is traced; None where that cannot be.
         role_of: gives the role of an input.
-        refusal: why this step may not decide by values of tensors, if so.
+        refusal: why this step may not decide by values of tensors, if so; by those of its batch it may, for they are
+            known before it runs.
     """
 
     def __init__(self, recorder: ScalarRecorder, graph: fx.Graph, answers: Mapping[int, Number]) -> None:
@@ -109,7 +111,7 @@ class Reads:
     def _ask(self, number: int) -> Number:
         node = self.nodes[number]
         place = user_location() or info_of(node).source
-        if self.refusal is not None:
+        if self.refusal is not None and not self._is_of_batch(node):
             raise CaptureError(self.refusal, place)
         sections = [info_of(n).section for n in self._graph.nodes if n.op == "call_function"]
         if (section := max(sections, key=list(Section).index)) is not Section.FORWARD:
@@ -121,6 +123,8 @@ class Reads:
             )
         if number not in self.answers and (foreseen := self.foresee(node)) is not None:
             self.answers[number] = foreseen
+        if number not in self.answers and self.refusal is not None:
+            raise CaptureError(self.refusal, place)
         if number not in self.answers:
             unknown = tuple(i for i in range(len(self.nodes)) if i not in self.answers)
             self.wanted = ReadWanted(place, unknown, self.answers)
@@ -130,15 +134,15 @@ class Reads:
         node.meta["val"] = value
         return value
 
-    def check(self, scalar: HostScalar, place: str) -> None:
-        """From here on the graph holds for the value that ``scalar`` has.
+    def check(self, scalar: HostScalar, place: str) -> bool:
+        """From here on the graph holds for the value that ``scalar`` has; whether somebody asks before it runs.
 
         Raises:
             CaptureError: it will never have that value again.
         """
         node = scalar.node
         if node is None or node in self._checked:
-            return
+            return False
         if scalar.is_float() and self._changes(node):
             raise CaptureError(
                 "a tensor's value is read as a plain float of Python (float(), a format, an argument), "
@@ -148,9 +152,18 @@ class Reads:
             )
         value = scalar.value
         self._checked.add(node)
+        if self.refusal is not None:
+            return True
         asked = tuple(self.asked())
         check = self._graph.call_function(holds, (node, value, place, asked, *(self.nodes[i] for i in asked)))
         check.meta.update(val=None, info=info_of(node))
+        return False
+
+    def _is_of_batch(self, node: fx.Node) -> bool:
+        """Whether a number follows from the batch alone."""
+        given = (InputRole.BATCH, InputRole.SHARED_BATCH)
+        needed = needed_for(self._graph, [node])
+        return all(self.role_of(n) in given if n.op == "placeholder" else not draws_random(n) for n in needed)
 
     def _changes(self, node: fx.Node) -> bool:
         """Whether a number depends on what is another in every step."""

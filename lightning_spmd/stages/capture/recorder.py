@@ -141,9 +141,7 @@ class Recorder(private.TorchDispatchMode):
         """Python code branches on a recorded number: remember the outcome as a guard."""
         if scalar.node is not None:
             place = user_location() or "<library code>"
-            if scalar.is_read:
-                self.reads.check(scalar, place)
-            else:
+            if not scalar.is_read or self.reads.check(scalar, place):
                 self.decisions.append((scalar.node, scalar.value, place))
         return scalar.value
 

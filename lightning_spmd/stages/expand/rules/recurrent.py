@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_spmd.ir.packed_rnn import PACKED_RNN, PACKED_RNN_BACKWARD
+from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
 from lightning_spmd.ir.placement import PARTIAL
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along
 
@@ -64,9 +64,15 @@ def _packed_backward(call: OpCall) -> list[Layout]:
     return along(call, inputs, [dim for dim, wants in zip(made, call["wanted"], strict=True) if wants])
 
 
+def _packed_noise(call: OpCall) -> list[Layout]:
+    rows = 0 if call["rows_first"] else 1
+    return along(call, [rows, 0], [rows])
+
+
 RULES: dict[Any, Rule] = {
     aten._cudnn_rnn: _forward,
     aten._cudnn_rnn_backward: _backward,
     PACKED_RNN: _packed_forward,
     PACKED_RNN_BACKWARD: _packed_backward,
+    PACKED_NOISE: _packed_noise,
 }
