@@ -208,6 +208,13 @@ def _tell_stacks(bell: Any, stacks: Any) -> None:
         print(_END, end="", file=stacks, flush=True)
 
 
+def _collectives_begun() -> int:
+    """Functional collectives that nobody has waited for; c10d keeps them, their tensors and process groups."""
+    from torch._C import _distributed_c10d
+
+    return _distributed_c10d._get_work_registry_size()
+
+
 def _serve(settings: dict[str, str], pipe: Any, bell: Any, stack_file: str) -> None:
     """A worker's life: take a job, answer, until the parent goes."""
     os.environ.update(settings)
@@ -225,7 +232,10 @@ def _serve(settings: dict[str, str], pipe: Any, bell: Any, stack_file: str) -> N
                 return
             try:
                 function, args, kwargs = pickle.loads(job)
+                begun = _collectives_begun()
                 answer = pickle.dumps(("value", function(*args, **kwargs)))
+                if (left := _collectives_begun() - begun) > 0:
+                    raise AssertionError(f"nobody waited for {left} functional collectives: they stay for ever")
             except BaseException as error:
                 answer = pickle.dumps(("error", (type(error).__name__, traceback.format_exc())))
             pipe.send_bytes(answer)

@@ -84,11 +84,19 @@ def trainer(strategy: str) -> L.Trainer:
 def holds() -> tuple[int, int, int]:
     """Threads, open files and sockets, kept texts of graphs; once groups that were given up have ended."""
     gc.collect()
-    deadline = time.monotonic() + 60  # gloo gives up what waits for a rank that failed in its own time
+    deadline = time.monotonic() + 15  # less than the other ranks' patience
     while any(thread.name == "end of process groups" for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "groups that nobody uses did not end"
         time.sleep(0.05)
         gc.collect()  # threads of the failed fit may have ended since
+    found, before = held(), None
+    while found != before:  # the system's threads end after Python's
+        time.sleep(0.1)
+        found, before = held(), found
+    return found
+
+
+def held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), len(_loader.eval_cache)
 
 

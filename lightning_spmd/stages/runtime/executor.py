@@ -22,7 +22,7 @@ from lightning_spmd.stages.runtime.live_state import LiveState, Reader
 from lightning_spmd.stages.runtime.lowering import Lowering, Together, as_python, is_settled
 from lightning_spmd.stages.runtime.profile import RUNS, Profile
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
-from lightning_spmd.stages.runtime.undo import Before, can_be_undone, random_numbers_kept
+from lightning_spmd.stages.runtime.undo import Before, can_be_undone, collectives_ended, random_numbers_kept
 
 OF_THE_OPTIMIZER = (OutputRole.OPTIMIZER_STATE, OutputRole.HYPER_PARAMETER)
 MOST_FOLLOWED = 16
@@ -331,7 +331,8 @@ class Executable:
             else:
                 with self.state.streams.active(draws=self._draws):
                     try:
-                        outputs = run(*inputs)
+                        with collectives_ended():
+                            outputs = run(*inputs)
                     except BaseException as error:
                         if self._question is not None or isinstance(error, ReadMiss):
                             self.state.streams.tick -= 1  # this run has not been

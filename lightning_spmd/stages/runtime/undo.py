@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.reads import ReadMiss
@@ -44,6 +45,30 @@ def random_numbers_kept(*, draws: bool, always: bool = False) -> Iterator[None]:
             torch.set_rng_state(host)
             if devices:
                 torch.cuda.set_rng_state_all(devices)
+
+
+@contextlib.contextmanager
+def collectives_ended() -> Iterator[None]:
+    """Wait for what a run began that ended at a decision: all ranks began the same, and nobody else would.
+
+    What nobody waits for stays in c10d's registry, with its tensors, and holds the process group for ever.
+    """
+    try:
+        yield
+    except ReadMiss as miss:
+        for frame, _ in traceback.walk_tb(miss.__traceback__):
+            for value in list(frame.f_locals.values()):
+                for tensor in _tensors(list(value.env.values()) if isinstance(value, fx.Interpreter) else value):
+                    torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: SLF001 - an operator's public name
+        raise
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):  # several collectives in one call
+        for element in value:
+            yield from _tensors(element)
 
 
 class Before:
