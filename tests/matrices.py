@@ -130,6 +130,14 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/cuda/test_rematerialized.py": ("test_on_gpus_bytes_are_given_back",),
     "tests/strategy/test_drawn_numbers.py": ("eagers[Generators]", "eagers[Numbers]", "eagers[Mixup]"),
     "tests/strategy/test_printed_values.py": ("in_graphs[Texts]", "test_an_array_that_is_looked_into"),
+    "tests/strategy/test_logger_calls.py": (
+        "[Usual-clipped]",
+        "[Asking-accumulated]",
+        "[zero2]",
+        "[by hand]",
+        "[paused]",
+        "[evaluated]",
+    ),  # fmt: skip
     "tests/strategy/test_objects_of_the_step.py": ("[_Copied]", "[_Bound]"),
     "tests/strategy/test_step_statistics.py": ("test_a_csv_file", "test_a_step_is_all_batches"),
     "tests/strategy/test_evaluation.py": ("test_two_ranks_equal_one_device[24]",),

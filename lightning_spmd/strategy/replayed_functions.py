@@ -52,7 +52,7 @@ def _logger(root: Any, names: Sequence[str], /, *args: Any, **kwargs: Any) -> An
 
 
 def _of_logger(root: Any, names: Sequence[str]) -> Any:
-    found: Any = root.subject if isinstance(root, Itself) else root
+    found: Any = root.read() if isinstance(root, Itself) else root
     return functools.reduce(getattr, names, found)
 
 

@@ -14,6 +14,8 @@ from tests.compatibility.rows import STEPS, Row
 
 TOLERANCE = 1e-5
 """Relative difference of the loss from one device, in any step."""
+GRAPHS = ("compiled", "split")
+"""Modes whose steps are graphs."""
 _REASON = re.compile(r"strategy='spmd' (?:runs this training eagerly|trains eagerly from here on)(?: \([^)]*\))?: (.*)")
 
 
@@ -66,7 +68,7 @@ class Result:
             found.append(f"{[len(run.losses) for run in runs]} steps")
         if not self.is_bitwise:
             found.append("one process is not bitwise eager")
-        compiled = all(run.mode == "compiled" for run in self.ranks)
+        compiled = all(run.mode in GRAPHS for run in self.ranks)
         if compiled and not self.row.draws and not self.difference <= TOLERANCE:
             found.append(f"loss off by {self.difference:.1e}")
         if any(run.weights != self.ranks[0].weights for run in self.ranks):

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import torch
 
-from tests.compatibility.result import Result
+from tests.compatibility.result import GRAPHS, Result
 from tests.compatibility.rows import ROWS, STEPS
 
 _HEAD = """# Compatibility
@@ -51,7 +51,7 @@ def table(results: Sequence[Result], before: str = "") -> str:
         lines = sections.setdefault(result.row.kind[0].upper() + result.row.kind[1:], {})
         lines[result.row.name] = _line(result)
     every = [line for lines in sections.values() for line in lines.values()]
-    graphs = sum(cells[1] == "compiled" for cells, _ in every)
+    graphs = sum(cells[1] in GRAPHS for cells, _ in every)
     text = _HEAD.format(
         steps=STEPS,
         rows=ROWS,
@@ -90,7 +90,7 @@ def _section(kind: str, lines: Sequence[Line]) -> str:
 
 def _line(result: Result) -> Line:
     first = result.ranks[0]
-    compiled = first.mode == "compiled"
+    compiled = first.mode in GRAPHS
     one = "bitwise" if result.is_bitwise else "**differs**"
     two = "" if result.row.draws else f"{result.difference:.0e}" if compiled else "as DDP"
     numbers = (len(first.moved), first.captures, f"{first.seconds:.1f}") if compiled else ("", "", "")
@@ -100,7 +100,7 @@ def _line(result: Result) -> Line:
 def _note(result: Result) -> str:
     row = result.row
     parts = [row.note, f"moves embeddings, for {row.couples}" if row.couples else "", row.draws]
-    if result.ranks[0].mode != "compiled":
+    if result.ranks[0].mode not in GRAPHS:
         parts += [row.eager, result.reason]
     if result.faults():
         parts.append(f"**{'; '.join(result.faults())}**")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 
@@ -43,6 +47,9 @@ class Writer:
             return functools.partial(self._keep, name)
         raise AttributeError(name)
 
+    def __repr__(self) -> str:
+        return "Writer"
+
     def __getitem__(self, name: str) -> list[Any]:
         return self.series.setdefault(name, [])
 
@@ -53,7 +60,7 @@ class Keeper(Logger):
     def __init__(self) -> None:
         super().__init__()
         self.writer = Writer()
-        self.prefix = "p/"
+        self.prefix, self.count = "p/", 0
 
     @property
     def name(self) -> str:
@@ -71,6 +78,7 @@ class Keeper(Logger):
         self.writer._keep("log_hyperparams", *args, **kwargs)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.count += 1
         self.writer._keep("log_metrics", metrics, step)
 
 
@@ -193,10 +201,22 @@ def test_a_step_that_asks_for_its_rank_is_told_what_to_write(two_ranks: RankPool
     assert [len(mine[0][0]) > 0 for _, mine in found] == [True, False]
 
 
-@pytest.mark.parametrize("plan", ["replicate", "zero3"])
-def test_loggers_of_two_ranks_are_told_one_devices_values(plan: str, two_ranks: RankPool) -> None:
-    _, expected = told(Usual, "auto", max_epochs=1, data=lambda: InOrder(rows(), ROWS, shuffle=False))
-    found = two_ranks.run(told, Usual, {"data_parallel": plan}, 2, max_epochs=1)
+ON_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "replicate": ("Usual", {}, {}),
+    "zero3": ("Usual", {"data_parallel": "zero3", "overlap_iterations": True}, {"max_epochs": 2}),
+    "zero2": ("Usual", {"data_parallel": "zero2"}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}),
+    "by hand": ("ByHand", {"data_parallel": "zero3"}, {}),
+    "paused": ("Hooked", {}, {"max_epochs": 2}),
+    "evaluated": ("Validates", {"data_parallel": "zero3"}, {"limit_val_batches": 2}),
+}
+
+
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_loggers_of_two_ranks_are_told_one_devices_values(case: str, two_ranks: RankPool) -> None:
+    name, options, flags = ON_RANKS[case]
+    make, flags = globals()[name], {"max_epochs": 1, **flags}
+    _, expected = told(make, "auto", data=lambda: InOrder(rows(), ROWS, shuffle=False), **flags)
+    found = two_ranks.run(told, make, options, 2, **flags)
     assert_compiled(*[result for result, _ in found])
     for _, mine in found:
         assert_close(mine, expected)
@@ -218,3 +238,249 @@ def assert_close(mine: Any, expected: Any) -> None:
             assert_close(one, other)
     else:
         assert mine == expected
+
+
+class Validates(Usual):
+    """Evaluation that is a graph, where parameters are in parts."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.logger.experiment.add_scalar("val", loss.item(), self.global_step)  # type: ignore[union-attr]
+        self.logger.experiment.add_histogram("weights", self.first.weight)  # type: ignore[union-attr]
+        self.log("val_loss", loss)
+
+
+class Uses(Quiet):
+    """What a call gives decides."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.logger.experiment.log_it("loss", loss) == "call 3":  # type: ignore[union-attr]
+            loss = loss * 2
+        return loss
+
+
+class Gives(Quiet):
+    """An object that the step changes afterwards."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        state = Writer()
+        self.logger.experiment.log_it(state.told)  # type: ignore[union-attr]
+        self.logger.experiment.log_it(state)  # type: ignore[union-attr]
+        return self.loss(batch)
+
+
+class Assigns(Quiet):
+    """To a logger."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.prefix = f"{batch_idx}/"  # type: ignore[union-attr]
+        return self.loss(batch)
+
+
+class ReadsBehind(Quiet):
+    """What a call has changed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.logger.log_metrics({"loss": loss})  # type: ignore[union-attr]
+        return loss * self.logger.count  # type: ignore[union-attr]
+
+
+class HasTheModule(Quiet):
+    """A logger that looks at weights."""
+
+    def on_fit_start(self) -> None:
+        self.logger.experiment.model = self  # type: ignore[union-attr]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.logger.log_metrics({"loss": loss})  # type: ignore[union-attr]
+        return loss
+
+
+class Asks(Quiet):
+    """How much a logger has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.logger.experiment.series["losses"] = loss  # type: ignore[union-attr]
+        return loss * (1 + len(self.logger.experiment.told))  # type: ignore[union-attr]
+
+
+class Contains(Quiet):
+    """The same, by ``in``, and by what there is of a result."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        found = self.logger.experiment["losses"]  # type: ignore[union-attr]
+        return loss * 2 if hasattr(found, "append") else loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Uses, "uses self.logger.experiment.log_it()"),
+        (Gives, "gives self.logger.experiment.log_it()[0] a Writer"),
+        (Assigns, "changes self.logger.prefix"),
+        (ReadsBehind, "reads self.logger.count after a call of a logger"),
+        (HasTheModule, "Keeper has the module"),
+        (Asks, "uses self.logger.experiment.told"),
+        (Contains, "uses self.logger.experiment.__getitem__()"),
+    ],
+)
+def test_what_no_graph_can_follow_is_named(kind: type[Net], reason: str) -> None:
+    theirs, expected = told(kind, "auto", number=1)
+    ours, mine = told(kind, number=1)
+    assert ours.mode == "eager"
+    (text,) = [text for text in ours.warnings if "trains eagerly" in text]
+    assert reason in text
+    assert "test_logger_calls.py" in text
+    assert str(mine) == str(expected)
+    assert ours.losses == theirs.losses
+
+
+class ReadsBefore(Quiet):
+    """A number that each call changes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * (1 + 0.1 * self.logger.count)  # type: ignore[union-attr]
+        self.logger.log_metrics({"loss": loss, "count": self.global_step})  # type: ignore[union-attr]
+        if self.logger.name == "keeper" and batch_idx % 2:
+            self.logger.experiment.series["last"] = loss.detach()  # type: ignore[union-attr]
+            self.logger.experiment.told.append(loss.item())  # type: ignore[union-attr]
+        return loss
+
+
+class ChangesLoggers(Quiet):
+    """In mid-run, in a hook."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.logger is not None:
+            self.logger.log_metrics({"loss": loss}, self.global_step)
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.loggers = self.trainer.loggers[1:]
+        if self.current_epoch == 2:
+            self.trainer.loggers = []
+
+
+class ByHand(Quiet):
+    """Weights before and behind two updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer, logger = self.optimizers(), self.logger
+        for _ in range(2):
+            loss = self.loss(batch)
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            self.manual_backward(loss)
+            logger.experiment.add_histogram("gradient", self.first.bias.grad, self.global_step)  # type: ignore[union-attr]
+            logger.experiment.add_histogram("weight", self.first.bias, self.global_step)  # type: ignore[union-attr]
+            optimizer.step()  # type: ignore[union-attr]
+            logger.experiment.add_histogram("weight", self.first.bias, self.global_step)  # type: ignore[union-attr]
+        self.log("loss", loss)
+        logger.experiment.add_scalar("loss", loss.item(), self.global_step)  # type: ignore[union-attr]
+
+
+class Hooked(Usual):
+    """Gradients are looked at between backward and update."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.logger.experiment.add_scalar("norm", self.first.weight.grad.norm())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [(ReadsBefore, "compiled"), (ChangesLoggers, "compiled"), (ByHand, "compiled"), (Hooked, "split")],
+)
+def test_calls_are_those_of_eager_training(kind: type[Net], mode: str) -> None:
+    theirs, expected = told(kind, "auto")
+    ours, mine = told(kind)
+    assert (ours.mode, [text for text in ours.warnings if "spmd" in text]) == (mode, [])
+    assert mine == expected
+    assert ours.losses == theirs.losses
+
+
+class OwnWriter(Quiet):
+    """Writers that no Trainer knows, and a library's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer = sys.modules["tensorboardX.writer"].SummaryWriter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.writer.add_scalar("constant", 0.5, self.global_step)
+        self.writer.add_histogram("weight", self.first.weight)
+        self.writer.add_text("where", f"{self.writer.log_dir} {loss.item():.2f}")
+        self.experiment.add_scalar("the Trainer's", loss.item())
+        wandb.log({"loss": loss.item(), "batch": batch_idx})  # type: ignore[name-defined] # noqa: F821
+        self.log("loss", loss)
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        self.experiment = self.logger.experiment  # type: ignore[union-attr]
+        if self.current_epoch == 2:
+            self.writer.log_dir = "elsewhere"
+        if self.current_epoch == 1:
+            self.writer = sys.modules["tensorboardX.writer"].SummaryWriter()
+
+
+def test_writers_of_ones_own_and_wandbs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    writers: list[Writer] = []
+
+    class SummaryWriter(Writer):
+        def __init__(self) -> None:
+            super().__init__()
+            writers.append(self)
+
+    def log(values: dict[str, Any]) -> None:
+        writers[-1].told.append(plain(values))
+
+    module = types.ModuleType("wandb")
+    setattr(module, "log", log)  # noqa: B010 - a name that modules do not have
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setitem(globals(), "wandb", module)
+    monkeypatch.setitem(
+        sys.modules,
+        "tensorboardX.writer",
+        SimpleNamespace(SummaryWriter=SummaryWriter),  # type: ignore[arg-type]
+    )
+    told_by: list[list[Any]] = []
+    for strategy in ("auto", "spmd"):
+        writers.clear()
+        ours, trainers = told(OwnWriter, strategy)
+        told_by.append([*[writer.told for writer in writers], *trainers])
+        assert "__getattribute__" not in vars(SummaryWriter)
+    assert_compiled(ours)
+    assert told_by[1] == told_by[0]
+    assert getattr(module, "log") is log  # noqa: B009 - likewise
+
+
+def test_files_of_a_logger_are_eagers(tmp_path: Path) -> None:
+    files: list[str] = []
+    for strategy in ("auto", "spmd"):
+        result = run(WithFiles, strategy, logger=CSVLogger(tmp_path, version=strategy), log_every_n_steps=2)
+        files.append((tmp_path / "lightning_logs" / strategy / "metrics.csv").read_text())
+    assert_compiled(result)
+    assert files[0] == files[1]
+    assert "Logger" in repr(CSVLogger(tmp_path))  # its class is what it was
+
+
+class WithFiles(Quiet):
+    """Lightning's own logger."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        assert isinstance(self.logger, CSVLogger)
+        self.logger.log_metrics({"mine": loss.item()}, self.global_step)
+        print(self.logger.log_dir, self.logger.version)
+        self.log("loss", loss)
+        return loss

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
+from lightning.pytorch.loggers import Logger
+
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.user_code import is_user_file, user_location
@@ -21,6 +23,11 @@ from lightning_spmd.stages.capture.user_code import is_user_file, user_location
 _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 LIBRARIES = ("lightning.", "torch.")
 """Where classes are from of which calls change no attribute that tells something."""
+_WRITERS = {
+    "torch.utils.tensorboard.writer": "SummaryWriter",
+    "tensorboardX.writer": "SummaryWriter",
+    "wandb.sdk.wandb_run": "Run",
+}
 _LASTING = frozenset({"name", "version", "save_dir", "log_dir", "root_dir", "run_id", "group_separator"})
 _BY_OTHER_NAMES = frozenset({"setattr", "__dict__", "vars", "__setattr__"})
 _RECORDED = ("__call__", "__getitem__", "__setitem__", "__delitem__")
@@ -155,6 +162,12 @@ class FollowedClasses:
             )
 
         return refuse
+
+
+def kinds_of_loggers() -> tuple[type, ...]:
+    """Classes of loggers, and of experiments that users make themselves without one, as far as they are imported."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _WRITERS.items())
+    return (Logger, *(kind for kind in found if isinstance(kind, type)))
 
 
 def may_change(owner: Any, name: str) -> bool:

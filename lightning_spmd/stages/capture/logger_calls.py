@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -33,11 +32,13 @@ from lightning_spmd.stages.capture.followed_classes import (
     FollowedClasses,
     is_asked_by_capture,
     is_asked_whether,
+    kinds_of_loggers,
     may_change,
 )
+from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.host_scalar import SYMBOLS, scalar_of
 from lightning_spmd.stages.capture.later_value import LaterValue
-from lightning_spmd.stages.capture.same_state import is_simple
+from lightning_spmd.stages.capture.same_state import SIMPLE, is_simple
 from lightning_spmd.stages.capture.user_code import user_location
 
 _DEEPEST = 4
@@ -51,13 +52,15 @@ class Itself:
 
     Args:
         subject: the object.
+        read: gives what is in its place now; without it, it is the object that counts.
     """
 
-    __slots__ = ("subject",)
+    __slots__ = ("read", "subject")
     is_tree_leaf = True
 
-    def __init__(self, subject: Any) -> None:
+    def __init__(self, subject: Any, read: Callable[[], Any] | None = None) -> None:
         self.subject = subject
+        self.read = (lambda: subject) if read is None else read
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Itself) and other.subject is self.subject
@@ -93,18 +96,25 @@ class LoggerCalls:
         record: ``(name, args, kwargs)`` of what is done after each run, gives the position of the call.
 
     Attributes:
-        see: notes what an object has as an attribute: ``(object, path, name)``; gives the value.
+        see: notes what there is at the end of some attributes: ``(object, path, names)``; gives it.
         leave_alone: told each object of a logger that needs no other look.
         unwatched: entered while a logger's own code runs.
+        loggers: the Trainer's.
+        ask_for_loggers: lets the graph hold for the Trainer's loggers, and has them met.
+        entry_of: what leads to an object, where the step's code has it.
         asked_for_rank: where the step asks on which of several ranks it is.
     """
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self.see: Callable[[Any, str, str], Any] = lambda subject, _path, name: getattr(subject, name)
+        self.see: Callable[[Any, str, Sequence[str]], Any] = lambda _subject, _path, _names: None
         self.leave_alone: Callable[[Any], None] = lambda _: None
         self.unwatched: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.asked_for_rank: str | None = None
+        self.loggers: Sequence[Any] = ()
+        self.ask_for_loggers: Callable[[], Any] = lambda: None
+        self.entry_of: Callable[[Any], Entry | None] = lambda _: None
+        self._experiments: dict[int, Any] = {}
         self._places: dict[int, tuple[Any, Place]] = {}
         self._thread = 0
         self._asleep = True
@@ -116,11 +126,27 @@ class LoggerCalls:
         """Inside, calls of loggers are recorded."""
         self._thread, self._asleep = threading.get_ident(), False
         try:
-            self._classes.add(Logger)
-            yield
+            for kind in kinds_of_loggers():
+                self._classes.add(kind)
+            self._look_at_experiments()
+            with self._functions_followed():
+                yield
         finally:
             self._asleep = True
             self._classes.restore()
+
+    @contextlib.contextmanager
+    def _functions_followed(self) -> Iterator[None]:
+        """``wandb.log``."""
+        module = sys.modules.get("wandb")
+        if module is None or not callable(before := vars(module).get("log")):
+            yield
+            return
+        vars(module)["log"] = Standing(self, Place(Itself(module), ("log",), "wandb.log"), before)
+        try:
+            yield
+        finally:
+            vars(module)["log"] = before
 
     def meet(self, loggers: Sequence[Any]) -> None:
         """The step asks for the Trainer's loggers."""
@@ -155,10 +181,27 @@ class LoggerCalls:
         if self._asleep or threading.get_ident() != self._thread:
             return None
         known = self._places.get(id(owner))
-        if known is None and issubclass(type(owner), Logger):  # not the Trainer's
-            self._follow(owner, Place(Itself(owner), (), f"the {type(owner).__name__}"))
+        if known is None and id(owner) in self._experiments:
+            self.ask_for_loggers()
+            logger = self._experiments[id(owner)]
+            self._follow(owner, self._places[id(logger)][1].at("experiment"))
+            known = self._places[id(owner)]
+        elif known is None and issubclass(type(owner), kinds_of_loggers()):  # not the Trainer's
+            self._follow(owner, self._elsewhere(owner))
             known = self._places[id(owner)]
         return None if known is None else known[1]
+
+    def _elsewhere(self, owner: Any) -> Place:
+        entry = self.entry_of(owner)
+        if entry is None:
+            raise CaptureError(
+                f"{the_step()} has a {type(owner).__name__}, and no graph can tell from where; keep it on the module, "
+                f"or call it in {batch_hook('end')}",
+                user_location(),
+            )
+        with self._own_code():
+            self.see(owner, entry.path, ("__class__",))  # another of its class may come in its place
+        return Place(Itself(owner, entry.reader()), (), entry.path)
 
     def attribute(self, owner: Any, place: Place, name: str) -> Any:
         """What the user's code gets for ``owner.name``.
@@ -170,7 +213,7 @@ class LoggerCalls:
             return Standing(self, place.at(name), _UNKNOWN)
         with self._own_code():
             value = getattr(owner, name)
-        here = place.at(name)
+        here, root = place.at(name), place.root if isinstance(place.root, Itself) else None
         if is_simple(value) or type(value) in SYMBOLS:
             if self._called and may_change(owner, name):
                 raise CaptureError(
@@ -179,7 +222,7 @@ class LoggerCalls:
                     user_location(),
                 )
             with self._own_code():
-                return self.see(owner, place.path, name)
+                return value if root is None else self.see(root.subject, _start(here), here.names)
         if isinstance(value, type):
             return value
         if isinstance(value, (Tensor, nn.Module)):
@@ -214,6 +257,16 @@ class LoggerCalls:
         return CallRef(self._record("logger's", (place.root, place.names), {}))
 
     # ------------------------------------------------------------------ pieces
+    def _look_at_experiments(self) -> None:
+        """The step may have one of them under another name."""
+        for logger in self.loggers:
+            with self._own_code():
+                experiment = getattr(logger, "experiment", None)
+            known = experiment is None or experiment is logger or type(experiment) in SIMPLE
+            if not known and self._classes.add(type(experiment)):
+                self._experiments[id(experiment)] = logger
+                self.leave_alone(experiment)
+
     @contextlib.contextmanager
     def _own_code(self) -> Iterator[None]:
         self._asleep = True
@@ -305,6 +358,11 @@ class Standing(LaterValue):
 
     __enter__ = __exit__ = __next__ = __delitem__ = __iadd__ = __isub__ = __imul__ = __ior__ = __or__ = _refused
     __and__ = __lshift__ = __rshift__ = __format__ = __contains__ = __iter__ = __len__ = _refused  # type: ignore[assignment]
+
+
+def _start(place: Place) -> str:
+    """Readable path of what a place begins with."""
+    return place.path.removesuffix("".join(f".{name}" for name in place.names))
 
 
 def _parts(value: Standing) -> tuple[LoggerCalls, Place, Any]:

@@ -83,7 +83,7 @@ class PythonState:
         self.watch = FrameWatch(self.walk)
         self.watch.builtins.functions = self.draws.functions
         self._trainer = self.sightings.root(Fields, trainer, "trainer")
-        self.view = TrainerView(trainer, host_value, self._see_of_trainer, has_logged, self._see_loggers)
+        self.view = TrainerView(trainer, host_value, self._see_of_trainer, has_logged, self.see_loggers)
         self.on_rank: Callable[[str], None] = lambda _: None
         self.on_loggers: Callable[[Sequence[Any]], None] = lambda _: None
 
@@ -141,7 +141,13 @@ class PythonState:
             self.sightings.places[id(entry.value)] = entry
         return entry
 
-    def _see_loggers(self, name: str) -> Any:
+    @property
+    def loggers(self) -> Sequence[Any]:
+        """Those that the Trainer has."""
+        return getattr(self._trainer.subject, "loggers", None) or ()
+
+    def see_loggers(self, name: str = "logger") -> Any:
+        """The Trainer's loggers, for which the graph holds from now on."""
         trainer = self._trainer.subject
         holder = self.sightings.holder(Content, trainer, "trainer.loggers", None, read=_loggers_of)
         holder.root = True
@@ -150,9 +156,15 @@ class PythonState:
         self.on_loggers(trainer.loggers)
         return trainer.logger if name == "logger" else list(trainer.loggers)
 
-    def see_attribute(self, subject: Any, path: str, name: str) -> Any:
-        """What an object that lasts has as an attribute, for which the graph holds from now on."""
-        return self.sightings.root(Fields, subject, path).see(name).value
+    def see_attribute(self, owner: Any, path: str, names: Sequence[str]) -> Any:
+        """What an object that lasts has at the end of some attributes, for which the graph holds from now on."""
+        place = self.sightings.places.get(id(owner))
+        holder = self.sightings.holder(Fields, owner, path, place)
+        holder.root = holder.root or place is None
+        for name in names[:-1]:
+            entry = holder.see(name)
+            holder = self.sightings.holder(Fields, entry.value, entry.path, entry)
+        return holder.see(names[-1]).value
 
     # ------------------------------------------------------------------ afterwards
     def guard(self, forgotten: Iterable[tuple[str, str]]) -> StateGuard:

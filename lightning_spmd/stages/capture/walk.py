@@ -18,7 +18,6 @@ from inspect import getattr_static
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -54,7 +53,7 @@ class Walk(Walker):
             return _nothing
         table: list[tuple[Any, Visit]] = [
             (logging.Logger, self._whole(contents.level_of)),
-            ((Metric, Logger, torch.SymInt, torch.SymFloat, torch.SymBool), _nothing),
+            ((Metric, torch.SymInt, torch.SymFloat, torch.SymBool), _nothing),
             (enum.Enum, self._enum),
             (nn.Module, self._module),
             (Optimizer, self._optimizer),

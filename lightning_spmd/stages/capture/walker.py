@@ -22,6 +22,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.stages.capture import contents, kinds
 from lightning_spmd.stages.capture.code_facts import CodeFacts
 from lightning_spmd.stages.capture.containers import Content, Entries, Items, Members
+from lightning_spmd.stages.capture.followed_classes import kinds_of_loggers
 from lightning_spmd.stages.capture.holders import (
     CANNOT_BE_PUT,
     Attributes,
@@ -66,6 +67,7 @@ class Walker(abc.ABC):
         self._visited: set[tuple[int, int]] = set()
         self._classes: set[tuple[type, int]] = set()
         self._visits: dict[type, Visit] = {}
+        self._loggers = kinds_of_loggers()
 
     def look_at(self, value: Any, path: str, facts: CodeFacts) -> None:
         """A frame with these facts has ``value``. Containers that were met nowhere else are the step's own."""
@@ -123,7 +125,10 @@ class Walker(abc.ABC):
             if place is not None and not isinstance(value, private.FakeTensor):
                 self._on_tensor(value, place, facts, depth)
             return
-        if id(value) in self.sightings.left_alone:
+        if id(value) in self.sightings.left_alone or issubclass(kind, self._loggers):
+            if place is not None:
+                self.sightings.places.setdefault(id(value), place)
+                self.sightings.keep(value)
             return
         key = (id(value), id(facts))
         if key in self._visited:

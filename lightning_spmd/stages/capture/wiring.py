@@ -29,6 +29,9 @@ def connect(recorder: Recorder, inputs: InputTable, python: PythonState, logs: L
     logs.on_metric = python.see_metric
     python.on_rank = logs.loggers.rank_is_asked
     python.on_loggers = logs.loggers.meet
+    logs.loggers.loggers = python.loggers
+    logs.loggers.ask_for_loggers = python.see_loggers
+    logs.loggers.entry_of = lambda value: python.sightings.places.get(id(value))
     logs.loggers.see = python.see_attribute
     logs.loggers.leave_alone = python.sightings.leave_alone
     logs.loggers.unwatched = python.watch.paused
