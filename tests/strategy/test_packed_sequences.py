@@ -172,6 +172,21 @@ class Drops(Reads):
         return nn.LSTM(6, UNITS // 2, num_layers=2, bidirectional=True, batch_first=True, dropout=0.3)
 
 
+class Twice(Reads):
+    """A penalty on a gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        loss = super().training_step((x, *batch[1:]), batch_idx)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+def test_a_gradient_that_is_differentiated_again_is_eager_s() -> None:
+    ours = assert_as_eager(Twice, "eager", data=few, max_epochs=1)
+    assert any("create_graph=True" in text for text in ours.warnings)
+
+
 class Unsorted(Sorted):
     """What torch refuses."""
 

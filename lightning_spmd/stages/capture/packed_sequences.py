@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
@@ -299,8 +298,13 @@ class _Recurrent(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # torch's once_differentiable is not heard of by autograd.grad(loss, weights)
+            raise CaptureError(
+                "a gradient through a recurrent layer over a packed sequence is differentiated again "
+                "(create_graph=True), which its operator cannot",
+                user_location(),
+            )
         lengths, reserve, *tensors = ctx.saved_tensors
         wanted, states = list(ctx.needs_input_grad[3:]), ctx.states
         weights = tensors[1 + states :]
