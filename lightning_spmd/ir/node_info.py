@@ -107,10 +107,10 @@ def named(node: fx.Node) -> str:
     return f"{target}{module}" + (f" at {info.source}" if info.source else "")
 
 
-def tell_place(error: BaseException, node: fx.Node) -> None:
-    """Let an error that running a node raised name it, once."""
+def tell_place(error: BaseException, what: str) -> None:
+    """Let an error that running a node raised name it, as :func:`named` does, once."""
     if not getattr(error, "__notes__", None):
-        error.add_note(f"raised where a graph of strategy='spmd' runs {named(node)}")
+        error.add_note(f"raised where a graph of strategy='spmd' runs {what}")
 
 
 def value_of(node: fx.Node) -> Any:

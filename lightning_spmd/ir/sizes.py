@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from lightning_spmd.ir.node_info import TensorSpec, tell_place
+from lightning_spmd.ir.node_info import TensorSpec, named, tell_place
 
 Dimension = tuple[int, int]
 """A tensor leaf of the batch by its position among them, and a dimension of it."""
@@ -212,7 +212,7 @@ class SizedInterpreter(fx.Interpreter):
         try:
             return super().run_node(n)
         except Exception as error:
-            tell_place(error, n)
+            tell_place(error, named(n))
             raise
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:

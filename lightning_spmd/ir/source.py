@@ -19,7 +19,7 @@ from typing import Any, cast
 from torch import fx
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.node_info import tell_place
+from lightning_spmd.ir.node_info import named, tell_place
 from lightning_spmd.ir.sizes import Formula, Size, SizeFloat, Sizes
 
 _SIGNS = {
@@ -35,8 +35,8 @@ _SIGNS = {
 _programs = itertools.count()
 
 
-_owners: dict[str, list[fx.Node | None]] = {}
-"""Behind each line of a graph's function, the first one left out, the node that it is of; by the name of its file."""
+_owners: dict[str, list[str | None]] = {}
+"""Of each line of a graph's function but the first one, what it runs, for messages; by the name of its file."""
 
 
 class ErrorsNamePlaces:
@@ -49,9 +49,9 @@ class ErrorsNamePlaces:
         while isinstance(error, Exception) and trace is not None:
             lines = _owners.get(trace.tb_frame.f_code.co_filename, [])
             number = trace.tb_lineno - 2  # after "def"
-            node = lines[number] if 0 <= number < len(lines) else None
-            if node is not None:
-                tell_place(error, node)
+            what = lines[number] if 0 <= number < len(lines) else None
+            if what is not None:
+                tell_place(error, what)
             trace = trace.tb_next
 
 
@@ -82,7 +82,7 @@ class _Writer:
         self._graph = graph_module.graph
         self._globals: dict[str, Any] = {}
         self._known: dict[int, str] = {}
-        self._owners: list[fx.Node | None] = []
+        self._owners: list[str | None] = []
         self._taken = {node.name for node in self._graph.nodes}
 
     def function(self) -> Callable[..., Any]:
@@ -111,7 +111,7 @@ class _Writer:
             lines.append("    " + self._statement(node))
             if node in last and node.op != "output":
                 lines[-1] += "; " + " = ".join(n.name for n in last[node]) + " = None"
-            self._owners += [None] * (len(lines) - 1 - len(self._owners)) + [node]
+            self._owners += [None] * (len(lines) - 1 - len(self._owners)) + [named(node)]
         for sizes, names in self._numbers.items():
             ask = self._constant(sizes.now(list(names)), "sizes")
             self._owners.insert(0, None)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +23,7 @@ from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.advice import advice_on
 from lightning_spmd.strategy.boundary import names_lost_ranks
+from lightning_spmd.strategy.common_seed import go_on_alike
 from lightning_spmd.strategy.ranks import Processes, Ranks
 from lightning_spmd.strategy.rendezvous import NoAnswerError, meet_first
 from lightning_spmd.strategy.replaced_tensors import keeping_attributes
@@ -108,8 +108,7 @@ class ProcessStrategy(ParallelStrategy):
         count = self.num_nodes * self.num_processes
         self._ranks.check(count, self.num_processes)
         if not self.is_distributed:
-            return  # nor reset_seed(): one device draws the numbers that strategy="auto" draws
-        reset_seed()
+            return
         backend = self.process_group_backend or private.default_backend(self.root_device)
         device = None if self.root_device.type == "cpu" else self.root_device
         if self.cluster_environment is None:
@@ -117,6 +116,8 @@ class ProcessStrategy(ParallelStrategy):
         with self._meeting(self.cluster_environment):
             private.init_process_group(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
         self._ranks.begin(Processes(count, self.global_rank, self.num_processes, self.root_device, backend))
+        if self._ranks.control is not None:
+            go_on_alike(self._ranks.control)
 
     @contextlib.contextmanager
     def _meeting(self, cluster: ClusterEnvironment) -> Iterator[None]:
