@@ -144,17 +144,15 @@ def _anomalies() -> Made:
     return model, pictures, lambda chosen: ImageBatch(image=torch.stack(chosen))
 
 
-_READS = "a graph on one process; on several, each would have to read a size from its own batch"
 _HOOK = "a hook looks at gradients: a graph up to there and one for the update"
-_PACKS = "training_step packs sequences"
 _ROWS: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
     ("TemporalFusionTransformer", "pytorch_forecasting", "time series",
      lambda: _forecasting("TemporalFusionTransformer", {"hidden_size": 8, "attention_head_size": 2}),
-     {"eager": _PACKS, "note": _HOOK}),
+     {"note": _HOOK}),
     ("NBeats", "pytorch_forecasting", "time series",
      lambda: _forecasting("NBeats", {"widths": [16, 16], "num_blocks": [1, 1], "backcast_loss_ratio": 0.1}),
      {"note": _HOOK}),
-    ("MPNN", "chemprop", "molecules", _molecules, {"eager": _READS}),
+    ("MPNN", "chemprop", "molecules", _molecules, {}),
     ("SCVI", "scvi", "cells", _cells, {}),
     ("Unet", "segmentation_models_pytorch", "segmentation", _segmentation,
      {"couples": "the Dice loss adds up areas over the batch",

@@ -54,6 +54,13 @@ class Kept(Mean):
         return dim_zero_cat(self.losses).mean()
 
 
+class Prints(Mean):
+    """What it prints reads a tensor of it."""
+
+    def extra_repr(self) -> str:
+        raise AssertionError(f"somebody prints the metric: {self.weights.tolist()}")
+
+
 class Returned(Quiet):
     """The metric is the loss, and is logged by itself."""
 
@@ -126,3 +133,13 @@ def test_ranks_train_by_the_metric_of_the_whole_batch(two_ranks: RankPool, make:
 
 def _in_order() -> L.LightningDataModule:
     return InOrder(rows(), ROWS, shuffle=False)
+
+
+class ReturnsAnother(Returned):
+    """A metric that nobody prints."""
+
+    kind = Prints
+
+
+def test_no_metric_is_printed_for_its_value() -> None:
+    assert_as_eager(ReturnsAnother, max_epochs=1)

@@ -10,7 +10,6 @@ all the same.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,8 +119,8 @@ def of_this_batch(
         if _has_parts(metric):
             return None
         on_use(metric)
-        fresh = copy.copy(metric)
-        for name in _SHADOWED[1::2]:  # `copy` has made the others anew
+        fresh = _copied(metric)
+        for name in _SHADOWED[1::2]:  # the copy has made the others anew
             vars(fresh).pop(name, None)
         for name, state in fresh.metric_state.items():
             if isinstance(state, list):
@@ -131,6 +130,13 @@ def of_this_batch(
         return found if isinstance(found, Tensor) else None
 
     return compute
+
+
+def _copied(metric: Metric) -> Metric:
+    """As ``copy.copy`` does, which makes torchmetrics print the metric, and that may read tensors of it."""
+    fresh: Metric = type(metric).__new__(type(metric))
+    fresh.__setstate__(metric.__getstate__())
+    return fresh
 
 
 def _has_parts(metric: Metric) -> bool:
