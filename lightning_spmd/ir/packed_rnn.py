@@ -7,7 +7,7 @@
 A packed sequence is as large as the lengths say, which no graph of one shape can hold; padded rows have one shape, and
 ranks can split them. The kernel packs, calls torch's own layer and pads again, with the operators that eager calls and
 in their order, so values and gradients are eager's bits. Its backward runs autograd over just that. What autograd has
-kept of the forward pass hangs on an empty tensor, the last result; where that is lost (a copy, other memory of the
+kept of the forward pass hangs on a small tensor, the last result; where that is lost (a copy, other memory of the
 weights), the forward pass is computed again.
 """
 
@@ -108,7 +108,9 @@ def _forward(
     input: Tensor, lengths: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any
 ) -> list[Tensor]:
     how = Settings(*settings)
-    reserve = input.new_empty(0)
+    if not len(lengths):  # a rank without rows
+        return _forward_shapes(input, lengths, hx, weights, *settings)
+    reserve = input.new_empty(1)
     leaves = _leaves([input, *hx, *weights], [how.train] * (1 + len(hx) + len(weights)))
     results = _in_dtypes(how, leaves, lengths, len(hx))
     if how.train:
@@ -127,6 +129,8 @@ def _backward(
     *settings: Any,
 ) -> list[Tensor]:
     tensors = [input, *hx, *weights]
+    if not len(lengths):
+        return [t.new_zeros(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]
     kept = cast("dict[str, _Kept]", reserve.__dict__).pop("kept", None)
     if kept is not None and kept.places == _places([*tensors, lengths]):
         leaves, results = kept.leaves, kept.results
@@ -201,6 +205,8 @@ class _Packing:
 
 def _noise(input: Tensor, lengths: Tensor, p: float, sort: bool, rows_first: bool) -> Tensor:
     """What eager's dropout multiplies entries with, drawn for as many as there are, as padded rows."""
+    if not len(lengths):
+        return _noise_shape(input, lengths, p, sort, rows_first)
     rows = _Packing(input, lengths, sort=sort, rows_first=rows_first)
     data, sizes = rows.packed(input)
     return rows.padded(torch.empty_like(data).bernoulli_(1 - p).div_(1 - p), sizes).contiguous()
@@ -230,7 +236,7 @@ def _forward_shapes(
     units = hx[0].shape[2] * (2 if how.bidirectional else 1)
     dtypes = _dtypes_of(how, [input, *hx, *weights], len(hx))
     shapes = [(*input.shape[:2], units), *(state.shape for state in hx)]
-    return [*(input.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)), input.new_empty(0)]
+    return [*(input.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)), input.new_empty(1)]
 
 
 def _backward_shapes(

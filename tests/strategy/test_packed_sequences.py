@@ -213,9 +213,13 @@ LAYERS: list[Callable[[], nn.RNNBase]] = [
 
 
 @pytest.mark.parametrize("make", LAYERS)
-@pytest.mark.parametrize(("sort", "batch_first"), [(True, True), (True, False), (False, True)])
-def test_rows_stay_where_they_are(make: Callable[[], nn.RNNBase], *, sort: bool, batch_first: bool) -> None:
-    """Ranks with one row and with three: no activation moves."""
+@pytest.mark.parametrize(
+    ("sort", "batch_first", "split"), [(True, True, (0, 4)), (True, False, (1, 3)), (False, True, (1, 3))]
+)
+def test_rows_stay_where_they_are(
+    make: Callable[[], nn.RNNBase], *, sort: bool, batch_first: bool, split: tuple[int, int]
+) -> None:
+    """Ranks without a row, with one and with more: no activation moves."""
     torch.manual_seed(1)
     lengths = torch.tensor([2, 5, 1, 3])
     lengths = lengths if sort else lengths.sort(descending=True).values
@@ -230,7 +234,7 @@ def test_rows_stay_where_they_are(make: Callable[[], nn.RNNBase], *, sort: bool,
         return out.rows.padded.square().mean() + sum(state.sin().mean() for state in states)
 
     captured, live = capture_module(make(), step, [torch.randn(4, 5, 3), lengths])
-    steps = assert_simulated(captured, live, (1, 3))
+    steps = assert_simulated(captured, live, split)
     assert activation_collectives(steps[0]) == []
     assert steps[0].fallbacks == []
 
