@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,8 @@ def main() -> Callable[[], None] | int:
     parser.add_argument("--show", action="store_true", help="print the outputs of runs that were not as they should be")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # a shell's background jobs ignore it, and so would the ranks
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     results = Results(options.results)
     chosen = [fault for fault in FAULTS if re.search(options.only, fault.name)]
     try:
