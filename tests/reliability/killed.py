@@ -28,7 +28,9 @@ AT = BATCHES + 1
 
 def die(job: Job) -> None:
     """As the kernel does it."""
-    note_the_fault(job)
+    noting = threading.Thread(target=note_the_fault, args=(job,))  # which reads files: no capture sees another thread
+    noting.start()
+    noting.join()
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
