@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +31,10 @@ def _flip(path: Path, index: int) -> None:
     with zipfile.ZipFile(path) as archive:
         parts = [i for i in archive.infolist() if "/data/" in i.filename and i.file_size > 4]
     part = parts[index % len(parts)]
-    data = path.read_bytes()
-    at = data.index(part.filename.encode()) + len(part.filename)
-    at += -at % 64 + part.file_size // 2  # torch aligns the bytes of tensors
-    _flip_at(path, at)
+    with path.open("rb") as file:  # the part's own header says how long its name and torch's padding are
+        file.seek(part.header_offset + 26)
+        name, padding = struct.unpack("<HH", file.read(4))
+    _flip_at(path, part.header_offset + 30 + name + padding + part.file_size // 2)
 
 
 def _flip_at(path: Path, at: int) -> None:
