@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.strategy.kinds import (
     tensors_kinds,
 )
 from tests.strategy.kinds.base_kinds import Kind
-from tests.strategy.small import ROWS, rows, run
+from tests.strategy.small import ROWS, Quiet, rows, run
 
 SOURCES = (
     objects_kinds,
@@ -108,3 +109,23 @@ def test_what_cannot_be_compared_cheaply_is_named_once(monkeypatch: pytest.Monke
 
     run(Large, max_epochs=1)
     assert len([text for text in told if "may miss changes of self.array, which has 400000 bytes" in text]) == 1
+
+
+class Mark:
+    """An object that can keep nothing, as ``typing_extensions.NoDefault``."""
+
+    __slots__ = ()
+
+
+class Marked(Quiet):
+    mark = Mark()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1.0 if self.mark is not None else 2.0)
+
+
+def test_what_can_keep_nothing_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(telling, "tell", told.append)
+    run(Marked, max_epochs=1)
+    assert not [text for text in told if "may miss" in text]

@@ -244,7 +244,8 @@ class Walker(abc.ABC):
                 self._content(value, path, place, contents.bytes_of_buffer)
                 return
         kind = type(value)
-        if kind.__module__ not in kinds.WITHOUT_STATE:
+        has_room = kind.__basicsize__ > object.__basicsize__ or kind.__itemsize__ > 0  # not typing's marks
+        if has_room and kind.__module__ not in kinds.WITHOUT_STATE:
             self.sightings.untold.setdefault(path, f"is a {kind.__qualname__}, whose state Python cannot read")
 
     def _class_attributes(self, kind: type, facts: CodeFacts, depth: int) -> None:
