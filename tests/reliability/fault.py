@@ -106,15 +106,25 @@ def start(job: Job, training: Callable[[Job, int], None], **settings: Any) -> Ru
     return Run([functools.partial(training, job, rank) for rank in range(job.devices)], **settings)
 
 
-def ended(account: Account, run: Run, job: Job, codes: Mapping[int, Collection[int]]) -> list[Ended]:
-    """Wait for the ranks; none may outlive the fault by more than the timeout, or end with another code."""
+def ended(
+    account: Account, run: Run, job: Job, codes: Mapping[int, Collection[int]], asleep: float = 0.0
+) -> list[Ended]:
+    """Wait for the ranks; none may outlive the fault by more than the timeout, or end with another code.
+
+    Args:
+        account: of the run.
+        run: that is waited for.
+        job: its job.
+        codes: with which each rank may end.
+        asleep: seconds for which the fault keeps a rank from ending.
+    """
     found = run.wait(LIMIT)
     account.outputs = [e.output for e in found]
     account.codes = tuple(e.code for e in found)
     note = job.folder / "fault.json"
     if account.demand(note.exists(), "the fault did not happen"):
         account.seconds = max(e.at for e in found) - json.loads(note.read_text())["at"]
-        late = account.seconds > job.timeout + GRACE
+        late = account.seconds > max(job.timeout, asleep) + GRACE
         account.demand(not late, f"took {account.seconds:.0f} s to end")
     for one in found:
         if account.demand(one.code is not None, f"rank {one.rank} hung"):

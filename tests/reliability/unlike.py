@@ -155,7 +155,7 @@ def _slow(case: Case, timeout: float, sleep: float, *, survives: bool) -> Accoun
 
     account = Account()
     codes = (0,) if survives else (1,)
-    found = ended(account, start(job, training), job, {0: codes, 1: codes})
+    found = ended(account, start(job, training), job, {0: codes, 1: codes}, asleep=sleep)
     if survives:
         same_end(account, job, undisturbed(job.plan, 2, job.precision, job.width))
         account.said = "trains, bitwise as ever"
