@@ -138,6 +138,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "[paused]",
         "[evaluated]",
     ),  # fmt: skip
+    "tests/strategy/test_decisions_by_hand.py": ("-replicate]", "-zero2]", "[LooksAtTheLoss-zero3]"),
     "tests/strategy/test_objects_of_the_step.py": ("[_Copied]", "[_Bound]"),
     "tests/strategy/test_step_statistics.py": ("test_a_csv_file", "test_a_step_is_all_batches"),
     "tests/strategy/test_evaluation.py": ("test_two_ranks_equal_one_device[24]",),

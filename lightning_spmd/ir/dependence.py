@@ -1,4 +1,4 @@
-"""Which node must come before which: by data, by writes to shared storage, by the order of random draws.
+"""Which node must come before which: by data, by writes to shared storage, by the order of random draws and questions.
 
 ``Dependences(graph)`` reads the constraints off the present order, which is taken to be right; any other order that
 respects them computes the same. Stages that move nodes ask this table, and the verifier checks the result anew.
@@ -42,6 +42,7 @@ class Dependences:
         self.before: dict[fx.Node, set[fx.Node]] = {node: set(node.all_input_nodes) for node in self.order}
         self._add_hazards()
         self._add_draws()
+        self._add_decisions()
         self.after: dict[fx.Node, set[fx.Node]] = {node: set() for node in self.order}
         for node, earlier in self.before.items():
             for other in earlier:
@@ -80,6 +81,17 @@ class Dependences:
             if last is not None:
                 self.before[node].add(last)
             last = node
+
+    def _add_decisions(self) -> None:
+        """Questions that may end a run stay in order, and in front of what outlives the run."""
+        last: fx.Node | None = None
+        for node in self.order:
+            if is_check(node) or (last is not None and self._outlives(node)):
+                self.before[node].update([] if last is None else [last])
+            last = node if is_check(node) else last
+
+    def _outlives(self, node: fx.Node) -> bool:
+        return any(self.regions[written][0].op in ("placeholder", "get_attr") for written in written_arguments(node))
 
     def closure(self, starts: Iterable[fx.Node]) -> set[fx.Node]:
         """``starts`` and everything that must come after one of them."""

@@ -80,6 +80,7 @@ class ByHand:
         self._names = names
         self._inputs = inputs
         self._recorder = inputs.recorder
+        self._recorder.reads.behind = (Section.BACKWARD,)
         self._logs = logs
         self._schedulers = SteppedSchedulers(trainer, logs)
         self._before: dict[str, Tensor | None] = {}

@@ -13,6 +13,7 @@ from lightning_spmd.ir.same_step import first_difference
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.stages.capture.attempts import capture
+from lightning_spmd.stages.capture.reads import ReadWanted
 from lightning_spmd.stages.capture.request import CaptureRequest
 
 
@@ -31,7 +32,7 @@ def with_later_gradients(step: CapturedStep, request: CaptureRequest) -> Capture
         return step
     try:
         other = capture(dataclasses.replace(request, presumed=later))
-    except CaptureError:
+    except (CaptureError, ReadWanted):  # a value that gradients decide which are not there yet
         return step
     if other.gradients is None or other.gradients.present != later or first_difference(step, other) is not None:
         return step

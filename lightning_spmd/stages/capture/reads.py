@@ -70,6 +70,7 @@ class Reads:
     Attributes:
         foresee: finds the number that a node reads, while the step is traced; None where that cannot be.
         role_of: gives the role of an input.
+        behind: sections, besides the forward one, behind which Python may still decide.
         refusal: why this step may not decide by values of tensors, if so; by those of its batch it may, for they are
             known before it runs.
     """
@@ -78,6 +79,7 @@ class Reads:
         self.answers = dict(answers)
         self.foresee: Callable[[fx.Node], Number | None] = lambda _: None
         self.refusal: str | None = None
+        self.behind: tuple[Section, ...] = ()
         self.role_of: Callable[[fx.Node], InputRole | None] = lambda _: None
         self.wanted: ReadWanted | None = None
         self.nodes: list[fx.Node] = []
@@ -114,6 +116,7 @@ class Reads:
         if self.refusal is not None and not self._is_of_batch(node):
             raise CaptureError(self.refusal, place)
         sections = [info_of(n).section for n in self._graph.nodes if n.op == "call_function"]
+        sections = [s for s in sections if s not in self.behind]
         if (section := max(sections, key=list(Section).index)) is not Section.FORWARD:
             raise CaptureError(
                 f"a tensor's value decides something in the {section} part of the iteration or after it, which one "
