@@ -86,7 +86,29 @@ class Functions(Quiet):
         return loss * (1 + rest) if value or drawn else loss
 
 
-@pytest.mark.parametrize("kind", [Kinds, Identity, Functions])
+class OfNumpy(Quiet):
+    """Numbers of NumPy's: the tensors that torch makes of them, what they are, and divisions by zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        drawn, count, chosen = np.sqrt(random.random()), self.generator.integers(0, 2), np.random.choice([0.3, 0.7])
+        values = [drawn, count, chosen, 2 * drawn, float(drawn), int(count), math.sqrt(drawn), np.isnan(drawn)]
+        values += [np.mean([loss.item(), 1.0]), np.random.choice([True, False]), drawn > 0.5, count // 1]
+        for number, value in enumerate(values):
+            made = torch.tensor(value)
+            loss = loss * (1 + made * 0.01 * number) * (1 + 0.1 * number * (made.dtype in (torch.float64, torch.bool)))
+            loss = loss * (0.9 if isinstance(value, int) else 0.8) * (0.9 if value is True else 1.0)
+            loss = loss * (0.99 if type(value) is float else 1.0)
+        pair = torch.tensor([drawn, 0.5]) * loss + torch.tensor([0.5, count]) + torch.as_tensor([count, 1])
+        with np.errstate(divide="ignore"):
+            return pair.sum() * min(1.0 / np.floor(2 * drawn), 5.0)
+
+
+@pytest.mark.parametrize("kind", [Kinds, Identity, Functions, OfNumpy])
 def test_numbers_pass_for_pythons_own(kind: type[Quiet]) -> None:
     made: list[Any] = []
 

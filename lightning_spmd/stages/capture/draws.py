@@ -27,6 +27,7 @@ from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.drawn_array import DrawnArray
 from lightning_spmd.stages.capture.host_scalar import Number, scalar_of
+from lightning_spmd.stages.capture.numpy_numbers import check_type, flagged
 from lightning_spmd.stages.capture.user_code import user_location
 
 _OF_PYTHON = (
@@ -236,13 +237,15 @@ class Draws:
         """What stands for a drawn value in the step."""
         if getattr(value, "shape", ()) != ():
             return DrawnArray(value, text, read, self._input, self._tensor)
+        kind = check_type(value, text) if hasattr(value, "item") else None
         plain = value.item() if hasattr(value, "item") else value
         if type(plain) is bool:
             plain, read = int(plain), lambda before=read: int(before())
         if type(plain) not in (int, float):
             raise CaptureError(f"{the_step()} draws a {type(value).__name__}, which is no input of a graph ({text})")
         self.readers[text] = lambda: type(plain)(read())
-        return self._host_value(text, plain)
+        symbol = self._host_value(text, plain)
+        return symbol if kind is None else flagged(symbol, kind)
 
     def _tensor(self, value: Any, read: Callable[[], Any], make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         with private.disable_dispatch_modes():

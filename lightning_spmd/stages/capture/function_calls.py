@@ -26,6 +26,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.drawn_array import DrawnArray
 from lightning_spmd.stages.capture.host_scalar import SYMBOLS, HostScalar, scalar_of
+from lightning_spmd.stages.capture.numpy_numbers import dtype_of
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.capture.windows import as_windows
 
@@ -42,7 +43,6 @@ _SIZES_OF_INTEGERS = "SymIntArrayRef expected to contain only concrete integers"
 _BY_PLACE = {torch.Tensor.as_strided, torch.as_strided}
 _MAKES_TENSORS = {torch.tensor, torch.as_tensor}
 _TAKE_ARRAYS = {*_MAKES_TENSORS, torch.Tensor.__getitem__, torch.Tensor.__setitem__}
-_DTYPES = {int: torch.int64, bool: torch.bool}
 
 
 class FunctionCalls(TorchFunctionMode):
@@ -77,8 +77,8 @@ class FunctionCalls(TorchFunctionMode):
         # not by `any`: every call of a function would go through the profile hook (`frames`)
         if not (SYMBOLS.isdisjoint(map(type, args)) and SYMBOLS.isdisjoint(map(type, kwargs.values()))):
             self._function, self._args, self._kwargs = getattr(func, "__name__", ""), args, kwargs
-            if func in _MAKES_TENSORS and (scalar := scalar_of(args[0])) is not None:
-                dtype = kwargs.get("dtype") or _DTYPES.get(type(scalar.sample), torch.get_default_dtype())
+            if func in _MAKES_TENSORS and scalar_of(args[0]) is not None:
+                dtype = kwargs.get("dtype") or dtype_of(args[:1])
                 return torch.scalar_tensor(args[0], dtype=dtype, device=kwargs.get("device"))
         else:
             self._function, self._args, self._kwargs = "", (), {}
@@ -152,9 +152,7 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 
 def _tensor_of(numbers: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    samples = [number if (scalar := scalar_of(number)) is None else scalar.sample for number in numbers]
-    kind = float if float in map(type, samples) else int if int in map(type, samples) else bool
-    dtype, device = kwargs.get("dtype") or _DTYPES.get(kind, torch.get_default_dtype()), kwargs.get("device")
+    dtype, device = kwargs.get("dtype") or dtype_of(numbers), kwargs.get("device")
     made = torch.stack([torch.scalar_tensor(number, dtype=dtype, device=device) for number in numbers])
     return made.requires_grad_() if kwargs.get("requires_grad") else made
 

@@ -19,6 +19,7 @@ import torch
 
 from lightning_spmd.stages.capture.host_scalar import HostScalar, ScalarRecorder, scalar_of
 from lightning_spmd.stages.capture.number_types import replaced, seen_as_plain
+from lightning_spmd.stages.capture.numpy_numbers import flagged, marked, numpy_function
 
 _OF_MATH = (
     "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "cbrt", "pow", "cos", "sin", "tan", "acos",
@@ -34,6 +35,8 @@ _OF_NUMPY = (
 )  # fmt: skip
 _TOLERANCES = {"rel_tol": 1e-9, "abs_tol": 0.0}
 """Of ``math.isclose``, which takes them by name."""
+_OF_LISTS = ("mean", "sum", "prod", "max", "min", "amax", "amin", "average", "median", "std", "var", "dot")
+"""Of NumPy, what works on a list of recorded numbers as it is; what it gives is NumPy's."""
 Functions = dict[int, tuple[Any, Any]]
 """Functions and what stands for them, by the id of each."""
 
@@ -48,7 +51,7 @@ def numbers_followed(recorder: ScalarRecorder, imported: Functions) -> Iterator[
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(seen_as_plain())
-        for key, names in (("math", _OF_MATH), ("numpy", _OF_NUMPY)):
+        for key, names in (("math", _OF_MATH), ("numpy", (*_OF_NUMPY, *_OF_LISTS))):
             module = sys.modules.get(key)
             for name in names:
                 original = getattr(module, name, None)
@@ -70,12 +73,17 @@ class _Followed:
     Args:
         recorder: of the trace.
         original: the function.
-        plain: the same as a function of numbers that gives a number of Python.
+        plain: the same as a function of numbers that gives a number of Python; None: it works on what it gets.
         of_tensors: whether it asks a tensor for its number.
     """
 
     def __init__(
-        self, recorder: ScalarRecorder, original: Callable[..., Any], plain: Callable[..., Any], *, of_tensors: bool
+        self,
+        recorder: ScalarRecorder,
+        original: Callable[..., Any],
+        plain: Callable[..., Any] | None,
+        *,
+        of_tensors: bool,
     ) -> None:
         self._recorder, self._original, self._plain = recorder, original, plain
         self._of_tensors = of_tensors
@@ -87,27 +95,25 @@ class _Followed:
         given = (*args, *tolerances)
         nodes = [scalar_of(a) for a in given]
         plain = all(n is not None or type(a) in (int, float, bool) for a, n in zip(given, nodes, strict=True))
-        if not (plain and any(nodes) and kwargs.keys() <= _TOLERANCES.keys()):
-            return self._original(*args, **kwargs)
+        if self._plain is None or not (plain and any(nodes) and kwargs.keys() <= _TOLERANCES.keys()):
+            result = self._original(*args, **kwargs)
+            return result if self._of_tensors or scalar_of(result) is None else flagged(result)
         wrapped = [n or HostScalar(a, None, self._recorder) for n, a in zip(nodes, given, strict=True)]
-        return self._recorder.scalar_call(self._plain, tuple(wrapped)).as_symbol()
+        found = self._recorder.scalar_call(self._plain, tuple(wrapped))
+        return (found if self._of_tensors else marked(found)).as_symbol()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
 
 
 @functools.cache
-def _plain(module: str, name: str) -> Callable[..., Any]:
+def _plain(module: str, name: str) -> Callable[..., Any] | None:
     """The function of numbers that a graph calls; the same one in each trace, and of the same name on each rank."""
     original = getattr(sys.modules[module], name)
     if module == "math":
         return original if name != "isclose" else _math_isclose
 
-    def function(*args: Any) -> Any:
-        return original(*args).item()
-
-    function.__name__ = function.__qualname__ = f"{module}.{name}"
-    return function
+    return None if name in _OF_LISTS else numpy_function(name)
 
 
 _isclose = math.isclose

@@ -60,7 +60,7 @@ def _attribute(number: Any, name: str) -> Any:
     if name == "__class__":
         node = object.__getattribute__(number, "node")
         if isinstance(node, HostScalar) and not _knows(sys._getframe(1)):  # noqa: SLF001 - documented in `sys`
-            return type(node.sample)
+            return node.of_numpy or type(node.sample)
     return object.__getattribute__(number, name)
 
 
@@ -75,7 +75,7 @@ class _Type(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and (scalar := scalar_of(args[0])) is not None:
-            return type(scalar.sample)
+            return scalar.of_numpy or type(scalar.sample)
         return type(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:

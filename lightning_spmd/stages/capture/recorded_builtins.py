@@ -42,12 +42,15 @@ class _Kind(type):
     def of_symbol(cls, value: Any) -> Any:
         """The recorded number of this kind."""
         scalar = scalar_of(value)
-        if scalar is None or type(value) is cls.symbol:
+        if scalar is None:
             return value
-        return scalar.recorder.scalar_call(cls.plain, (scalar,)).as_symbol()
+        if type(value) is cls.symbol:
+            return value if scalar.of_numpy is None else scalar.as_plain().as_symbol()
+        return scalar.recorder.scalar_call(cls.plain, (scalar,)).as_plain().as_symbol()
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.plain) or (type(instance) is cls.symbol and scalar_of(instance) is not None)
+        scalar = scalar_of(instance)
+        return issubclass(type(instance) if scalar is None else scalar.of_numpy or type(scalar.sample), cls.plain)
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.plain, name)

@@ -29,6 +29,7 @@ from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
 from lightning_spmd.stages.capture.function_calls import FunctionCalls
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
 from lightning_spmd.stages.capture.known_values import KnownValues, draw_key
+from lightning_spmd.stages.capture.numpy_numbers import as_numpy_does, of_numpy_if
 from lightning_spmd.stages.capture.reads import Reads
 from lightning_spmd.stages.capture.symbolic_batch import as_argument
 from lightning_spmd.stages.capture.user_code import user_location
@@ -127,12 +128,13 @@ class Recorder(private.TorchDispatchMode):
             self.decide(self.scalar_call(raises(function), operands))
         watched = self.watch is not None and self.watch.pause()
         try:
+            function = as_numpy_does(function, operands)
             result, later = _computed(function, operands)
             if all(o.node is None for o in operands):
                 return HostScalar(result, None, self)
             node = self.graph.call_function(function, tuple(o.argument() for o in operands))
             node.meta.update(val=result, info=self.info())
-            return HostScalar(result, node, self, later)
+            return of_numpy_if(function, operands, HostScalar(result, node, self, later))
         finally:
             if watched and self.watch is not None:
                 self.watch.go_on()

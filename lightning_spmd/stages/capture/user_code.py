@@ -11,7 +11,6 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -101,12 +100,14 @@ def trace_file() -> str:
     return _CAPTURE
 
 
-def frames_of_the_user(frame: FrameType | None) -> Iterator[FrameType]:
-    """Those of the user's code, innermost first, that capture called."""
+def frames_of_the_user(frame: FrameType | None) -> list[FrameType]:
+    """Those of the user's code, innermost first, that capture called; none outside of a capture."""
+    found: list[FrameType] = []
     while frame is not None and frame.f_code.co_filename != _CAPTURE:
         if is_user_code(frame.f_code, frame.f_globals):
-            yield frame
+            found.append(frame)
         frame = frame.f_back
+    return [] if frame is None else found
 
 
 def user_location() -> str | None:
