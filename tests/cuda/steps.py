@@ -24,7 +24,7 @@ from tests.helpers.by_hand import data
 from tests.helpers.by_hand_rare import RARE
 from tests.helpers.modules import GPT, samples
 from tests.helpers.molecules import collate, molecules
-from tests.strategy import test_data_sizes, test_reads
+from tests.strategy import test_data_sizes, test_packed_sequences, test_reads
 from tests.strategy.local_cases import Chemist
 from tests.strategy.small import rows
 
@@ -62,6 +62,10 @@ def _tokens(_: int, count: int) -> Any:
     return default_collate(samples("gpt", count))
 
 
+def _packed(_: int, count: int) -> Any:
+    return default_collate(test_packed_sequences.sequences(count, 7, padded=True))
+
+
 def _molecules(rank: int, count: int) -> Any:
     return collate(molecules(count + rank, seed=rank))
 
@@ -74,6 +78,7 @@ _DECIDING = (test_reads.Branches, test_reads.Cuts, test_reads.Lists, test_reads.
 STEPS: dict[str, Step] = {
     **{f"reads {make.__name__}": Step(make, _small) for make in (test_reads.LogsNumbers, test_reads.Weighs)},
     **{f"reads {make.__name__}": Step(make, _small, decides=True) for make in _DECIDING},
+    "packed": Step(test_packed_sequences.Reads, _packed, decides=True),
     **{f"sizes of data {make.__name__}": Step(make, _small, decides=True) for make in test_data_sizes.WAYS},
     **{
         f"by hand {name}": Step(make, _pairs, Variant.optimized_by_hand())

@@ -72,8 +72,8 @@ class Reads(Quiet):
         x, lengths, _ = batch
         packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         out, (hidden, cell) = self.rnn(packed)
-        out, lengths = pad_packed_sequence(out, batch_first=True)
-        inside = torch.arange(out.shape[1]) < lengths.unsqueeze(1)
+        out, _ = pad_packed_sequence(out, batch_first=True)
+        inside = torch.arange(out.shape[1], device=out.device) < lengths.unsqueeze(1)
         return self.last((out * inside.unsqueeze(2)).sum(1) / lengths.unsqueeze(1)) + hidden[-1, :, :3] + cell[0, :, :3]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
