@@ -6,6 +6,11 @@ Everything a user can cause derives from :class:`SPMDError`, so one ``except`` c
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -127,3 +132,43 @@ def portable(problem: SPMDError) -> SPMDError:
     """The same error without what does not travel between processes (graph nodes)."""
     kind = type(problem) if type(problem).__module__ == SPMDError.__module__ else ExpansionError
     return kind(str(problem))
+
+
+_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)', re.MULTILINE)
+_INSTALLED = ("site-packages", "dist-packages")
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "jsonargparse")
+_STANDARD = tuple(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "platstdlib"))
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+
+
+def own_line(error: BaseException) -> str | None:
+    """``file:line`` of the user's own code closest to where an error was raised; None if it went through none of it.
+
+    What a worker of a DataLoader raised has its traceback in its text. A script that only called ``trainer.fit`` did
+    not raise what came up in there.
+
+    Args:
+        error: that was raised.
+    """
+    if "Original Traceback" in str(error):
+        frames = [(file, int(line)) for file, line in _FRAME.findall(str(error))]
+    else:
+        frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:  # in a file that was to be imported
+        frames.append((error.filename, error.lineno or 1))
+    trainer = (_PACKAGE, *_folders("lightning"))
+    inside = next((number for number, (file, _) in enumerate(frames) if file.startswith(trainer)), 0)
+    found = [frame for frame in frames[inside:] if _is_own(frame[0])]
+    return f"{found[-1][0]}:{found[-1][1]}" if found else None
+
+
+def _is_own(file: str) -> bool:
+    if file.startswith(("<", _PACKAGE)) or any(part in file for part in _INSTALLED):
+        return False
+    return not file.startswith((*_STANDARD, *_folders(*_LIBRARIES)))
+
+
+def _folders(*names: str) -> list[str]:
+    """Of libraries, which may be installed from a checkout."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    return [os.path.join(os.path.dirname(file), "") for file in files if file]

@@ -23,10 +23,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_spmd.errors import ConfigurationError, RankLostError, SPMDError, VerificationError
+from lightning_spmd.errors import ConfigurationError, RankLostError, SPMDError, VerificationError, own_line
 from lightning_spmd.strategy.intact import damaged, why_unreadable
 
-_PACKAGE = str(Path(__file__).parents[1])
 _OF_VALUES = (ValueError, TypeError, LookupError, ImportError)
 _HOOKS = frozenset(
     {
@@ -104,10 +103,20 @@ def place_of(error: BaseException) -> str:
     Args:
         error: that was raised.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_PACKAGE)]
-    own = [f for f in own if not f.filename.startswith("<")]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    line = own_line(error)
+    return "" if line is None else f" at {line}"
+
+
+def place_in_class(error: BaseException | None) -> str:
+    """The line of the user's own class at which making an object of it failed, in words; nothing if that was elsewhere.
+
+    Args:
+        error: perhaps one that was raised in place of others.
+    """
+    place = ""
+    while error is not None:
+        place, error = place_of(error) or place, error.__cause__ or error.__context__
+    return place
 
 
 def key_of(error: BaseException | None) -> str | None:

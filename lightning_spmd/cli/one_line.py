@@ -15,6 +15,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_spmd.cli.broken_modules import broken_module
+
 _KEY = re.compile(r'Parser key "([^"]+)"')
 _EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: .*)?$", re.MULTILINE)
 _GIVEN = re.compile(r"(?:Given value|Got value): (.+)")
@@ -67,6 +69,8 @@ def one_line(message: str, options: Iterable[str]) -> str:
     if unknown is not None:
         return _unknown_key(unknown[1] or unknown[2], message, [o.lstrip("-") for o in options])
     outer = _KEY.findall(message)[:1]
+    if outer and (broken := broken_module(outer[0], message)) is not None:
+        return broken
     of_class = _OF_CLASS.search(message)
     if of_class is not None:
         return _in_class(".".join(outer), of_class[1], of_class[2])

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, Progres
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_spmd.cli.first_steps import key_of
+from lightning_spmd.cli.first_steps import key_of, place_in_class
 from lightning_spmd.cli.one_line import OneLineParser, refusal
 from lightning_spmd.cli.recipe_files import recipes_of
 from lightning_spmd.cli.trainer_values import wrong_seed, wrong_value
@@ -151,7 +151,7 @@ class RecipeCLI(LightningCLI):
             # Where a name would do as well as an object, jsonargparse drops who refused its arguments.
             ours = "SPMDStrategy(" in said or (option is not None and option[1] in signature(SPMDStrategy).parameters)
             key = "trainer.strategy" if ours else key_of(error) or "the recipe"
-            self.parser.error(f"{key}: {said}")
+            self.parser.error(f"{key}: {said}{place_in_class(error)}")
 
 
 def _trainer_key(message: str, trainer: Any) -> str:

@@ -114,9 +114,9 @@ class RunAccount:
         """At the end: one line."""
         if not self.steps:
             return
-        text = f"{self.steps} steps"
+        text = f"{self.steps} step" + ("" if self.steps == 1 else "s")
         if self._times:
-            text += f" of {1e3 * statistics.median(self._times):.3g} ms (median)"
+            text += f" of {milliseconds_or_seconds(statistics.median(self._times))} (median)"
         text += f", {self.built} graph" + ("" if self.built == 1 else "s") + " built"
         if self.eager:
             text += f", {self.eager} steps eager"
@@ -188,6 +188,13 @@ class Accounts:
             self._settings.listeners.remove(self._current.progress.on_build)
             self._current.end()
             self._current = None
+
+
+def milliseconds_or_seconds(seconds: float) -> str:
+    """Three digits, with the unit that they are read in: ``9.18 ms``, ``1.21 s``."""
+    scale, unit = (1.0, "s") if seconds >= 0.9995 else (1e3, "ms")
+    value = seconds * scale
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
 def _batch(executable: Executable) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_spmd.errors import RankLostError, SPMDError
+from lightning_spmd.errors import RankLostError, SPMDError, own_line
 
 # Processes that end leave their notes and their sockets at about the same time, in any order.
 PATIENCE = 5.0
@@ -222,11 +222,13 @@ def _raised_in_python(error: BaseException) -> bool:
 
 def _summary(error: BaseException) -> str:
     """Its first lines; of one with a DataLoader worker's traceback the first and what it ends with."""
-    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    lines = f"{type(error).__name__}: {error}".strip().removesuffix(":").splitlines()
     return "\n".join([lines[0], lines[-1].strip()] if "Original Traceback" in str(error) else lines[:3])
 
 
 def _raised_at(error: BaseException) -> str:
-    """The line that raised it."""
+    """The line of the user's code that raised it, or called what did; where there is none, the line that raised it."""
+    if (line := own_line(error)) is not None:
+        return f" (at {line})"
     trace = _innermost(error)
     return "" if trace is None else f" (at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
