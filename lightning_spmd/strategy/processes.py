@@ -22,6 +22,7 @@ from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.advice import advice_on
+from lightning_spmd.strategy.awaited import saying_whom
 from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.common_seed import go_on_alike
 from lightning_spmd.strategy.ranks import Processes, Ranks
@@ -129,13 +130,20 @@ class ProcessStrategy(ParallelStrategy):
         try:
             if not isinstance(cluster, SLURMEnvironment) and not dist.is_initialized():
                 meet_first(cluster.main_address, cluster.main_port, self.global_rank, self.timeout)
-            yield
+            with self._saying_whom_it_awaits(cluster):
+                yield
         except (dist.DistNetworkError, dist.DistStoreError, NoAnswerError) as error:
             raise ConfigurationError(
                 f"rank {self.global_rank} cannot meet the others at {cluster.main_address}, port {cluster.main_port} "
                 f"({str(error).splitlines()[0]}): perhaps the port is in use by another program or run, or rank 0 "
                 "never came. Choose another one in the environment of all ranks: MASTER_PORT=..."
             ) from None
+
+    def _saying_whom_it_awaits(self, cluster: ClusterEnvironment) -> contextlib.AbstractContextManager[None]:
+        if self.global_rank != 0 or isinstance(cluster, SLURMEnvironment) or dist.is_initialized():
+            return contextlib.nullcontext()
+        count = self.num_nodes * self.num_processes
+        return saying_whom(cluster.main_address, cluster.main_port, count, self.num_processes, self.timeout)
 
     @override
     def model_to_device(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 _distributed: Any = dist  # pyright does not know its stores
-_LONGEST = timedelta(minutes=30)
+LONGEST = timedelta(minutes=30)
 """Torch's own limit, where nobody gave one."""
 ANSWER = timedelta(minutes=5)
 """How long something that takes connections may leave them without an answer; a proxy may take them before rank 0."""
@@ -85,11 +85,27 @@ def meet_first(address: str, port: int, rank: int, timeout: timedelta | None) ->
     """
     if rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the agent's, which is there already
         return
-    store = connected(address, port, timeout or _LONGEST)
+    store = connected(address, port, timeout or LONGEST)
     this = f"process {os.getpid()} on {socket.gethostname()}"
     first = store.compare_set(f"{_CAME}{rank}", "", this).decode()
     if first != this:
         raise NoAnswerError(f"{first} has come as rank {rank} before {this}")
+
+
+def not_come(address: str, port: int, count: int) -> list[int]:
+    """Ranks that have not come to the first one yet; none where that cannot be known.
+
+    Args:
+        address: of the first rank's node.
+        port: there.
+        count: of all ranks.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return []
+    with contextlib.suppress(RuntimeError):
+        store = connected(address, port, timedelta(seconds=10))
+        return [rank for rank in range(1, count) if not store.check([f"{_CAME}{rank}"])]
+    return []
 
 
 def _takes_connections(address: str, port: int) -> bool:
