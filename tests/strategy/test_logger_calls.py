@@ -11,9 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled
@@ -484,3 +487,27 @@ class WithFiles(Quiet):
         print(self.logger.log_dir, self.logger.version)
         self.log("loss", loss)
         return loss
+
+
+class Lengths(Quiet):
+    """Sizes among what a logger is given."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self(x).mean(1), y)
+        self.logger.log_metrics({"loss": loss, "length": x.shape[1], "twice": 2 * x.shape[1]})  # type: ignore[union-attr]
+        return loss
+
+
+def test_one_graph_for_many_sizes_tells_each_size() -> None:
+    lengths = (5, 7, 9, 11, 6, 8, 10, 12)
+
+    def data() -> Any:
+        batches: Any = [(torch.linspace(0, n, 24 * n).sin().reshape(4, n, 6), torch.arange(4) % 3) for n in lengths]
+        return DataLoader(batches, batch_size=None)
+
+    _, expected = told(Lengths, "auto", data=data, max_epochs=1)
+    ours, mine = told(Lengths, data=data, max_epochs=1)
+    assert_compiled(ours)
+    assert ours.captures <= 3
+    assert mine == expected

@@ -36,7 +36,7 @@ from lightning_spmd.stages.capture.followed_classes import (
     may_change,
 )
 from lightning_spmd.stages.capture.holders import Entry
-from lightning_spmd.stages.capture.host_scalar import SYMBOLS, scalar_of
+from lightning_spmd.stages.capture.host_scalar import SYMBOLS
 from lightning_spmd.stages.capture.later_value import LaterValue
 from lightning_spmd.stages.capture.same_state import SIMPLE, is_simple
 from lightning_spmd.stages.capture.user_code import user_location
@@ -390,7 +390,7 @@ def _knows(value: Any, depth: int, met: set[int]) -> bool:
 
 
 def _may_be_given(leaf: Any) -> bool:
-    if is_simple(leaf) or isinstance(leaf, (Tensor, LaterValue, DrawnArray, type)) or scalar_of(leaf) is not None:
+    if is_simple(leaf) or isinstance(leaf, (Tensor, LaterValue, DrawnArray, type)) or type(leaf) in SYMBOLS:
         return True
     if (numpy := sys.modules.get("numpy")) is not None and type(leaf) is numpy.ndarray:
         return bool(leaf.dtype != object)
