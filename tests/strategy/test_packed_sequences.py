@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
 from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages.capture.packed_sequences import LaterPacked, PackedSequences
+from lightning_spmd.stages.capture.recorder import Recorder
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulate import assert_equals_one_device as assert_simulated
 from tests.helpers.simulate import expand_all
@@ -187,6 +189,50 @@ def test_a_gradient_that_is_differentiated_again_is_eager_s() -> None:
     assert any("create_graph=True" in text for text in ours.warnings)
 
 
+class Writes(Reads):
+    """Rows are other ones after they were packed; outputs and lengths after they were padded."""
+
+    name = "rows"
+
+    def forward(self, batch: Any) -> Tensor:
+        x, lengths = self.first(batch[0])[..., :6], batch[1].clone()
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        written = {"rows": x, "data": x.data, "lengths": lengths}.get(self.name)
+        if written is not None:
+            written.mul_(0).add_(1)
+        out, _ = self.rnn(packed)
+        padded, _ = pad_packed_sequence(out, batch_first=True)
+        padded.mul_(3.0)
+        again, _ = pad_packed_sequence(out, batch_first=True) if self.name == "outputs" else (padded, None)
+        return self.last(padded.sum(1) + again.sum(1))
+
+
+class WritesData(Writes):
+    name = "data"
+
+
+class WritesLengths(Writes):
+    name = "lengths"
+
+
+class WritesOutputs(Writes):
+    name = "outputs"
+
+
+@pytest.mark.parametrize("make", [Writes, WritesData, WritesLengths, WritesOutputs])
+def test_packed_is_what_was_there_then(make: type[Net]) -> None:
+    ours = assert_as_eager(make, "eager", data=few, max_epochs=1)
+    assert any("writes into what it has packed" in text for text in ours.warnings)
+
+
+class WritesLast(Writes):
+    name = "nothing"
+
+
+def test_what_was_padded_may_be_written_into() -> None:
+    assert_as_eager(WritesLast, data=few, max_epochs=1)
+
+
 class Unsorted(Sorted):
     """What torch refuses."""
 
@@ -225,7 +271,7 @@ def test_rows_stay_where_they_are(
     lengths = lengths if sort else lengths.sort(descending=True).values
 
     def step(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-        with PackedSequences().replaced():
+        with packed_followed():
             x = x if batch_first else x.transpose(0, 1)
             packed = pack_padded_sequence(x, lengths, batch_first, enforce_sorted=not sort)
             out, hidden = layer(packed)
@@ -241,7 +287,7 @@ def test_rows_stay_where_they_are(
 
 def test_each_rank_draws_for_its_own_rows() -> None:
     def step(layer: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-        with PackedSequences().replaced():
+        with packed_followed():
             return layer(pack_padded_sequence(x, lengths, True, enforce_sorted=False))[1].mean()
 
     captured, _ = capture_module(nn.GRU(3, 4, 2, dropout=0.5), step, [torch.randn(4, 5, 3), torch.tensor([2, 5, 1, 3])])
@@ -249,6 +295,11 @@ def test_each_rank_draws_for_its_own_rows() -> None:
         (noise,) = ranks.graph_module.graph.find_nodes(op="call_function", target=PACKED_NOISE)
         assert noise.meta["random"] == ("data_parallel",)
         assert ranks.fallbacks == []
+
+
+def packed_followed() -> Any:
+    (recorder,) = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
+    return PackedSequences(recorder).replaced()
 
 
 def on_two(make: type[Net], devices: int, plan: str = "replicate", **settings: Any) -> Any:

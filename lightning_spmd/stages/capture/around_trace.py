@@ -66,7 +66,7 @@ def modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
     before = register_module_forward_pre_hook(enter)
     after = register_module_forward_hook(leave, always_call=True)
     try:
-        with PackedSequences().replaced():
+        with PackedSequences(recorder).replaced():
             yield
     finally:
         before.remove()

@@ -17,13 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD, Settings
+from lightning_spmd.messages import the_step
+from lightning_spmd.stages.capture.recorder import Recorder
 from lightning_spmd.stages.capture.user_code import user_location
 
 
@@ -38,6 +41,8 @@ class _Rows:
         sort: eager has packed them in the order of their lengths.
         order: eager's order and its inverse, where the rows themselves are in that order; then ``sort`` is not set.
         clean: there are zeros behind the rows' ends.
+        since: the last node of the graph when they were what was packed.
+        versions: of rows and lengths at that time.
     """
 
     padded: Tensor
@@ -46,6 +51,13 @@ class _Rows:
     sort: bool
     order: tuple[Tensor, Tensor] | None = None
     clean: bool = False
+    since: fx.Node | None = None
+    versions: tuple[int, int] | None = None
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """How often rows and lengths have been written into."""
+        return self.padded._version, self.lengths._version  # noqa: SLF001 - documented in torch's notes
 
     @property
     def time_major(self) -> Tensor:
@@ -118,9 +130,14 @@ class LaterPacked(PackedSequence):
 
 
 class PackedSequences:
-    """Packs, pads and runs recurrent layers while one step is captured."""
+    """Packs, pads and runs recurrent layers while one step is captured.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: records it.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._parts: dict[int, _Parts] = {}  # by batch_sizes
 
     def replaced(self) -> contextlib.AbstractContextManager[None]:
@@ -139,7 +156,31 @@ class PackedSequences:
         _must(lengths.shape[0] == input.shape[0 if batch_first else 1])
         by_rows = batch_first and not enforce_sorted  # as eager's gradient lies in memory
         padded = input.transpose(0, 1) if batch_first and not by_rows else input
-        return LaterPacked.of(_Rows(padded, lengths, by_rows, sort=not enforce_sorted), self)
+        return self._later(_Rows(padded, lengths, by_rows, sort=not enforce_sorted))
+
+    def _later(self, rows: _Rows) -> LaterPacked:
+        last = next(iter(reversed(self._recorder.graph.nodes)), None)
+        return LaterPacked.of(replace(rows, since=last, versions=rows.now), self)
+
+    def _check_unwritten(self, rows: _Rows) -> None:
+        """Eager has packed copies of what rows and lengths were then.
+
+        Raises:
+            CaptureError: something has written into them.
+        """
+        graph, written = self._recorder.graph, list[fx.Node]()
+        for node in reversed(graph.nodes):
+            if node is rows.since:
+                break
+            written += written_arguments(node)
+        roots = storage_roots(graph) if written else {}
+        mine = [roots.get(node) for t in (rows.padded, rows.lengths) if (node := self._recorder.node_of(t)) is not None]
+        if rows.now != rows.versions or any(roots[node] in mine for node in written):
+            raise CaptureError(
+                f"{the_step()} writes into what it has packed, or into the lengths, before it uses the packed "
+                "sequence; write into a copy (x = x.clone())",
+                user_location(),
+            )
 
     def _pad(self, sequence: Any, batch_first: bool, padding_value: float, total_length: int | None) -> Any:
         rows = self._rows(sequence)
@@ -192,7 +233,7 @@ class PackedSequences:
         out, hidden = self._computed(layer, rows, states, weights)
         if rows.order is not None:
             hidden = [state.index_select(1, rows.order[1]) for state in hidden]
-        packed = LaterPacked.of(replace(rows, padded=out, clean=True), self)
+        packed = self._later(replace(rows, padded=out, clean=True))
         return packed, tuple(hidden) if layer.mode == "LSTM" else hidden[0]
 
     def _computed(
@@ -233,6 +274,7 @@ class PackedSequences:
     # ------------------------------------------------------------------ parts
     def parts_of(self, rows: _Rows) -> _Parts:
         """What eager's packed sequence of these rows is made of."""
+        self._check_unwritten(rows)
         if not rows.clean:
             rows.check()
         padded, lengths, order, inverse = rows.time_major, rows.lengths, None, None
@@ -253,6 +295,7 @@ class PackedSequences:
     def _rows(self, sequence: Any) -> _Rows | None:
         """The padded rows of a packed sequence; None if torch shall see to it."""
         if isinstance(sequence, LaterPacked):
+            self._check_unwritten(sequence.rows)
             return sequence.rows
         if not isinstance(sequence.data, private.FakeTensor):
             return None
