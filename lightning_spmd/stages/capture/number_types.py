@@ -104,7 +104,13 @@ def asks_for_identity(code: CodeType, scope: dict[str, Any]) -> bool:
         code: is about to run.
         scope: the module's names.
     """
-    return any(_asks(part) for part in {code, *_codes_of(code.co_filename, scope)})
+    file = code.co_filename
+    if file not in _files:
+        _files[file] = any(map(_asks, _codes_of(file, scope)))
+    return _files[file] or _asks(code)
+
+
+_files: dict[str, bool] = {}
 
 
 def refuse_undecided(frame: FrameType) -> None:
