@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import numbers
@@ -83,6 +84,8 @@ class Functions(Quiet):
         loss = loss * np.sqrt(1.0 - drawn) * np.exp(-value) * float(np.clip(value, 0.2, 0.9)) * math.hypot(value, drawn)
         whole, rest = divmod(int(batch[1].sum()), 3)
         self.log("value", np.log1p(value) + np.maximum(drawn, 0.5) + whole)
+        told = copy.deepcopy({"value": value, "large": (value > 1.0) ^ (drawn > 0.5), "not": ~whole})
+        loss = loss * told["value"] * (2 if told["large"] else 1) * told["not"]
         return loss * (1 + rest) if value or drawn else loss
 
 

@@ -61,6 +61,11 @@ def numbers_followed(recorder: ScalarRecorder, imported: Functions) -> Iterator[
                     imported[id(original)] = (original, follow)
                     stack.callback(setattr, module, name, original)
                     setattr(module, name, follow)
+        stack.enter_context(replaced(torch.SymInt, "__invert__", lambda a: -a - 1))
+        stack.enter_context(replaced(torch.SymBool, "__xor__", lambda a, b: bool(a) ^ b))
+        stack.enter_context(replaced(torch.SymBool, "__rxor__", lambda a, b: b ^ bool(a)))
+        for kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
+            stack.enter_context(replaced(kind, "__deepcopy__", lambda a, _: a))
         for kind in (torch.SymInt, torch.SymFloat):
             stack.enter_context(replaced(kind, "__divmod__", lambda a, b: (a // b, a % b)))
             stack.enter_context(replaced(kind, "__rdivmod__", lambda a, b: (b // a, b % a)))
