@@ -186,5 +186,5 @@ def _report(comparison: Comparison, output: str | None) -> None:
     if output is not None:
         file = Path(output).expanduser()
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(comparison.json_text())
+        file.write_text(comparison.json_text(), encoding="utf-8")
         console.print(f"written to {file}", markup=False, highlight=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 import lightning_spmd  # noqa: F401  (registers the strategies that a recipe names)
 from lightning_spmd.cli import compare, plan
+from lightning_spmd.cli.encodings import write_whatever_comes
 from lightning_spmd.cli.first_steps import refusals_in_one_line
 from lightning_spmd.cli.own_modules import classes_beside
 from lightning_spmd.cli.recipe_cli import RecipeCLI, with_class_for_name
@@ -43,6 +44,7 @@ def main(args: Sequence[str] | None = None) -> None:
             "lightning-spmd: the command line needs jsonargparse, which training from Python does not. "
             "Install it with: pip install 'lightning-spmd[cli]', or by itself: pip install 'jsonargparse[signatures]'"
         )
+    write_whatever_comes()
     arguments = sys.argv[1:] if args is None else list(args)
     if (mistake := mistake_in_recipes(arguments)) is not None:
         sys.stderr.write(f"lightning-spmd: error: {mistake}\n")

@@ -278,7 +278,7 @@ def _write(name: str, text: str, option: str) -> None:
     file = Path(name).expanduser()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         _stop(ConfigurationError(f"{option} {name}: {error}"), 2)
     _say(f"written to {file}")

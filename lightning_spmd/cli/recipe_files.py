@@ -13,6 +13,8 @@ from pathlib import Path
 import yaml
 from lightning.pytorch import callbacks
 
+from lightning_spmd.cli.encodings import misread
+
 _OF_A_CLASS = ("class_path", "init_args")
 _KINDS = {"seq": "a list", "str": "a word", "int": "a number", "float": "a number", "bool": "true or false"}
 _KEYS = "model, data, trainer, seed_everything"
@@ -53,6 +55,8 @@ def _mistake_in(name: str) -> str | None:
     if not file.exists():
         return f"--config {name}: there is no such file, seen from {Path.cwd()}{_near(file)}"
     try:
+        if (wrong := misread(file.read_bytes())) is not None:
+            return f"--config {name}: {wrong}"
         text = file.read_text()
     except UnicodeDecodeError:
         return f"--config {name}: this is no text, so no recipe"

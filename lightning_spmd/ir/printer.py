@@ -93,14 +93,15 @@ def write_stage(
     text = readable(graph_module, signature)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         why = f"{type(error).__name__}: {error.strerror}"
         raise ConfigurationError(f"dump_dir={str(directory)!r}: graphs cannot be written there ({why})") from error
     if previous is not None:
-        before = previous.read_text().splitlines(keepends=True)
+        before = previous.read_text(encoding="utf-8").splitlines(keepends=True)
         after = text.splitlines(keepends=True)
-        path.with_suffix(".diff").write_text("".join(difflib.unified_diff(before, after, previous.name, path.name)))
+        difference = "".join(difflib.unified_diff(before, after, previous.name, path.name))
+        path.with_suffix(".diff").write_text(difference, encoding="utf-8")
     return path
 
 

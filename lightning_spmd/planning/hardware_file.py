@@ -90,7 +90,7 @@ def read_hardware(file: str | None) -> Hardware:
 
 def _content(file: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(file).expanduser().read_text())
+        content = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--hardware {file}: {error}") from error
     except yaml.YAMLError as error:
