@@ -7,7 +7,9 @@ nobody raised on purpose is a bug of somebody's code and keeps its traceback.
 
 from __future__ import annotations
 
+import errno
 import linecache
+import os
 import pickle
 import re
 import sys
@@ -43,6 +45,9 @@ _KEYS = (
     (Logger, "trainer.logger"),
 )
 _LOOKS = "_parse_ckpt_path"
+_ANOTHER_FOLDER = (
+    ". Give results a folder that can be written: --trainer.default_root_dir FOLDER, or that of the logger"
+)
 _OF_CHECKPOINTS = re.compile(r"Error\(s\) in loading state_dict for (\w+):\s*(.*)", re.DOTALL)
 
 
@@ -89,12 +94,23 @@ def refused_with(error: BaseException) -> str | None:
         return f"ckpt_path: {_of_checkpoint(error, _shortened(text))}"
     frame, line = frames[-1]
     on_purpose = linecache.getline(frame.f_code.co_filename, line).strip().startswith("raise ")
+    if on_purpose and "SaveConfigCallback" in {type(frame.f_locals.get("self")).__name__ for frame, _ in frames}:
+        return text + _ANOTHER_FOLDER  # for the recipe as it was run, which jsonargparse writes
     refused = isinstance(error, OSError) or (on_purpose and isinstance(error, _OF_VALUES))
     if refused and any(_is_hook(frame) for frame, _ in frames):
         return f"{text}{place_of(error)}"
     # Lightning's own look at the data, and folders that cannot be written, before the first batch.
     folder = isinstance(error, OSError) and error.filename is not None and "advance" not in names
-    return text if folder or (refused and "setup_data" in names) else None
+    if folder:
+        return text + _another_folder(error)
+    return text if refused and "setup_data" in names else None
+
+
+def _another_folder(error: BaseException) -> str:
+    """What to do where something could not be made; what is there could not be read, by the user's own code perhaps."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EROFS):
+        return ""
+    return "" if os.path.lexists(str(error.filename)) or own_line(error) is not None else _ANOTHER_FOLDER
 
 
 def place_of(error: BaseException) -> str:

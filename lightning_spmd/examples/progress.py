@@ -54,6 +54,16 @@ class SPMDProgressBar(RichProgressBar):
         self._strategy_listened_to: object | None = None
         self._build_task: TaskID | None = None
 
+    @property
+    @override
+    def total_train_batches(self) -> int | float:
+        """Batches of this epoch; where ``max_steps`` ends it, Lightning's takes steps of the optimizer for batches."""
+        trainer = self.trainer
+        if trainer.max_epochs != -1 or trainer.max_steps <= 0:
+            return trainer.num_training_batches
+        steps = trainer.max_steps - trainer.global_step
+        return min(trainer.num_training_batches, steps * trainer.accumulate_grad_batches)
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
