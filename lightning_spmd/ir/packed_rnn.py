@@ -36,7 +36,7 @@ _LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
 _LIBRARY.define(f"packed_rnn(Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, {_SETTINGS}) -> Tensor[]")
 _LIBRARY.define(
     "packed_rnn_backward(Tensor?[] grads, Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, "
-    f"Tensor reserve, bool[] wanted, {_SETTINGS}) -> Tensor[]"
+    f"Tensor reserve, bool[] wanted, {_SETTINGS}, Tensor?[] sums) -> Tensor[]"
 )
 _LIBRARY.define(
     "packed_noise(Tensor input, Tensor lengths, float p, bool sort, bool rows_first) -> Tensor",
@@ -128,23 +128,41 @@ def _backward(
     wanted: Sequence[bool],
     *settings: Any,
 ) -> list[Tensor]:
-    tensors = [input, *hx, *weights]
+    tensors, how, sums = [input, *hx, *weights], Settings(*settings[:-1]), settings[-1] or [None] * sum(wanted)
     if not len(lengths):
-        return [t.new_zeros(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]
+        none = [t.new_zeros(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]
+        return [zeros if total is None else total.clone() for zeros, total in zip(none, sums, strict=True)]
     kept = cast("dict[str, _Kept]", reserve.__dict__).pop("kept", None)
     if kept is not None and kept.places == _places([*tensors, lengths]):
         leaves, results = kept.leaves, kept.results
     else:  # a rank may have parts now of what it had whole
         leaves = _leaves(tensors, wanted)
-        results = _in_dtypes(Settings(*settings), leaves, lengths, len(hx))
+        results = _in_dtypes(how, leaves, lengths, len(hx))
     asked = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants]
     given = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None]
+    with torch.enable_grad():  # made last, they come first in the backward pass
+        before = cast("Callable[..., Tensor]", _Before.apply)  # pyright: ignore[reportUnknownMemberType]
+        first = [before(a, total) for a, total in zip(asked, sums, strict=True) if total is not None]
+    given += [(one, one.detach()) for one in first]
     made = torch.autograd.grad([r for r, _ in given], asked, [g for _, g in given], allow_unused=True)
     found = cast("tuple[Tensor | None, ...]", made)
     return [
         leaf.new_zeros(leaf.shape) if gradient is None else gradient.contiguous()
         for leaf, gradient in zip(asked, found, strict=True)
     ]
+
+
+class _Before(torch.autograd.Function):
+    """Gives a tensor a gradient to which what comes later in the backward pass is added."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, total: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.total = total
+        return tensor.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return ctx.total.clone(), None
 
 
 def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.packed_sums import sum_as_eager
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.reads import checks_of
 from lightning_spmd.ir.signature import InputRole
@@ -131,6 +132,7 @@ def _on_one_device(captured: CapturedStep) -> ShardedStep:
     """A copy of the captured graph; the original is what later traces are compared with."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(captured.graph_module.graph, {}))
+    sum_as_eager(graph)
     module = private.GraphModule(captured.graph_module, graph)
     return ShardedStep(module, captured.signature, ())
 

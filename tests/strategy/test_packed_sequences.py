@@ -372,7 +372,7 @@ def test_a_lost_reserve_costs_a_forward_pass_and_no_bit(*, lost: bool) -> None:
     out, hidden, reserve = PACKED_RNN(x, lengths, [state], weights, *how)
     weights = [w.clone() for w in weights] if lost else weights
     wanted = [False, False, True, True, True, True]
-    found = PACKED_RNN_BACKWARD([out, None], x, lengths, [state], weights, reserve, wanted, *how)
+    found = PACKED_RNN_BACKWARD([out, None], x, lengths, [state], weights, reserve, wanted, *how, [])
     eager, _ = pad_packed_sequence(layer(pack_padded_sequence(x, lengths))[0])
     assert torch.equal(eager, out)
     for ours, theirs in zip(found, torch.autograd.grad(eager, list(layer.parameters()), out), strict=True):

@@ -139,6 +139,7 @@ class PackedSequences:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._parts: dict[int, _Parts] = {}  # by batch_sizes
+        self._cast: dict[int, Tensor] = {}  # weights that autocast's cache has
 
     def replaced(self) -> contextlib.AbstractContextManager[None]:
         """In place of torch's functions."""
@@ -241,6 +242,7 @@ class PackedSequences:
     ) -> tuple[Tensor, list[Tensor]]:
         """Padded output and last states, all layers at once or, with dropout between them, one after the other."""
         how = self._settings(layer, rows)
+        self._check_cast_once(how, weights)
         if not layer.dropout or not layer.training or layer.num_layers == 1:
             return _called(how, rows.padded, rows, states, weights)
         _must(layer.dropout < 1)
@@ -253,6 +255,22 @@ class PackedSequences:
             out, hidden = _called(replace(how, layers=1), out, rows, its_states, its_weights)
             last.append(hidden)
         return out, [torch.cat(parts) for parts in zip(*last, strict=True)]
+
+    def _check_cast_once(self, how: Settings, weights: list[Tensor]) -> None:
+        """Eager casts a weight once for all calls, and adds the gradients of all their steps in that dtype.
+
+        Raises:
+            CaptureError: a second call uses the same weights; each would add its own.
+        """
+        if how.autocast is None or not how.cached or not how.train:
+            return
+        if any(id(weight) in self._cast for weight in weights):
+            raise CaptureError(
+                f"{the_step()} calls a recurrent layer twice on packed sequences under autocast with its cache; enter "
+                "torch.autocast(..., cache_enabled=False), or let the Trainer's precision do it",
+                user_location(),
+            )
+        self._cast.update((id(weight), weight) for weight in weights)
 
     def _settings(self, layer: nn.RNNBase, rows: _Rows) -> Settings:
         kind = rows.padded.device.type
@@ -352,7 +370,7 @@ class _Recurrent(torch.autograd.Function):
         wanted, states = list(ctx.needs_input_grad[3:]), ctx.states
         weights = tensors[1 + states :]
         operands = list(gradients), tensors[0], lengths, tensors[1 : 1 + states], weights, reserve, wanted
-        found = PACKED_RNN_BACKWARD(*operands, *ctx.how.arguments())
+        found = PACKED_RNN_BACKWARD(*operands, *ctx.how.arguments(), [])
         return None, None, None, *(found[sum(wanted[:i])] if wants else None for i, wants in enumerate(wanted))
 
 
