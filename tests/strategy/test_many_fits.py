@@ -10,6 +10,7 @@ import io
 import os
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -79,6 +80,14 @@ def weights(module: Any) -> dict[str, Tensor]:
 
 def trainer(strategy: str) -> L.Trainer:
     return L.Trainer(strategy=SPMDStrategy(**STRATEGIES[strategy]), devices=2, max_epochs=1, **QUIET)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankPool]:
+    """Ranks of their own: what other tests broke on purpose may hold groups until a collective's timeout."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
 
 
 def holds() -> tuple[int, int, int]:
