@@ -47,14 +47,17 @@ def check_backward(loss: Tensor, trained: Iterable[Tensor]) -> None:
 
 
 def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that ``backward`` of the roots would give a gradient, in the order in which they are met."""
+    """The tensors that ``backward`` of the roots would give a gradient, in the order in which they are met.
+
+    What was frozen since, as ``toggle_optimizer`` does behind a forward pass, gets none.
+    """
     found: dict[int, Tensor] = {}
     for root in roots:
         if root.grad_fn is None and root.requires_grad:
             found[id(root)] = root
         for node in _from_the_loss(root.grad_fn):
             leaf = getattr(node, "variable", None)
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
                 found[id(leaf)] = leaf
     return list(found.values())
 
