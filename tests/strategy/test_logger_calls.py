@@ -2,87 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-import types
-from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import RankPool
-from tests.helpers.training import InOrder, Result, assert_compiled
-from tests.strategy.small import ROWS, Net, Quiet, rows, run
-
-
-def plain(value: Any) -> Any:
-    """What a logger was given, as it was at that moment."""
-    if isinstance(value, Tensor):
-        return "tensor", value.dtype, value.detach().tolist()
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-class Writer:
-    """An experiment: keeps every call of any of its methods."""
-
-    log_dir = "somewhere"
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self.series: dict[str, list[Any]] = {}
-
-    def _keep(self, name: str, *args: Any, **kwargs: Any) -> str:
-        self.told.append((name, plain(args), plain(kwargs)))
-        return f"call {len(self.told)}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(("add_", "log_")):
-            return functools.partial(self._keep, name)
-        raise AttributeError(name)
-
-    def __repr__(self) -> str:
-        return "Writer"
-
-    def __getitem__(self, name: str) -> list[Any]:
-        return self.series.setdefault(name, [])
-
-
-class Keeper(Logger):
-    """Keeps what it is told, on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writer = Writer()
-        self.prefix, self.count = "p/", 0
-
-    @property
-    def name(self) -> str:
-        return "keeper"
-
-    @property
-    def version(self) -> int:
-        return 3
-
-    @property
-    def experiment(self) -> Writer:
-        return self.writer
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        self.writer._keep("log_hyperparams", *args, **kwargs)
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.count += 1
-        self.writer._keep("log_metrics", metrics, step)
+from tests.helpers.training import InOrder, assert_compiled
+from tests.strategy.kept_calls import Keeper, Writer, told
+from tests.strategy.small import ROWS, Net, Quiet, rows
 
 
 class Usual(Quiet):
@@ -129,15 +58,6 @@ class Asking(Quiet):
     @staticmethod
     def tell(logger: Any, loss: Tensor) -> None:
         logger.experiment.add_scalars("both", {"one": loss, "other": loss.square()}, walltime=None)
-
-
-def told(
-    make: Callable[[], Net], strategy: Any = "spmd", devices: int = 1, number: int = 2, **flags: Any
-) -> tuple[Result, list[Any]]:
-    """A run, and all that its loggers were told."""
-    loggers = [Keeper() for _ in range(number)]
-    result = run(make, strategy, devices, logger=loggers, log_every_n_steps=2, **flags)
-    return result, [(logger.writer.told, plain(logger.writer.series)) for logger in loggers]
 
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -409,105 +329,3 @@ def test_calls_are_those_of_eager_training(kind: type[Net], mode: str) -> None:
     assert (ours.mode, [text for text in ours.warnings if "spmd" in text]) == (mode, [])
     assert mine == expected
     assert ours.losses == theirs.losses
-
-
-class OwnWriter(Quiet):
-    """Writers that no Trainer knows, and a library's function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writer = sys.modules["tensorboardX.writer"].SummaryWriter()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.writer.add_scalar("constant", 0.5, self.global_step)
-        self.writer.add_histogram("weight", self.first.weight)
-        self.writer.add_text("where", f"{self.writer.log_dir} {loss.item():.2f}")
-        self.experiment.add_scalar("the Trainer's", loss.item())
-        wandb.log({"loss": loss.item(), "batch": batch_idx})  # type: ignore[name-defined] # noqa: F821
-        self.log("loss", loss)
-        return loss
-
-    def on_train_epoch_start(self) -> None:
-        self.experiment = self.logger.experiment  # type: ignore[union-attr]
-        if self.current_epoch == 2:
-            self.writer.log_dir = "elsewhere"
-        if self.current_epoch == 1:
-            self.writer = sys.modules["tensorboardX.writer"].SummaryWriter()
-
-
-def test_writers_of_ones_own_and_wandbs_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    writers: list[Writer] = []
-
-    class SummaryWriter(Writer):
-        def __init__(self) -> None:
-            super().__init__()
-            writers.append(self)
-
-    def log(values: dict[str, Any]) -> None:
-        writers[-1].told.append(plain(values))
-
-    module = types.ModuleType("wandb")
-    setattr(module, "log", log)  # noqa: B010 - a name that modules do not have
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setitem(globals(), "wandb", module)
-    monkeypatch.setitem(
-        sys.modules,
-        "tensorboardX.writer",
-        SimpleNamespace(SummaryWriter=SummaryWriter),  # type: ignore[arg-type]
-    )
-    told_by: list[list[Any]] = []
-    for strategy in ("auto", "spmd"):
-        writers.clear()
-        ours, trainers = told(OwnWriter, strategy)
-        told_by.append([*[writer.told for writer in writers], *trainers])
-        assert "__getattribute__" not in vars(SummaryWriter)
-    assert_compiled(ours)
-    assert told_by[1] == told_by[0]
-    assert getattr(module, "log") is log  # noqa: B009 - likewise
-
-
-def test_files_of_a_logger_are_eagers(tmp_path: Path) -> None:
-    files: list[str] = []
-    for strategy in ("auto", "spmd"):
-        result = run(WithFiles, strategy, logger=CSVLogger(tmp_path, version=strategy), log_every_n_steps=2)
-        files.append((tmp_path / "lightning_logs" / strategy / "metrics.csv").read_text())
-    assert_compiled(result)
-    assert files[0] == files[1]
-    assert "Logger" in repr(CSVLogger(tmp_path))  # its class is what it was
-
-
-class WithFiles(Quiet):
-    """Lightning's own logger."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        assert isinstance(self.logger, CSVLogger)
-        self.logger.log_metrics({"mine": loss.item()}, self.global_step)
-        print(self.logger.log_dir, self.logger.version)
-        self.log("loss", loss)
-        return loss
-
-
-class Lengths(Quiet):
-    """Sizes among what a logger is given."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        loss = F.cross_entropy(self(x).mean(1), y)
-        self.logger.log_metrics({"loss": loss, "length": x.shape[1], "twice": 2 * x.shape[1]})  # type: ignore[union-attr]
-        return loss
-
-
-def test_one_graph_for_many_sizes_tells_each_size() -> None:
-    lengths = (5, 7, 9, 11, 6, 8, 10, 12)
-
-    def data() -> Any:
-        batches: Any = [(torch.linspace(0, n, 24 * n).sin().reshape(4, n, 6), torch.arange(4) % 3) for n in lengths]
-        return DataLoader(batches, batch_size=None)
-
-    _, expected = told(Lengths, "auto", data=data, max_epochs=1)
-    ours, mine = told(Lengths, data=data, max_epochs=1)
-    assert_compiled(ours)
-    assert ours.captures <= 3
-    assert mine == expected
