@@ -33,7 +33,6 @@ from lightning_spmd.stages.capture.reads import ReadWanted
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.trace import parameter_names
 from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.ranks import without_onednn
 from lightning_spmd.strategy.run_context import RunContext
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
@@ -82,14 +81,29 @@ class Capture:
         if not names:
             return []
         return [
-            f"{', '.join(names[:3])}: counted operator by operator, as graphs on several CPUs run it; a GPU has a "
-            "kernel for all of it (cuDNN), and on one CPU a training with an LSTM runs eagerly, with oneDNN's"
+            f"{', '.join(names[:3])}: counted operator by operator; a GPU has a kernel for all of it (cuDNN), and "
+            "a CPU one for each layer of an LSTM (oneDNN)"
         ]
 
     @property
     def global_rows(self) -> int:
         """Rows of the global batch."""
         return self.rows * self.batches
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Inside, oneDNN is switched off. ``torch.backends.mkldnn.flags`` sets TF32 too, and warns that there is none."""
+    if torch.backends.flags_frozen():
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+        return
+    settings: Any = torch.backends.mkldnn
+    before, settings.enabled = settings.enabled, False
+    try:
+        yield
+    finally:
+        settings.enabled = before
 
 
 class _Captured(Exception):
@@ -269,7 +283,7 @@ class _Step:
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        """As on several ranks, where an LSTM is torch's own: oneDNN's is no operator of a graph."""
+        """An LSTM is torch's own, whose products are counted: oneDNN's, and cuDNN's, are one operator."""
         with self.context.tracing_context((1,) * self.batches), without_onednn():
             yield
 

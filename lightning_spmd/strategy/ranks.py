@@ -46,21 +46,6 @@ class Processes:
     backend: str
 
 
-@contextlib.contextmanager
-def without_onednn() -> Iterator[None]:
-    """Inside, oneDNN is switched off. ``torch.backends.mkldnn.flags`` sets TF32 too, and warns that there is none."""
-    if torch.backends.flags_frozen():
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
-        return
-    settings: Any = torch.backends.mkldnn
-    before, settings.enabled = settings.enabled, False
-    try:
-        yield
-    finally:
-        settings.enabled = before
-
-
 class Ranks:
     """What a process knows of the others. One device has neither mesh nor control plane.
 
@@ -232,11 +217,8 @@ class Ranks:
         """
         self.traced_split = split
         torch.compiler.set_stance("force_eager")
-        # torch's own LSTM instead of oneDNN's, which cannot be captured; one device keeps eager's and runs eagerly
-        native = without_onednn() if self.mesh is not None else contextlib.nullcontext()
         try:
-            with native:
-                yield
+            yield
         finally:
             self.traced_split = None
             torch.compiler.set_stance("default")

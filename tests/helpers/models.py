@@ -73,6 +73,5 @@ class SequenceFirst(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
         x = x + self.attention(x, x, x, need_weights=True)[0]
-        with torch.backends.mkldnn.flags(enabled=False):  # its LSTM keeps a workspace that no graph can hold
-            x = self.lstm(self.encoder(x))[0]
+        x = self.lstm(self.encoder(x))[0]
         return self.head(self.gru(x.transpose(0, 1))[0])

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir import onednn_lstm
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.ir.reads import READ
 from lightning_spmd.messages import the_step
@@ -44,9 +45,6 @@ _DEVICE = torch.ops.prim.device.default
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 _LOOKS = {getattr(aten, name).default for name in ("size", "stride", "sym_size", "sym_stride") if hasattr(aten, name)}
-
-# oneDNN's LSTM keeps what its backward needs only under grad mode: outside autograd the call cannot be repeated.
-_NOT_REPEATABLE = {getattr(aten, name).default for name in ("mkldnn_rnn_layer",) if hasattr(aten, name)}
 
 
 class Recorder(private.TorchDispatchMode):
@@ -222,6 +220,7 @@ class Recorder(private.TorchDispatchMode):
                 self.watch.go_on()
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        func, args = onednn_lstm.in_a_graph(func, args)
         if func.namespace in ("profiler", "prim") or func in _LOOKS:
             return func(*args, **kwargs)  # record_function of optimizers; reads of a tensor's device, layout, sizes
         if func in _ALIASES:
@@ -234,12 +233,6 @@ class Recorder(private.TorchDispatchMode):
             return self._item(args[0])
         if self._exposed:
             args, kwargs = self.reclaim(func, args, kwargs)
-        if func in _NOT_REPEATABLE:
-            raise CaptureError(
-                "oneDNN's LSTM on the CPU cannot be captured; torch.backends.mkldnn.flags(enabled=False) around the "
-                "layer uses torch's own, which can (a GRU and LSTMs on GPUs need nothing)",
-                user_location(),
-            )
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise CaptureError(
                 f"a collective ({func}) inside {the_step()}: the graph already sees the whole global batch; use "

@@ -1,8 +1,9 @@
-"""cuDNN's recurrent layers (LSTM, GRU, plain): the rows of the batch are independent, time and units are not.
+"""Recurrent layers that are one kernel: the rows of the batch are independent, time and units are not.
 
-What the forward kernel keeps for its backward (the reserve, the packed weights) is opaque and of this rank's own;
-nobody else reads it. Packed sequences, where rows end at different times, have no dimension of rows and no rule there;
-as padded rows with lengths (``ir.packed_rnn``) they have one.
+These are cuDNN's (LSTM, GRU, plain) and oneDNN's LSTM. What a forward kernel keeps for its backward (reserve or
+workspace, packed weights) is opaque and of this rank's own; nobody else reads it. Packed sequences, where rows end at
+different times, have no dimension of rows and no rule there; as padded rows with lengths (``ir.packed_rnn``) they have
+one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_spmd.ir.onednn_lstm import LSTM_LAYER, LSTM_LAYER_BACKWARD
 from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
 from lightning_spmd.ir.placement import PARTIAL
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along
@@ -64,12 +66,26 @@ def _packed_backward(call: OpCall) -> list[Layout]:
     return along(call, inputs, [dim for dim, wants in zip(made, call["wanted"], strict=True) if wants])
 
 
+def _lstm_layer(call: OpCall) -> list[Layout]:
+    """Time comes first; states are those of one layer, (rows, units)."""
+    return along(call, [1, None, None, None, None, 0, 0], [1, 0, 0, 0])
+
+
+def _lstm_layer_backward(call: OpCall) -> list[Layout]:
+    made: list[Where] = [1, 0, 0]
+    of_grads = [d for d, name in zip(made, ("output", "hy", "cy"), strict=True) if call[f"grad_{name}"] is not None]
+    inputs: list[Where] = [1, None, None, None, None, 0, 0, *made, *of_grads, 0]
+    return along(call, inputs, [1, PARTIAL, PARTIAL, PARTIAL, PARTIAL, 0, 0])
+
+
 def _packed_noise(call: OpCall) -> list[Layout]:
     rows = 0 if call["rows_first"] else 1
     return along(call, [rows, 0], [rows])
 
 
 RULES: dict[Any, Rule] = {
+    LSTM_LAYER: _lstm_layer,
+    LSTM_LAYER_BACKWARD: _lstm_layer_backward,
     aten._cudnn_rnn: _forward,
     aten._cudnn_rnn_backward: _backward,
     PACKED_RNN: _packed_forward,

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_spmd.strategy.ranks import without_onednn
+from lightning_spmd.planning.capturing import without_onednn
 
 
 def _fail() -> None:
