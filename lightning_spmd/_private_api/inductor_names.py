@@ -41,6 +41,7 @@ def compile_with_inductor(
     mode: Any,
     folder: Path | None,
     decompositions: Callable[[dict[Any, Any]], dict[Any, Any]] = dict,
+    contract: bool = False,
 ) -> tuple[str, dict[str, bytes]]:
     """The code that Inductor makes of a function, and the libraries that belong to it by their place in its folder.
 
@@ -50,6 +51,7 @@ def compile_with_inductor(
         mode: a FakeTensorMode.
         folder: where Inductor keeps its files; None: where it always does.
         decompositions: changes the table of what operators are taken apart into.
+        contract: whether the host may round a product and a sum once.
 
     Raises:
         Exception: of whatever kind the compiler ends with.
@@ -69,6 +71,7 @@ def compile_with_inductor(
     with (
         _files_in(folder) as root,
         settings.patch(fx_graph_cache=False, compile_threads=1),
+        settings.patch({"cpp.enable_floating_point_contract_flag": "fast"} if contract else {}),
         tracing(TracingContext(mode)),
     ):
         made: Any = compile_fx_inner(traced, list(fakes))

@@ -23,12 +23,13 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.cache import Store, the_store
 from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.messages import tell
+from lightning_spmd.stages.runtime.regions.contraction import may_contract
 from lightning_spmd.stages.runtime.regions.own_kernels import with_own_kernels
 from lightning_spmd.stages.runtime.regions.region import Region
 
 KIND = "region"
 """Of entries in the store."""
-_VERSION = 2
+_VERSION = 3
 """Of what is stored; another one is another key."""
 
 Code = Callable[[list[Any]], Sequence[Any]]
@@ -98,7 +99,9 @@ class Codes:
         try:
             mode = private.FakeTensorMode()
             fakes = [private.new_fake(mode, spec_of(node)) for node in region.inputs]
-            source, files = private.compile_with_inductor(region.function, fakes, mode, folder, with_own_kernels)
+            source, files = private.compile_with_inductor(
+                region.function, fakes, mode, folder, with_own_kernels, may_contract(region)
+            )
             self._keep(key, region, private.load_inductor_code(source, files, folder))
         except Exception as error:  # a compiler may fail in every way, and the region is there without it
             self.problems[key] = _first_line(error)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from lightning_spmd.stages.runtime.regions.gelu import with_fast_gelu
+
 _aten = torch.ops.aten
 _LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
 _LIBRARY.define(
@@ -56,4 +58,4 @@ def with_own_kernels(table: dict[Any, Any]) -> dict[Any, Any]:
         of_input = whole(g, x, shape, mean, rstd, weight, bias, [mask[0], False, False])[0] if mask[0] else None
         return (of_input, *torch.ops.lightning_spmd.layer_norm_sums.default(g, x, shape, mean, rstd, weight, bias))
 
-    return {**table, _aten.native_layer_norm_backward.default: layer_norm_backward}
+    return with_fast_gelu({**table, _aten.native_layer_norm_backward.default: layer_norm_backward})

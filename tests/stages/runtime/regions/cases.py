@@ -35,7 +35,7 @@ class Compiler:
         self.compiled = 0
 
     def compile(
-        self, function: Any, fakes: Sequence[Tensor], mode: Any, folder: Path | None, decompositions: Any
+        self, function: Any, fakes: Sequence[Tensor], mode: Any, folder: Path | None, *_: Any
     ) -> tuple[str, Any]:
         if self.refuses and self.only(function):
             raise RuntimeError("out of registers\nand more lines")
