@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ VARIABLE = "LIGHTNING_SPMD_CACHE"
 """The environment variable that names the folder."""
 MOST_BYTES = 1 << 30
 """What all files may take; beyond, those that were not used for longest go."""
+ROOM = 64 << 20
+"""Bytes that must be free where a compiler is to work: it writes sources, libraries and its own headers."""
 
 _FORMAT = b"lightning_spmd cache 1\n"
 _SEAL = hashlib.sha256().digest_size
@@ -66,6 +69,8 @@ class Store:
         self.versions = f"torch {torch.__version__}" if versions is None else versions
         self.folder: Path | None = None
         self._secret = b""
+        self._places: dict[str, Path] = {}
+        self._own: tempfile.TemporaryDirectory[str] | None = None
         if folder is None:
             return
         try:
@@ -123,15 +128,25 @@ class Store:
         self.of(kind).written += 1
 
     def subfolder(self, name: str) -> Path | None:
-        """A folder beside the entries that others may not enter either, for tools that want one."""
+        """A folder that others may not enter either, for tools that want one; None where nothing is kept at all.
+
+        It is beside the entries, or, where that disk is full or takes nothing, one that goes with the process.
+        """
         if self.folder is None:
             return None
-        try:
-            return _own_folder(self.folder / name)
-        except OSError:
-            return None
+        if name not in self._places:
+            self._places[name] = self._place_for(self.folder / name)
+        return self._places[name]
 
     # ------------------------------------------------------------------ pieces
+    def _place_for(self, wanted: Path) -> Path:
+        try:
+            return _with_room(_own_folder(wanted))
+        except OSError as error:
+            self._own = self._own or tempfile.TemporaryDirectory(prefix="lightning_spmd-", ignore_cleanup_errors=True)
+            tell(f"strategy='spmd' compiles in {self._own.name}, for this process alone: {error}")
+            return _own_folder(Path(self._own.name) / wanted.name)
+
     def _path(self, kind: str, key: str) -> Path | None:
         if not (kind.isidentifier() and key.isalnum()):
             raise ValueError(f"an entry is named by a word and a hash, not by {kind!r} and {key!r}")
@@ -194,6 +209,18 @@ def _own_folder(folder: Path) -> Path:
             f"{folder} is not this user's alone. Give another one in {VARIABLE}, or remove it: code that is found "
             "there is run"
         )
+    return folder
+
+
+def _with_room(folder: Path) -> Path:
+    """The folder, if something can be written into it.
+
+    Raises:
+        OSError: its disk is full, or takes nothing.
+    """
+    if (free := shutil.disk_usage(folder).free) < ROOM:
+        raise OSError(f"{folder} is on a disk with {free >> 20} MiB left. Give another folder in {VARIABLE}")
+    _temporary(folder / "room", b"0").unlink()
     return folder
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -47,16 +49,17 @@ def checked_options(
     """
     if bucket_size_mb != "auto" and not (_is_number(bucket_size_mb) and 0 < bucket_size_mb < math.inf):
         raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
-    if reduce_dtype not in (None, *REDUCE_DTYPES):
+    if not _is_one_of(reduce_dtype, (None, *REDUCE_DTYPES)):
         raise ConfigurationError(f"reduce_dtype={reduce_dtype!r}: known are {list(REDUCE_DTYPES)}, or None")
-    if overlap not in (True, False, "auto"):
+    if not _is_one_of(overlap, (True, False, "auto")):
         raise ConfigurationError(f"overlap_iterations={overlap!r}: give True, False or 'auto'")
-    if lowering not in MODES:
+    if not _is_one_of(lowering, MODES):
         raise ConfigurationError(f"lowering={lowering!r}: give one of {list(MODES)}")
-    if cuda_graphs not in (True, False):
+    if not _is_one_of(cuda_graphs, (True, False)):
         raise ConfigurationError(f"cuda_graphs={cuda_graphs!r}: give True or False")
-    if isinstance(passes, str):
-        raise ConfigurationError(f"passes={passes!r}: give a list of names, such as [{passes!r}]")
+    if not isinstance(passes, (list, tuple, NoneType)):
+        example = passes if isinstance(passes, str) else PASSES[0].name
+        raise ConfigurationError(f"passes={passes!r}: give a list of names, such as [{example!r}]")
     chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
     give_back, move = (
         _of_pass(wanted, asked, chosen)
@@ -117,7 +120,13 @@ def check_processes(backend: Any, timeout: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Python's numbers and NumPy's; neither arrays nor yes and no."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
+    """``in``, which asks the truth of arrays and takes 1 for True."""
+    return any(type(value) is type(other) and value == other for other in allowed)
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -178,13 +187,13 @@ def _share_or_bytes(option: str, value: Any) -> float | int | None:
     """What an option about activations asks for: a share to give back as a float, bytes to leave as an integer."""
     if value is None:
         return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1:
+    if _is_number(value) and 0 < value <= 1:
         return float(value)
     found = _BYTES.fullmatch(value) if isinstance(value, str) else None
-    size = 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
-    if size <= 0:
+    size = 0.0 if found is None else float(found[1]) * _UNITS[found[2]]
+    if not 1 <= size < math.inf:
         raise ConfigurationError(
             f"{option}={value!r}: give the share of the activations' bytes to give back, a number above 0 and at "
             "most 1; or the bytes to leave on each device, a string such as '512MiB' (KiB, MiB or GiB); or None"
         )
-    return size
+    return int(size)

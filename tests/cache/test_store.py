@@ -1,8 +1,11 @@
 """The store on disk: what comes back is what this user put there, or nothing."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,6 +135,37 @@ def test_a_disk_that_takes_nothing_is_said(folder: Path, told: list[str]) -> Non
     kept.put("region", KEY, CONTENT)
     assert kept.of("region").written == 0
     assert "could not keep" in told[0]
+
+
+def _full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+
+
+def _read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    (folder / "inductor").mkdir(0o700)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+
+
+@pytest.mark.parametrize(("disk", "words"), [(_full, "5 MiB left"), (_read_only, "Read-only file system")])
+def test_a_compiler_works_elsewhere_where_the_disk_takes_nothing(
+    folder: Path, told: list[str], monkeypatch: pytest.MonkeyPatch, disk: Callable[..., None], words: str
+) -> None:
+    """Inductor's locks go into its folder: where that is read-only, code from an earlier run was not even read."""
+    kept = Store(folder)
+    kept.put("region", KEY, CONTENT)
+    disk(folder, monkeypatch)
+    place = kept.subfolder("inductor")
+    assert place is not None
+    assert place.is_dir()
+    assert not place.is_relative_to(folder)
+    assert place.stat().st_mode & 0o077 == 0
+    assert kept.subfolder("inductor") == place
+    (line,) = told
+    assert words in line
+    assert kept.get("region", KEY) == CONTENT
 
 
 def test_entries_that_were_not_used_for_longest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

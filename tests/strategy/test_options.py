@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_spmd import SPMDStrategy
@@ -24,6 +25,11 @@ from lightning_spmd.errors import ConfigurationError
         ("bucket_size_mb", float("inf"), "a number of MiB above 0, or 'auto'"),
         ("bucket_size_mb", None, "a number of MiB above 0, or 'auto'"),
         ("bucket_size_mb", True, "a number of MiB above 0, or 'auto'"),
+        ("rematerialize", "9" * 400 + "MiB", "a number above 0 and at most 1"),
+        ("cuda_graphs", np.array([1, 2]), "True or False"),
+        ("cuda_graphs", 1, "True or False"),
+        ("overlap_iterations", np.array([1, 2]), "True, False or 'auto'"),
+        ("passes", 5, r"a list of names, such as \['"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, allowed: str) -> None:
@@ -34,7 +40,13 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, allowe
 
 @pytest.mark.parametrize(
     "options",
-    [{"process_group_backend": "cpu:gloo,cuda:nccl"}, {"timeout": timedelta(seconds=3)}, {"timeout": None}],
+    [
+        {"process_group_backend": "cpu:gloo,cuda:nccl"},
+        {"timeout": timedelta(seconds=3)},
+        {"timeout": None},
+        {"rematerialize": np.float32(0.5)},
+        {"bucket_size_mb": np.int64(3)},
+    ],
     ids=str,
 )
 def test_a_value_that_can_be_is_taken(options: dict[str, Any]) -> None:
