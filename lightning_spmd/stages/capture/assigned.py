@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
@@ -31,10 +32,13 @@ from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
 from lightning_spmd.stages.capture.same_state import MISSING, is_simple, same_simple
 from lightning_spmd.stages.capture.side_effects import Effect
+from lightning_spmd.stages.capture.state_guard import StateGuard
 from lightning_spmd.stages.capture.user_code import user_location
 
 _NUMBERS = 9
 """So many steps' numbers are tried."""
+_INSIDE = 64
+"""More numbers than that in what a step has put somewhere are no inputs: they would take longer to read."""
 _LOOKS = 3
 """A statement may lead to another one that the first look did not reach."""
 Places = Mapping[str, Entry]
@@ -83,6 +87,13 @@ def captured_with_assignments(
         numbers = {path: place for path, place in places.items() if type(place.found_again().read()) in (int, float)}
         try:
             plain = found = trace(dataclasses.replace(request, assigned=places))
+            if plain.error is None and (inside := _numbers_inside(plain.step, places)):
+                with contextlib.suppress(CaptureError):
+                    both = {**request.moving, **numbers, **inside}
+                    found = trace(dataclasses.replace(request, assigned=places, moving=both))
+                    if found.error is None and _does_the_same(found.step, plain.step, {**numbers, **inside}):
+                        return found.step
+                found = plain
             if numbers and found.error is None:
                 found = trace(dataclasses.replace(request, assigned=places, moving={**request.moving, **numbers}))
         except _KeptMemory:
@@ -92,6 +103,19 @@ def captured_with_assignments(
         if found.error is None:
             return found.step if found is plain or _does_the_same(found.step, plain.step, numbers) else None
     return None
+
+
+def _numbers_inside(step: CapturedStep, places: Places) -> dict[str, Entry]:
+    """Numbers for which a graph holds in what earlier steps put in these places: a dictionary, a list."""
+    state = cast("StateGuard | None", step.guards.state)
+    known = {(id(place.holder.subject), place.key) for place in places.values()}
+    found = {
+        entry.path: entry.detached()
+        for entry in (() if state is None else state.entries)
+        if type(entry.value) in (int, float)
+        and any((id(above.holder.subject), above.key) in known for above in itertools.islice(entry.way(), 1, None))
+    }
+    return found if len(found) <= _INSIDE else {}
 
 
 def _does_the_same(step: CapturedStep, plain: CapturedStep, numbers: Places) -> bool:
@@ -134,7 +158,15 @@ def _assigned_anew(request: CaptureRequest, spy: AttributeSpy) -> dict[str, Entr
                 holder.root = True
                 place = holder.see(name)
                 places.setdefault(place.path, place)
-    return dict(sorted(places.items()))
+    return dict(sorted(places.items(), key=_in_order))
+
+
+def _in_order(item: tuple[str, Entry]) -> tuple[str, int, str]:
+    """The same on all ranks, and of a dictionary its own: items that are new come in the order in which they came."""
+    path, place = item
+    subject = place.found_again().holder.subject
+    position = list(subject).index(place.key) if isinstance(subject, dict) and place.key in subject else 0
+    return place.holder.path, position, path
 
 
 def record(request: CaptureRequest, spy: AttributeSpy, logs: LogRecorder, inputs: InputTable) -> Places:
