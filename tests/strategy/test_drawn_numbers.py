@@ -143,9 +143,9 @@ class Shuffles(Quiet):
     """What is drawn is no number: the step is eager, and so is what it draws."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        factor, order = random.random(), [1.0, 2.0]
-        random.shuffle(order)
-        return self.loss(batch) * order[0] * factor
+        factor, order = random.random(), np.array([1.0, 2.0])
+        np.random.shuffle(order)
+        return self.loss(batch) * float(order[0]) * factor
 
 
 def test_what_cannot_be_repeated_is_eager() -> None:

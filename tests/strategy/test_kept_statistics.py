@@ -1,4 +1,4 @@
-"""Statistics that a step keeps: what earlier steps kept decides nothing, and dictionaries are filled in eager's order."""
+"""Statistics that a step keeps: earlier ones take no graphs, and dictionaries are filled in eager's order."""
 
 from __future__ import annotations
 

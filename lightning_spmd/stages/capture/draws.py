@@ -14,7 +14,7 @@ import contextlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.drawn_array import DrawnArray
+from lightning_spmd.stages.capture.drawn_lists import of_lists
 from lightning_spmd.stages.capture.host_scalar import Number, scalar_of
 from lightning_spmd.stages.capture.numpy_numbers import check_type, flagged
 from lightning_spmd.stages.capture.user_code import user_location
@@ -41,6 +42,7 @@ _OF_NUMPY = (
     "choice", "permutation", "dirichlet", "laplace", "lognormal", "triangular", "logistic", "gumbel", "geometric",
     "chisquare", "pareto", "weibull", "power", "rayleigh", "multivariate_normal", "random_integers",
 )  # fmt: skip
+_LISTS = ("sample", "choices", "shuffle", "choice")
 _LEFT = "the states of random numbers"
 HostValue = Callable[[str, Number], Any]
 
@@ -172,10 +174,12 @@ class Draws:
                         stand_in = self._recorded(source, name, scope[name])
                         self.functions[id(scope[name])] = (scope[name], stand_in)
                         stack.enter_context(_put(scope, name, stand_in))
-            choice = _choice(random.randrange)
-            self.functions[id(random.choice)] = (random.choice, choice)
-            stack.enter_context(_put(random.__dict__, "choice", choice))
-            stack.enter_context(_put(torch.__dict__, "from_numpy", self._from_numpy(torch.from_numpy)))
+            python, *_ = _global_sources()
+            own = {name: random.__dict__[name] for name in _LISTS}
+            for name, stand_in in self.of_lists(python[0], own.__getitem__, random.randrange).items():
+                self.functions[id(own[name])] = (own[name], stand_in)
+                stack.enter_context(_put(random.__dict__, name, stand_in))
+            stack.enter_context(_put(torch.__dict__, "from_numpy", _from_numpy(torch.from_numpy)))
             for path, part in module.named_modules():
                 for name, value in list(vars(part).items()):
                     if (source := _source_of(path, part, name, value)) is not None:
@@ -186,13 +190,6 @@ class Draws:
                 for source, before, last in self._states.values():
                     if source.save()[0] == last[0] and not self._lost:
                         source.restore(before)
-
-    @staticmethod
-    def _from_numpy(plain: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-        def from_numpy(array: Any) -> torch.Tensor:
-            return array.as_tensor(plain, (), {}) if isinstance(array, DrawnArray) else plain(array)
-
-        return from_numpy
 
     def _recorded(self, source: Source, name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
         """A function that draws, and makes what it draws an input."""
@@ -208,6 +205,16 @@ class Draws:
     def method(self, source: Source, name: str) -> Callable[..., Any]:
         """The same of a generator that a module keeps."""
         return self._recorded(source, name, None)
+
+    def of_lists(
+        self, source: Source, plain: Callable[[str], Callable[..., Any]], randrange: Any
+    ) -> Mapping[str, Callable[..., Any]]:
+        """What stands for a generator's functions that give lists, or take one."""
+
+        def draw(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            return self._recorded(source, name, function)(*args, **kwargs)
+
+        return of_lists(draw, plain, randrange)
 
     def _draw(
         self,
@@ -235,6 +242,8 @@ class Draws:
 
     def _input(self, value: Any, text: str, read: Callable[[], Any]) -> Any:
         """What stands for a drawn value in the step."""
+        if type(value) is list:
+            return [self._input(item, f"item {i} of {text}", lambda i=i: read()[i]) for i, item in enumerate(value)]
         if getattr(value, "shape", ()) != ():
             return DrawnArray(value, text, read, self._input, self._tensor)
         kind = check_type(value, text) if hasattr(value, "item") else None
@@ -294,21 +303,17 @@ class _RecordedGenerator:
         of_python = isinstance(self.generator, random.Random)
         if name in (_OF_PYTHON if of_python else _OF_NUMPY):
             return self._draws.method(self._source, name)
-        if name == "choice" and of_python:
-            return _choice(self._draws.method(self._source, "randrange"))
+        if name in _LISTS and of_python:
+            find, randrange = self._source.find, self._draws.method(self._source, "randrange")
+            return self._draws.of_lists(self._source, lambda own: getattr(find(), own), randrange)[name]
         raise CaptureError(
             f"{the_step()} asks for {name} of the generator {self._source.name}, which a graph cannot repeat",
             user_location(),
         )
 
 
-def _choice(randrange: Callable[[int], Any]) -> Callable[[Sequence[Any]], Any]:
-    """``random.choice``, which draws as ``randrange`` does."""
-
-    def choice(items: Sequence[Any]) -> Any:
-        return items[randrange(len(items))] if len(items) else random.Random().choice(items)
-
-    return choice
+def _from_numpy(plain: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    return lambda array: array.as_tensor(plain, (), {}) if isinstance(array, DrawnArray) else plain(array)
 
 
 def _global_sources() -> list[tuple[Source, dict[str, Any], Sequence[str]]]:

@@ -42,7 +42,8 @@ _SIZES_OF_INTEGERS = "SymIntArrayRef expected to contain only concrete integers"
 """What torch says of a function that has no form for recorded sizes."""
 _BY_PLACE = {torch.Tensor.as_strided, torch.as_strided}
 _MAKES_TENSORS = {torch.tensor, torch.as_tensor}
-_TAKE_ARRAYS = {*_MAKES_TENSORS, torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_TAKE_INDICES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_TAKE_ARRAYS = _MAKES_TENSORS | _TAKE_INDICES
 
 
 class FunctionCalls(TorchFunctionMode):
@@ -94,6 +95,8 @@ class FunctionCalls(TorchFunctionMode):
                 if func in _MAKES_TENSORS and type(args[0]) is DrawnArray:
                     return args[0].as_tensor(func, args[1:], kwargs)
                 args = tuple(map(_drawn_as_tensors, args))
+                if func in _TAKE_INDICES:
+                    args = (args[0], _index_of(args[1]), *args[2:])
             if func in _MAKES_TENSORS and args and _is_list_of_numbers(args[0]):
                 return _tensor_of(args[0], kwargs)
             if func is torch.Tensor.numpy and isinstance(args[0], private.FakeTensor):
@@ -149,6 +152,14 @@ def _is_list_of_numbers(value: Any) -> bool:
         return False
     kinds = set(map(type, value))
     return not SYMBOLS.isdisjoint(kinds) and kinds <= SYMBOLS | {int, float, bool}
+
+
+def _index_of(index: Any) -> Any:
+    """An index in which lists of recorded positions are tensors, as torch makes of lists of plain ones."""
+    if type(index) is tuple:
+        return tuple(map(_index_of, index))
+    positions = type(index) is list and _is_list_of_numbers(index) and {*map(type, index)} <= {torch.SymInt, int}
+    return _tensor_of(index, {"dtype": torch.int64}) if positions else index
 
 
 def _tensor_of(numbers: Any, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -156,9 +156,13 @@ class Recorder(private.TorchDispatchMode):
         """Put recorded numbers back where torch's parser turned them into ``float``/``int`` arguments of ``func``.
 
         By the names under which they were handed over where those are known, else by value; an ambiguous value freezes
-        the number (a guard on it) instead.
+        the number (a guard on it) instead. So does a call that autograd may remember with the plain number.
         """
         exposed, self._exposed = self._exposed, []
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in flat(args, kwargs)):
+            for scalar in exposed:
+                self.decide(scalar)
+            return args, kwargs
         args, kwargs, named = self.functions.put_back(func, args, kwargs)
         return self._reclaim_by_value([s for s in exposed if s not in named], args, kwargs)
 
