@@ -226,11 +226,13 @@ class ShownGradients:
         entries: the gradients; their keys are names of parameters.
         recipe: the graph that makes them of what is there in the pause.
         operands: how many values that takes.
+        are_updated: whether the update reads these very tensors, so that what a hook writes into them reaches it.
     """
 
     entries: tuple[GraphOutput, ...]
     recipe: fx.GraphModule
     operands: int
+    are_updated: bool
 
 
 @dataclass(frozen=True)

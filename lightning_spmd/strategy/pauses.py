@@ -119,6 +119,7 @@ class Pauses:
         same = self._same() and executable.is_current
         if not same:
             self._show()
+            executable.drop()
         self._hidden = self._given is None
         self.in_vain = 0 if same else self.in_vain + 1
         self._executable = None

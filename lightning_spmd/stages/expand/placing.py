@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_spmd.cost.collectives import LATENCY
 from lightning_spmd.errors import ExpansionError
+from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, named, spec_of
 from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
-from lightning_spmd.ir.signature import InputRole, Signature
+from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between, own_batches
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.activations import ActivationRules, split_table_gradients
@@ -80,6 +82,9 @@ class Placing:
         entries = list(zip(placeholders, signature.inputs, strict=True))
         self.parameters = {n: e for n, e in entries if e.role is InputRole.PARAMETER}
         self.kept = {n for n, e in entries if e.role not in (InputRole.BATCH, InputRole.SHARED_BATCH)}
+        values: Sequence[Any] = last(graph.nodes, "output").args[0]  # type: ignore[assignment]
+        leaving = zip(values, signature.outputs, strict=True)
+        self.shown = {n: e for n, e in leaving if e.role is OutputRole.SHOWN_GRADIENT}
         self.early_casts = {cast for n in self.parameters for cast in casts_to_less(n)}
         self.updated_whole: set[fx.Node] = set()
         self.shards_state = plan.shards_state(axis)
@@ -140,6 +145,12 @@ class Placing:
         for node, entry in self.parameters.items():
             if self.shards_state and entry.mutated and self.versions[node][0] == REPLICATE and entry.value.shape:
                 self.versions[node] = [CHUNK, REPLICATE]
+        for node, shown in self.shown.items():
+            # hooks write into the reduced gradient, so that is what the update must read: not a sum of its own
+            wanted = self.plan.output_placement(self.axis, shown, self.versions[node][0])
+            as_updated = not self.shards_state or wanted == CHUNK
+            if self.versions[node] == [Partial()] and as_updated:
+                self.versions[node].append(wanted)
         for node in self.updated_whole:
             self.versions[node] = [REPLICATE, *(p for p in self.versions[node] if p != REPLICATE)]
 

@@ -28,7 +28,7 @@ from torch import fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CannotShowError
-from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.aliasing import aliased_argument, storage_roots, written_arguments
 from lightning_spmd.ir.dependence import Dependences, reorder
 from lightning_spmd.ir.effects import draws_random, is_pure
 from lightning_spmd.ir.first import last
@@ -79,6 +79,7 @@ def hide_gradients(step: ShardedStep) -> ShownGradients:
         if entry.role is OutputRole.SHOWN_GRADIENT:
             shown.append((values[position], entry))
             values[position] = None
+    are_updated = _are_updated(graph, [node for node, _ in shown])
     made = _made_late(Dependences(graph), [node for node, _ in shown])
     recipe = _Recipe(step, made, [node for node, _ in shown])
     output.args = (tuple(values),)
@@ -87,7 +88,25 @@ def hide_gradients(step: ShardedStep) -> ShownGradients:
         if not any(is_wait(user) for user in start.users):
             raise CannotShowError(f"{start.target} would run only to make gradients that hooks may look at")
     step.graph_module.recompile()
-    return ShownGradients(tuple(entry for _, entry in shown), recipe.graph_module, len(recipe.leaves))
+    entries = tuple(entry for _, entry in shown)
+    return ShownGradients(entries, recipe.graph_module, len(recipe.leaves), are_updated)
+
+
+def _are_updated(graph: fx.Graph, shown: Sequence[fx.Node]) -> bool:
+    """Whether all that the update reads of the rest of the iteration is the shown gradients, or views of them.
+
+    It may have reduced gradients for itself, behind arithmetic of its own (``maximize``, a first momentum buffer).
+    """
+    known = set(shown)
+    for node in graph.nodes:
+        if node.op == "call_function" and aliased_argument(node) in known:
+            known.add(node)
+        if node.op == "call_function" and info_of(node).section in _UPDATE:
+            operands = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
+            if not all(operand in known for operand in operands):
+                return False
+            known.add(node)
+    return True
 
 
 def _made_late(dependences: Dependences, shown: Sequence[fx.Node]) -> list[fx.Node]:
@@ -171,7 +190,7 @@ def _late(step: ShardedStep, handed: Sequence[fx.Node]) -> set[fx.Node]:
     They are in turns, each bucket's update after its wait, while others are under way.
     """
     dependences, touches = Dependences(step.graph_module.graph), Touches(step)
-    late = dependences.closure(_updates(step, touches))
+    late = dependences.closure(_updates(step, touches, dependences))
     missing = [n.name for n in handed if n in late]
     if missing:
         raise CannotShowError(f"{missing[0]} is there only after the update, and hooks before it may need it")
@@ -186,9 +205,13 @@ def _late(step: ShardedStep, handed: Sequence[fx.Node]) -> set[fx.Node]:
     return late
 
 
-def _updates(step: ShardedStep, touches: Touches) -> list[fx.Node]:
-    """What begins the update of this iteration; that of the one before has its mark."""
+def _updates(step: ShardedStep, touches: Touches, dependences: Dependences) -> list[fx.Node]:
+    """What begins the update of this iteration; that of the one before has its mark.
+
+    A hook may write into gradients: whatever the optimizer makes of them comes after it (a copy, to begin momentum).
+    """
     graph = step.graph_module.graph
+    of_gradients = dependences.closure(n for n in graph.nodes if LEAF in n.meta and TAIL not in n.meta)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     roles = {n: e.role for n, e in zip(placeholders, step.signature.inputs, strict=True)}
     found: list[fx.Node] = []
@@ -199,7 +222,8 @@ def _updates(step: ShardedStep, touches: Touches) -> list[fx.Node]:
         reads = {role for role, _ in touch.reads | touch.writes}
         writes = {role for role, _ in touch.writes}
         numbers = any(roles.get(operand) in _NUMBERS for operand in node.all_input_nodes)
-        if writes & {InputRole.PARAMETER, InputRole.OPTIMIZER_STATE} or (updates and (reads & set(LIVE) or numbers)):
+        live = updates and (reads & set(LIVE) or numbers or node in of_gradients)
+        if writes & {InputRole.PARAMETER, InputRole.OPTIMIZER_STATE} or live:
             found.append(node)
     if any(draws_random(node) for node in found):
         raise CannotShowError("the update draws random numbers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_spmd.stages.runtime.first_run import LayoutCheck
 from lightning_spmd.stages.runtime.live_state import in_parts
 from lightning_spmd.stages.runtime.lowering import Lowering
 from lightning_spmd.stages.runtime.profile import Profile
+from lightning_spmd.stages.runtime.undo import wait_for_tensors_of
 
 _LASTING = (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE, InputRole.HYPER_PARAMETER)
 Parts = Generator[Sequence[Any], None, Sequence[Any]]
@@ -100,8 +102,12 @@ class PausingExecutable(Executable):
         return found
 
     def operand_storages(self) -> set[int]:
-        """The memory that gradients are made of, and that the update reads."""
-        return {private.storage_of(value) for value in self._operands if isinstance(value, Tensor)}
+        """The memory that gradients are made of, where the update reads what is written into it."""
+        return (
+            set()
+            if not self._shown.are_updated
+            else {private.storage_of(value) for value in self._operands if isinstance(value, Tensor)}
+        )
 
     @property
     def is_current(self) -> bool:
@@ -135,6 +141,9 @@ class PausingExecutable(Executable):
     def drop(self) -> None:
         """The update of the iteration that has paused is done otherwise, or not at all."""
         if self._parts is not None:
+            frame: FrameType | None = getattr(self._parts, "gi_frame", None)  # of generators alone, say typing's stubs
+            if frame is not None:
+                wait_for_tensors_of(frame)  # collectives that were begun for the update alone
             self._parts.close()
         self._parts, self._operands = None, ()
 

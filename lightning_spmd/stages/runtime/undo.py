@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -57,10 +58,15 @@ def collectives_ended() -> Iterator[None]:
         yield
     except ReadMiss as miss:
         for frame, _ in traceback.walk_tb(miss.__traceback__):
-            for value in list(frame.f_locals.values()):
-                for tensor in _tensors(list(value.env.values()) if isinstance(value, fx.Interpreter) else value):
-                    torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: SLF001 - an operator's public name
+            wait_for_tensors_of(frame)
         raise
+
+
+def wait_for_tensors_of(frame: FrameType) -> None:
+    """Wait for the collectives whose tensors a frame of a run holds."""
+    for value in list(frame.f_locals.values()):
+        for tensor in _tensors(list(value.env.values()) if isinstance(value, fx.Interpreter) else value):
+            torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: SLF001 - an operator's public name
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
