@@ -13,7 +13,7 @@ import torch
 
 from lightning_spmd.errors import CaptureError, answered
 from lightning_spmd.messages import the_step
-from lightning_spmd.stages.capture.later_array import BINARY, COMPARED, METHODS
+from lightning_spmd.stages.capture.later_array import BINARY, COMPARED, METHODS, LaterArray, as_tensor
 from lightning_spmd.stages.capture.user_code import user_location
 
 Input = Callable[[Any, str, Callable[[], Any]], Any]
@@ -112,6 +112,17 @@ class DrawnArray:
     __array__ = __setitem__ = __bool__ = __float__ = __int__ = __index__ = __contains__ = __str__ = __repr__ = _refused
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = _refused
     __hash__ = object.__hash__
+
+
+def from_numpy_by(plain: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """``torch.from_numpy``, given torch's own, which also takes what stands for arrays."""
+
+    def from_numpy(array: Any) -> torch.Tensor:
+        if type(array) is LaterArray:
+            return as_tensor(array, plain, {})
+        return array.as_tensor(plain, (), {}) if isinstance(array, DrawnArray) else plain(array)
+
+    return from_numpy
 
 
 def _method(name: str) -> Callable[..., Any]:

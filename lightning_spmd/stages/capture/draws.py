@@ -25,7 +25,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.messages import the_step
-from lightning_spmd.stages.capture.drawn_array import DrawnArray
+from lightning_spmd.stages.capture.drawn_array import DrawnArray, from_numpy_by
 from lightning_spmd.stages.capture.drawn_lists import of_lists
 from lightning_spmd.stages.capture.host_scalar import Number, scalar_of
 from lightning_spmd.stages.capture.numpy_numbers import check_type, flagged
@@ -179,7 +179,7 @@ class Draws:
             for name, stand_in in self.of_lists(python[0], own.__getitem__, random.randrange).items():
                 self.functions[id(own[name])] = (own[name], stand_in)
                 stack.enter_context(_put(random.__dict__, name, stand_in))
-            stack.enter_context(_put(torch.__dict__, "from_numpy", _from_numpy(torch.from_numpy)))
+            stack.enter_context(_put(torch.__dict__, "from_numpy", from_numpy_by(torch.from_numpy)))
             for path, part in module.named_modules():
                 for name, value in list(vars(part).items()):
                     if (source := _source_of(path, part, name, value)) is not None:
@@ -310,10 +310,6 @@ class _RecordedGenerator:
             f"{the_step()} asks for {name} of the generator {self._source.name}, which a graph cannot repeat",
             user_location(),
         )
-
-
-def _from_numpy(plain: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    return lambda array: array.as_tensor(plain, (), {}) if isinstance(array, DrawnArray) else plain(array)
 
 
 def _global_sources() -> list[tuple[Source, dict[str, Any], Sequence[str]]]:

@@ -26,6 +26,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.drawn_array import DrawnArray
 from lightning_spmd.stages.capture.host_scalar import SYMBOLS, HostScalar, scalar_of
+from lightning_spmd.stages.capture.later_array import LaterArray, as_tensor
 from lightning_spmd.stages.capture.numpy_numbers import dtype_of
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.capture.windows import as_windows
@@ -94,6 +95,8 @@ class FunctionCalls(TorchFunctionMode):
             if func in _TAKE_ARRAYS:
                 if func in _MAKES_TENSORS and type(args[0]) is DrawnArray:
                     return args[0].as_tensor(func, args[1:], kwargs)
+                if func in _MAKES_TENSORS and type(args[0]) is LaterArray:
+                    return as_tensor(args[0], func, kwargs)
                 args = tuple(map(_drawn_as_tensors, args))
                 if func in _TAKE_INDICES:
                     args = (args[0], _index_of(args[1]), *args[2:])

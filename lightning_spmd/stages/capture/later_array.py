@@ -1,7 +1,7 @@
 """NumPy arrays of tensors inside a step: ``loss.detach().cpu().numpy()``, and what NumPy computes of them.
 
 They exist only after the graph ran. What NumPy does with them is recorded and done then; they may be logged, printed,
-appended and returned.
+appended and returned. A tensor that is made of one is the tensor that the array was made of.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_spmd.ir.steps import CallRef
@@ -86,6 +87,15 @@ class LaterArray(LaterValue):
 
     def __round__(self, digits: int | None = None) -> Any:
         return self.made("python", "round", self, digits)
+
+
+def as_tensor(array: LaterArray, function: Callable[..., Any], kwargs: dict[str, Any]) -> Tensor:
+    """What ``torch.from_numpy(array)`` and the like give: the tensor that it is made of, or a copy."""
+    like = memory_of(array)
+    if like is None or not kwargs.keys() <= {"dtype", "device"}:
+        raise array.misuse()
+    tensor = like.detach().clone() if function is torch.tensor else like.detach()
+    return tensor.to(kwargs.get("device") or tensor.device, kwargs.get("dtype") or tensor.dtype)
 
 
 def memory_of(array: LaterArray) -> Tensor | None:
