@@ -7,8 +7,13 @@ zeros of the global batch's size would take the memory that capture is there to 
 pass can be traced, and that with ``batch_first`` results have time outermost in memory. The backward kernel relies on
 the latter, without a check; it has no shape function at all.
 
+``_thnn_fused_gru_cell``, one time step of a GRU on GPUs, has none, as its gradient has none; that of an LSTM fails
+without biases.
+
 ``_ctc_loss`` is said to have a shape that depends on data; with lengths that are integers of Python it does not. Its
 gradient has no shape function.
+
+``_pin_memory`` copies into memory that GPUs read; torch's fake tensors refuse it.
 
 ``batch_norm_stats`` and its kind, which ``torch.nn.SyncBatchNorm`` is made of, have kernels for GPUs and nothing else.
 """
@@ -57,6 +62,25 @@ def recurrent_backward(op: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def lstm_cell(_: Any, gates: Tensor, __: Tensor, cx: Tensor, *___: Any, **____: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The next hidden and cell state, and what the gradient needs: the gates."""
+    return cx.new_empty(cx.shape), cx.new_empty(cx.shape), gates.new_empty(gates.shape)
+
+
+def gru_cell(_: Any, __: Tensor, ___: Tensor, hx: Tensor, *____: Any, **_____: Any) -> tuple[Tensor, Tensor]:
+    """The next state, and what the gradient needs: five numbers a unit."""
+    rows, units = hx.shape
+    return hx.new_empty(rows, units), hx.new_empty(rows, 5 * units)
+
+
+def gru_cell_backward(_: Any, grad: Tensor, kept: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    """Gradients of three gates a unit of input and of state, of the state, and of two biases."""
+    rows, units = grad.shape
+    gates = (kept.new_empty(rows, 3 * units), kept.new_empty(rows, 3 * units))
+    biases = [kept.new_empty(3 * units) if has_bias else None for _ in gates]
+    return (*gates, grad.new_empty(rows, units), *biases)
+
+
 def statistics(_: Any, x: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     """Two numbers a channel, in the precision in which sums are kept."""
     return tuple(_channels(x) for _ in range(2))  # type: ignore[return-value]
@@ -66,7 +90,7 @@ def _channels(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def like_first(_: Any, x: Tensor, *__: Any) -> Tensor:
+def like_first(_: Any, x: Tensor, *__: Any, **___: Any) -> Tensor:
     """A tensor like the first one, in its memory format."""
     return torch.empty_like(x, memory_format=private.suggested_memory_format(x))
 
@@ -158,6 +182,10 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
         "_ctc_loss": ctc_losses,
         "_ctc_loss_backward": of_scores,
         "_cudnn_rnn_backward": recurrent_backward,
+        "_pin_memory": like_first,
+        "_thnn_fused_lstm_cell": lstm_cell,
+        "_thnn_fused_gru_cell": gru_cell,
+        "_thnn_fused_gru_cell_backward": gru_cell_backward,
         "batch_norm_stats": statistics,
         "batch_norm_gather_stats_with_counts": statistics,
         "batch_norm_elemt": like_first,

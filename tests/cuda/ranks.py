@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
@@ -88,6 +89,8 @@ def process_groups(rank: int, count: int) -> Iterator[None]:
 def on_device(module: nn.Module, device: torch.device) -> None:
     """Put fake tensors in place of parameters and buffers (inside a fake tensor mode)."""
     for part in module.modules():
+        if isinstance(part, L.LightningModule):
+            part._device = device  # what self.device says
         for tensors in (part._parameters, part._buffers):
             for key, tensor in tensors.items():
                 if tensor is not None:

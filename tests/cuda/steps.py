@@ -19,6 +19,7 @@ from lightning_spmd.ir.reads import Number
 from lightning_spmd.ir.steps import ShardedStep, Variant
 from lightning_spmd.stages import build
 from lightning_spmd.strategy.reading import Answers
+from tests.cuda.small_layers import SmallLayers
 from tests.helpers.by_hand import MODULES as BY_HAND
 from tests.helpers.by_hand import data
 from tests.helpers.by_hand_rare import RARE
@@ -87,6 +88,7 @@ STEPS: dict[str, Step] = {
     },
     "local": Step(Chemist, _molecules, Variant(own_batch=True)),
     "pauses": Step(_gpt, _tokens, Variant(expose_gradients=True)),
+    "small layers": Step(SmallLayers, _small),
     "open sizes": Step(_gpt, _tokens, vary=((0, 1), (1, 1))),
 }
 

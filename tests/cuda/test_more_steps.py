@@ -20,6 +20,7 @@ FEW = [
     ("local", {}),
     ("pauses", {}),
     ("open sizes", {"bf16": True}),
+    ("small layers", {"plan": "zero3"}),
 ]
 
 

@@ -3,7 +3,8 @@
 * along unsplit dimensions, everything else row-wise;
 * a replicated table read with split indices, and its gradient: a partial sum;
 * ``x[arange(batch), position]``: row i reads its own row, recognised by the ``arange`` in the graph; each rank numbers
-  its own.
+  its own;
+* ``x[mask] = number``: element by element.
 """
 
 from __future__ import annotations
@@ -177,9 +178,25 @@ def index(call: OpCall) -> list[Layout]:
     return found
 
 
+def _masked(call: OpCall, info: _Indexing) -> list[Layout]:
+    """``x[mask] = number``: where to write is asked element by element, and the same is written everywhere."""
+    if len(info.used) != 1 or not is_tensor(call["values"]) or call["values"].meta["val"].numel != 1:
+        return []
+    begins, mask = info.used[0], info.indices[info.used[0]]
+    if mask is None or mask.meta["val"].dtype != torch.bool:
+        return []
+    ends = begins + len(mask.meta["val"].shape)
+    found: list[Layout] = []
+    for dim in range(len(info.source)):
+        found += along(call, [dim, dim - begins if begins <= dim < ends else None, None], [dim])
+    return found
+
+
 def index_put(call: OpCall) -> list[Layout]:
     """``x[indices] = values`` (or ``+=``)."""
     info = _Indexing(call)
+    if masked := _masked(call, info):
+        return masked
     if not info.plain or not info.used or not is_tensor(call["values"]):
         return []
     count = len(info.used)

@@ -120,6 +120,7 @@ RULES: dict[Any, Rule] = {
             aten.clone,
             aten.positive,
             aten.contiguous,
+            aten._pin_memory,
             aten.detach,
             aten.alias,
             aten.real,
@@ -160,8 +161,6 @@ RULES: dict[Any, Rule] = {
             aten.hardtanh,
             aten.hardsigmoid,
             aten.hardswish,
-            aten.log_sigmoid_forward,
-            aten.log_sigmoid_backward,
             aten.softshrink_backward,
             aten.hardshrink_backward,
             aten.floor_divide,
@@ -194,6 +193,18 @@ def _glu(call: OpCall) -> list[Layout]:
 
 
 RULES.update({aten.glu: _glu, aten.glu_backward: _glu})
+
+
+def _log_sigmoid(call: OpCall) -> list[Layout]:
+    """The last operand or result is a buffer, which is empty on GPUs."""
+    found: list[Layout] = []
+    for dim in range(len(call.outputs[0].shape)):
+        where: list[Where] = [dim if spec.shape == call.outputs[0].shape else None for spec in call.specs]
+        found += along(call, where, [dim if o.shape == call.outputs[0].shape else None for o in call.outputs])
+    return found
+
+
+RULES.update({aten.log_sigmoid_forward: _log_sigmoid, aten.log_sigmoid_backward: _log_sigmoid})
 
 
 def _is_in(call: OpCall) -> list[Layout]:

@@ -1,9 +1,9 @@
 """Recurrent layers that are one kernel: the rows of the batch are independent, time and units are not.
 
-These are cuDNN's (LSTM, GRU, plain) and oneDNN's LSTM. What a forward kernel keeps for its backward (reserve or
-workspace, packed weights) is opaque and of this rank's own; nobody else reads it. Packed sequences, where rows end at
-different times, have no dimension of rows and no rule there; as padded rows with lengths (``ir.packed_rnn``) they have
-one.
+These are cuDNN's (LSTM, GRU, plain), oneDNN's LSTM, and the cells of one time step that are one kernel on GPUs. What a
+forward kernel keeps for its backward (reserve or workspace, packed weights) is opaque and of this rank's own; nobody
+else reads it. Packed sequences, where rows end at different times, have no dimension of rows and no rule there; as
+padded rows with lengths (``ir.packed_rnn``) they have one.
 """
 
 from __future__ import annotations
@@ -78,6 +78,21 @@ def _lstm_layer_backward(call: OpCall) -> list[Layout]:
     return along(call, inputs, [1, PARTIAL, PARTIAL, PARTIAL, PARTIAL, 0, 0])
 
 
+def _cell(call: OpCall) -> list[Layout]:
+    """Everything but the biases has a row for each of the batch."""
+    names = [argument.name for argument in call.op._schema.arguments]
+    dims: dict[str, int | None] = {name: 0 for name in names if not name.endswith("_bias")}
+    return along(call, call.named(dims), [0] * len(call.outputs))
+
+
+def _cell_backward(call: OpCall) -> list[Layout]:
+    """The gradients of biases, which come last, are sums over the rows."""
+    biases = {aten._thnn_fused_lstm_cell_backward_impl: 1}.get(call.op.overloadpacket, 2)
+    made: list[Where] = [*[0] * (len(call.outputs) - biases), *[PARTIAL] * biases]
+    outputs = [None if spec is None else where for where, spec in zip(made, call.outputs, strict=True)]
+    return along(call, [0] * len(call.operands), outputs)
+
+
 def _packed_noise(call: OpCall) -> list[Layout]:
     rows = 0 if call["rows_first"] else 1
     return along(call, [rows, 0], [rows])
@@ -88,6 +103,10 @@ RULES: dict[Any, Rule] = {
     LSTM_LAYER_BACKWARD: _lstm_layer_backward,
     aten._cudnn_rnn: _forward,
     aten._cudnn_rnn_backward: _backward,
+    aten._thnn_fused_lstm_cell: _cell,
+    aten._thnn_fused_lstm_cell_backward_impl: _cell_backward,
+    aten._thnn_fused_gru_cell: _cell,
+    aten._thnn_fused_gru_cell_backward: _cell_backward,
     PACKED_RNN: _packed_forward,
     PACKED_RNN_BACKWARD: _packed_backward,
     PACKED_NOISE: _packed_noise,
