@@ -15,7 +15,7 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.by_hand import OPTIMIZER_STEP
 from lightning_spmd.stages.capture.packing import parameter_names
-from lightning_spmd.stages.capture.stepped_schedulers import SCHEDULER_STEP
+from lightning_spmd.stages.capture.stepped_schedulers import SCHEDULER_STEP, rates_of
 from lightning_spmd.strategy.memory import gradients_of
 
 
@@ -84,7 +84,7 @@ def _lies_as_expected(parameter: Tensor) -> bool:
     return not parts and gradient.stride() == parameter.stride() and is_dense(TensorSpec.of(parameter))
 
 
-def replayed(module: Any, method: str) -> Callable[..., None] | None:
+def replayed(module: Any, method: str) -> Callable[..., Any] | None:
     """What a recorded call of optimization by hand does after a run; None for calls of other kinds."""
     trainer = module.trainer
 
@@ -93,7 +93,9 @@ def replayed(module: Any, method: str) -> Callable[..., None] | None:
         if counted:
             private.count_step(trainer.strategy, index)
 
-    def schedule(index: int, *args: Any, **kwargs: Any) -> None:
-        trainer.lr_scheduler_configs[index].scheduler.step(*args, **kwargs)
+    def schedule(index: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        scheduler = trainer.lr_scheduler_configs[index].scheduler
+        scheduler.step(*args, **kwargs)
+        return rates_of(scheduler)
 
     return {OPTIMIZER_STEP: step, SCHEDULER_STEP: schedule}.get(method)

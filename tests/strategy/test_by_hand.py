@@ -157,7 +157,7 @@ class SchedulerFirst(Joint):
 class LooksAtRate(Joint):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
-        self.log("rate", self.lr_schedulers()[0].get_last_lr()[0])
+        self.log("rate", 2 * self.lr_schedulers()[0].get_last_lr()[0])
 
 
 class SwapsData(Alone):
@@ -218,7 +218,7 @@ def test_a_weight_that_was_updated_is_cast_again() -> None:
 
 
 class ReadsTheRateTooLate(Alone):
-    """Looks at the rate behind the scheduler's step, which no graph can show."""
+    """Computes with the rate behind the scheduler's step, which no graph can show."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -227,7 +227,7 @@ class ReadsTheRateTooLate(Alone):
         optimizer.step()
         schedule: Any = self.lr_schedulers()
         schedule.step()
-        self.log("rate", schedule.get_last_lr()[0])
+        self.log("rate", 1e3 * schedule.get_last_lr()[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)

@@ -133,11 +133,12 @@ class LogRecorder:
     def array_of(self, tensor: Tensor) -> LaterArray:
         """What stands for ``tensor.numpy()``."""
         return LaterArray(
-            CallRef(self._function("numpy", ("array", tensor), {})), self._made_of, self.texts.mark, tensor
+            CallRef(self._function("numpy", ("array", tensor), {})), self.made_of, self.texts.mark, tensor
         )
 
-    def _made_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LaterArray:
-        return LaterArray(CallRef(self._function("numpy", args, kwargs)), self._made_of, self.texts.mark)
+    def made_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LaterArray:
+        """What a call gives that is made after the graph ran."""
+        return LaterArray(CallRef(self._function("numpy", args, kwargs)), self.made_of, self.texts.mark)
 
     def _metric_method(self, path: str, metric: nn.Module, method: str) -> Callable[..., Any]:
         def shadow(*args: Any, **kwargs: Any) -> Any:
@@ -146,11 +147,11 @@ class LogRecorder:
                 return None
             if isinstance(metric, MetricCollection):
                 names = [str(name) for name in metric.keys(keep_base=False)]
-                return LaterValues(call, path, names, self._made_of, self.texts.mark)
+                return LaterValues(call, path, names, self.made_of, self.texts.mark)
             if method == "compute" or not isinstance(metric, Metric):
-                return LaterValue(CallRef(call), path, self._made_of, self.texts.mark)
+                return LaterValue(CallRef(call), path, self.made_of, self.texts.mark)
             now = of_this_batch(metric, args, kwargs, functools.partial(self.on_metric, path))
-            return MetricValue(CallRef(call), path, self._made_of, self.texts.mark, now)
+            return MetricValue(CallRef(call), path, self.made_of, self.texts.mark, now)
 
         return shadow
 
