@@ -33,8 +33,8 @@ LOOK_AROUND = timedelta(seconds=5)
 SAY_SO = 60.0
 NUMBERS = 12
 """That ranks exchange before each step."""
-_NEWS = 0.5
-"""Seconds after which one looks whether others have failed, where nothing else tells of it."""
+_NEWS, _NEWS_OF_ONE = 0.5, 0.02
+"""Seconds after which one looks whether others failed, where nothing else tells of it: at least, and for each rank."""
 
 
 THE_END = "the end"
@@ -199,7 +199,8 @@ class ControlPlane:
 
     def _glances(self) -> Callable[[float], None]:
         """Is called in a wait with the seconds so far, and looks around now and then."""
-        begun, news, looked = time.monotonic(), _NEWS, LOOK_AROUND.total_seconds()
+        begun, looked = time.monotonic(), LOOK_AROUND.total_seconds()
+        each = news = max(_NEWS, _NEWS_OF_ONE * self.world_size)  # it asks the store about each of them
 
         def glance(waited: float) -> None:
             nonlocal news, looked
@@ -207,7 +208,7 @@ class ControlPlane:
                 looked += LOOK_AROUND.total_seconds()
                 self._look_around(begun)
             elif waited >= news:
-                news += _NEWS
+                news += each
                 self._stop_if_lost()
 
         return glance
