@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 from lightning_spmd import SPMDStrategy
 from lightning_spmd import _private_api as private
 from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.training import InOrder, Result, assert_equals_one_device
+from tests.strategy.small import ROWS, Quiet, rows, run
 from tests.strategy.test_overlap import SMALL, deferring
 
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -168,3 +170,27 @@ def test_gradients_of_the_step_before_are_kept_for_who_is_known_to_look(two_rank
     assert ours[0][3] == "split"
     with pytest.raises(RankError, match="on_before_zero_grad looks at p.grad of the step before"):
         two_ranks.run(trained, True, LooksBack())
+
+
+class Looks(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        whole = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in pl_module.parameters()]
+        self.seen.append(float(sum(g.double().square().sum() for g in whole)))
+
+
+def _looked(strategy: Any, devices: int) -> tuple[Result, list[float]]:
+    looks = Looks()
+    return run(Quiet, strategy, devices, callbacks=lambda: [looks], data=lambda: InOrder(rows(), ROWS)), looks.seen
+
+
+def test_a_gradient_that_is_made_of_the_batch_alone_is_shown(two_ranks: RankPool) -> None:
+    """On an axis of tensor parallelism nothing reduces it: what it is made of is an input of the graph."""
+    options = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"first": "colwise", "last": "rowwise"}}
+    theirs, wanted = _looked("auto", 1)
+    ours = two_ranks.run(_looked, {**options, "overlap_iterations": True}, 2)
+    assert_equals_one_device([result for result, _ in ours], theirs)
+    assert ours[0][0].mode == "compiled"
+    assert all(seen == pytest.approx(wanted, rel=1e-5) for _, seen in ours)

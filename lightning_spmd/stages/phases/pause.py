@@ -169,7 +169,8 @@ def pausing(step: ShardedStep) -> PausingStep:
     output = last(graph.nodes, "output")
     values: Any = output.args[0]
     early = [i for i, e in enumerate(copy.signature.outputs) if e.role not in _OF_THE_UPDATE and values[i] is not None]
-    operands = sorted((n for n in body if LEAF in n.meta and TAIL not in n.meta), key=lambda n: n.meta[LEAF])
+    leaves = (n for n in [*inputs, *body] if LEAF in n.meta and TAIL not in n.meta)
+    operands = sorted(leaves, key=lambda n: n.meta[LEAF])
     handed = [*(values[i] for i in early), *operands]
     late = _late(copy, [n for n in handed if isinstance(n, fx.Node)])
     first, second = ([n for n in body if (n in late) is wanted] for wanted in (False, True))
