@@ -59,6 +59,7 @@ from lightning_spmd.stages.capture.python_state import PythonState
 from lightning_spmd.stages.capture.reads import ReadWanted, writes_apart
 from lightning_spmd.stages.capture.recorder import Recorder, in_section
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
+from lightning_spmd.stages.capture.returned_loss import loss_of
 from lightning_spmd.stages.capture.side_effects import complain_about_new_tensors
 from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
 from lightning_spmd.stages.capture.surroundings import (
@@ -252,9 +253,11 @@ class _Capture:
         gradients: dict[str, Tensor] = {}
         if variant.forward:
             with torch.enable_grad():
-                loss = self.scaling.scaled(self._forward(batch))
-                with in_section(self.recorder, Section.BACKWARD):
-                    gradients = self._backward(loss, [pair for pair in trained if pair[1].requires_grad])
+                loss = self._forward(batch)
+                if loss is not None:
+                    loss = self.scaling.scaled(loss)
+                    with in_section(self.recorder, Section.BACKWARD):
+                        gradients = self._backward(loss, [pair for pair in trained if pair[1].requires_grad])
         with torch.no_grad(), in_section(self.recorder, Section.BACKWARD):
             gradients = self._add_accumulated(gradients, trained)
         if not variant.apply:
@@ -284,17 +287,12 @@ class _Capture:
         changes = () if self.swap is None else self.swap.changes()
         return [v for role, _, _, v in changes if role is OutputRole.OPTIMIZER_STATE and isinstance(v, Tensor)]
 
-    def _forward(self, batch: Any) -> Tensor:
+    def _forward(self, batch: Any) -> Tensor | None:
         request = self.request
         returned = with_loss(self._call(batch))
-        loss = returned.get("loss") if isinstance(returned, dict) else returned
-        if not isinstance(loss, Tensor):
-            raise CaptureError(
-                f"training_step returned {type(returned).__name__} without a loss tensor: return the loss, or a dict "
-                "with the key 'loss'"
-            )
-        if not loss.requires_grad:
-            raise CaptureError("the loss that training_step returns does not depend on any trained parameter")
+        loss = loss_of(returned, request, scaled=self.scaling.scaler is not None)
+        if loss is None:
+            return None
         shown = loss.detach()
         if self.own is not None:
             loss, shown, returned = self.own.weigh(loss, returned, self.logs.calls, self.outputs.values, self._fakes)
