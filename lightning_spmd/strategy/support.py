@@ -343,9 +343,9 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "training_step returns None",
-        Mode.EAGER,
-        "skips the batch; on several devices Lightning itself forbids it",
-        f"{_MORE}::test_a_skipped_batch_equals_eager",
+        Mode.COMPILED,
+        "a graph that skips the batch, eager beside accumulation; on several devices Lightning itself forbids it",
+        "tests/strategy/test_skipped_batches.py::test_skipped_batches_are_graphs",
     ),
     Feature(
         "submodules wrapped in torch.compile",

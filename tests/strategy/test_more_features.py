@@ -116,15 +116,6 @@ def test_print_runs_each_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed == pytest.approx(ours.losses, abs=1e-4)
 
 
-def test_a_skipped_batch_equals_eager() -> None:
-    class Skipping(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-            return None if batch_idx == 1 else self.loss(batch)
-
-    theirs, ours = run(Skipping, "auto"), run(Skipping)
-    assert all(torch.equal(ours.weights[name], weight) for name, weight in theirs.weights.items())
-
-
 def test_a_compiled_submodule_equals_eager() -> None:
     class Wrapped(Net):
         def __init__(self) -> None:
