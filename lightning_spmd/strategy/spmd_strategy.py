@@ -23,6 +23,7 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.parallel_plan import check_data_parallel
 from lightning_spmd.strategy.alike import check_same_tensors
+from lightning_spmd.strategy.beside_parts import whole_beside_parts
 from lightning_spmd.strategy.boundary import names_lost_ranks
 from lightning_spmd.strategy.evaluating import Evaluation
 from lightning_spmd.strategy.evaluation import EvaluationSteps
@@ -275,7 +276,8 @@ class SPMDStrategy(SavingStrategy):
         if not self._training.give_gradients(module):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self._training.average_gradients(module)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        with whole_beside_parts(module):
+            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 

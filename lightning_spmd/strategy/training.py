@@ -20,6 +20,7 @@ from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
+from lightning_spmd.strategy.beside_parts import whole_beside_parts
 from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.feature import Mode
@@ -354,7 +355,8 @@ class Training:
     def _apply(self, iteration: TrainingIteration, optimizer: Optimizer) -> None:
         scaler = iteration.context.scaler
         scaler.unscale(optimizer, on_ranks=self._ranks.mesh is not None)
-        private.after_closure(self._module.trainer.precision_plugin, self._module, optimizer)
+        with whole_beside_parts(self._module):
+            private.after_closure(self._module.trainer.precision_plugin, self._module, optimizer)
         if self._pauses is not None:
             if self._pauses.end():
                 iteration.resume()
