@@ -156,7 +156,9 @@ def test_norms_of_half_precision_do_not_overflow_on_the_way() -> None:
 
 REFUSALS: dict[str, tuple[Any, str]] = {
     "a value": (lambda x: x * float(x.sum()), r"ReadWanted: .*test_mended.py:\d+"),
-    "a comparison": (lambda x: x * torch.equal(x, x), r"aten.equal.default reads the values .*test_mended.py:\d+"),
+    "a comparison": (
+        lambda x: x * torch.allclose(x.long(), x.long()), r"aten.allclose.default reads the .*test_mended.py:\d+",
+    ),
     "a shape": (
         lambda x: torch.unique_consecutive(x), r"the shape of what aten.*depends on the data.*test_mended.py:\d+",
     ),

@@ -2,7 +2,8 @@
 
 The size is a number that is read from a tensor (``reads``), for which the graph then holds, and the operator is
 recorded in a form that has this size as an argument. Eager goes the same way: it counts, makes room, and ``x[mask]`` is
-``x[positions]``; so values are the same bits. The gradient asks for the same positions and finds them.
+``x[positions]``; so values are the same bits. The gradient asks for the same positions and finds them. What compares
+whole tensors (``comparisons``) is read in the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from lightning_spmd.stages.capture.comparisons import COMPARISONS, close_elements, is_comparable, same_elements
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
 
 aten = torch.ops.aten
@@ -62,6 +64,8 @@ class DataSizes:
             aten.index.Tensor: self._index,
             aten.repeat_interleave.Tensor: self._repeat_interleave,
             _UNIQUE: self._unique,
+            aten.equal.default: self._equal,
+            aten.allclose.default: self._allclose,
             _CTC_OF_TENSORS: self._ctc_loss,
             _CTC_BACKWARD.Tensor: self._ctc_loss_backward,
             **dict.fromkeys(_ASKS_FOR_LIBRARY, _not_a_library),
@@ -81,6 +85,8 @@ class DataSizes:
             return None
         if func is _CTC_BACKWARD.Tensor and self._keys(args[3:5]) not in self._lengths:
             return None
+        if func in COMPARISONS and not is_comparable(func, *args[:2]):
+            return None
         if func in _SCATTERS and not any(map(self._is_known, args[1])):
             return None  # its result is as large as what it writes into
         return lambda: form(*args, **kwargs)
@@ -95,6 +101,17 @@ class DataSizes:
 
     def _number(self, tensor: Tensor) -> int:
         return self._numbers(tensor)[0]
+
+    def _holds(self, truth: Tensor) -> bool:
+        scalar = scalar_of(self._call(aten.item.default, truth))
+        return scalar is not None and bool(self._recorder.decide(scalar))
+
+    def _equal(self, one: Tensor, other: Tensor) -> bool:
+        same = same_elements(self._call, one, other)
+        return same is not None and self._holds(same)
+
+    def _allclose(self, one: Tensor, other: Tensor, *tolerances: Any, **named: Any) -> bool:
+        return self._holds(close_elements(self._call, one, other, *tolerances, **named))
 
     def _key(self, mask: Tensor) -> tuple[fx.Node, int] | None:
         node = self._recorder.node_of(mask)

@@ -1,0 +1,78 @@
+"""``torch.equal``, ``torch.allclose``, ``torch.cov``: Python reads whether tensors are alike, and steps stay graphs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_spmd.stages.capture.comparisons import close_elements
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, assert_bitwise, assert_compiled, assert_equals_one_device, fit
+
+
+class Compares(L.LightningModule):
+    """Each kind of comparison decides what the loss is; so do the batches, in turns."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = nn.Linear(6, 3), kind
+
+    def is_alike(self, scores: Tensor, x: Tensor) -> bool:
+        if self.kind == "equal":
+            return torch.equal(x[:, 0], x[:, 1])
+        if self.kind == "shapes":
+            return torch.equal(scores, x)
+        if self.kind == "allclose":
+            return torch.allclose(x[:, 0], x[:, 1] + 1e-3, atol=1e-2)
+        return bool(torch.allclose(scores, scores))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.net(batch[0])
+        if self.kind == "cov":
+            loss = torch.cov(scores.T).diagonal().mean() + torch.corrcoef(scores.T).square().mean()
+        else:
+            loss = scores.square().mean() if self.is_alike(scores, batch[0]) else scores.exp().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def compared(kind: str, strategy: Any, devices: int) -> Result:
+    L.seed_everything(3, verbose=False)
+    rows = torch.randn(8 * 6, 6, generator=torch.Generator().manual_seed(2))
+    for batch in (1, 2, 4):
+        rows[8 * batch : 8 * (batch + 1), 1] = rows[8 * batch : 8 * (batch + 1), 0]
+    return fit(Compares(kind), InOrder([(row, 0) for row in rows], 8), strategy, devices, max_epochs=2)[0]
+
+
+@pytest.mark.parametrize("kind", ["equal", "allclose", "shapes", "itself", "cov"])
+def test_one_device_keeps_its_bits(kind: str) -> None:
+    ours = compared(kind, "spmd", 1)
+    assert_compiled(ours)
+    assert_bitwise(ours, compared(kind, "auto", 1))
+
+
+@pytest.mark.parametrize(("kind", "plan"), [("equal", "replicate"), ("cov", "zero3")])
+def test_ranks_compare_the_global_batch(two_ranks: RankPool, kind: str, plan: str) -> None:
+    results = two_ranks.run(compared, kind, {"data_parallel": plan}, 2)
+    assert_compiled(*results)
+    assert_equals_one_device(results, compared(kind, "auto", 1))
+
+
+VALUES = [0.0, 1.0, 1.0 + 1e-6, 1.1, -1.0, math.inf, -math.inf, math.nan, 1e-9]
+TOLERANCES = [{}, {"rtol": 0.0, "atol": 0.0}, {"rtol": 0.2}, {"atol": 0.2}, {"equal_nan": True}, {"rtol": 0.0}]
+
+
+def test_close_is_what_aten_calls_close() -> None:
+    for one, other, options in itertools.product(VALUES, VALUES, TOLERANCES):
+        a, b = torch.tensor([1.0, one]), torch.tensor([1.0, other])
+        ours = close_elements(lambda op, *args: op(*args), a, b, **options)
+        assert bool(ours) == torch.allclose(a, b, **options), (one, other, options)
