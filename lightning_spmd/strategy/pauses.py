@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
@@ -70,7 +71,7 @@ class Pauses:
         self._module = module
         self._fenced: list[FencedHook] = []
         self._executable: PausingExecutable | None = None
-        self._given: dict[str, tuple[Tensor, Tensor | None]] | None = None
+        self._given: dict[str, _Given] | None = None
         self._behind_backward = False
         self._hidden = False  # those of the step before were never made
         self.in_vain = 0  # pauses in a row after which the graph could not go on
@@ -139,14 +140,14 @@ class Pauses:
             operands = self._executable.operand_storages()
             gradients = self._executable.gradients()
             add_gradients(self._module, gradients)
-            self._given = {name: (value, _copy_unless(value, operands)) for name, value in gradients.items()}
+            self._given = {name: _Given(value, operands) for name, value in gradients.items()}
 
     def _same(self) -> bool:
         """Whether gradients are what the graph goes on with."""
         given = self._given or {}
         for name, parameter in self._module.named_parameters():
-            value, before = given.get(name, (None, None))
-            if parameter.grad is not value or (value is not None and before is not None and not _alike(value, before)):
+            one = given.get(name)
+            if parameter.grad is not (one and one.value) or (one is not None and not one.reaches_the_graph()):
                 return False
         return True
 
@@ -173,10 +174,25 @@ class _Former:
             return hook(*args, **kwargs)
 
 
-def _copy_unless(value: Tensor, storages: set[int]) -> Tensor | None:
-    """What a value is, where writes into it do not reach the graph."""
-    local = private.local_tensor(value)
-    return None if private.storage_of(local) in storages else local.clone()
+class _Given:
+    """A gradient that hooks were given.
+
+    Args:
+        value: the gradient.
+        storages: memory that the update reads; what is written elsewhere is found by comparison with a copy.
+    """
+
+    def __init__(self, value: Tensor, storages: set[int]) -> None:
+        local = private.local_tensor(value)
+        self.value = value
+        self._place = local.data_ptr()
+        self._before = None if private.storage_of(local) in storages else local.clone()
+
+    def reaches_the_graph(self) -> bool:
+        """Whether the update finds what the gradient is now; ``p.grad.data = x`` gives it another memory."""
+        if self._before is not None:
+            return _alike(self.value, self._before)
+        return private.local_tensor(self.value).data_ptr() == self._place
 
 
 def _alike(value: Tensor, before: Tensor) -> bool:
@@ -185,6 +201,9 @@ def _alike(value: Tensor, before: Tensor) -> bool:
 
 
 _LOOKS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.__deepcopy__))  # type: ignore[attr-defined]
+
+
+_ASSIGNS = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _SeesGradients(TorchFunctionMode):
@@ -197,4 +216,9 @@ class _SeesGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKS:
             self._look()
+        if func == _ASSIGNS and isinstance(args[0], DTensor):  # torch changes nothing then, and says nothing
+            raise ConfigurationError(
+                "a hook on gradients assigns .data of a tensor that is in parts (a DTensor), which has no effect; "
+                "write p.grad.copy_(x), or p.grad = x, instead of p.grad.data = x"
+            )
         return func(*args, **(kwargs or {}))

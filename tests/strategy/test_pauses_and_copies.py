@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import InOrder, Result, assert_equals_one_device, fit
 
 
@@ -29,19 +29,24 @@ class Linear(L.LightningModule):
 
 
 class Halves(L.Callback):
-    """Gradients of the first steps."""
+    """Gradients of the first steps, in place or by giving them other memory."""
+
+    def __init__(self, assigns: bool = False) -> None:
+        self.assigns = assigns
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.global_step < 2:
-            for p in pl_module.parameters():
+        for p in pl_module.parameters() if trainer.global_step < 2 else ():
+            if self.assigns:
+                p.grad.data = p.grad.data * 0.5
+            else:
                 p.grad.mul_(0.5)
 
 
-def halved(strategy: Any, devices: int, **options: Any) -> Result:
+def halved(strategy: Any, devices: int, assigns: bool = False, **options: Any) -> Result:
     L.seed_everything(3, verbose=False)
     rows = torch.randn(16 * 4, 12, generator=torch.Generator().manual_seed(2))
     data = [(row, row[:3].argmax()) for row in rows]
-    return fit(Linear(**options), InOrder(data, 16), strategy, devices, [Halves()], max_epochs=1)[0]
+    return fit(Linear(**options), InOrder(data, 16), strategy, devices, [Halves(assigns)], max_epochs=1)[0]
 
 
 FIRST = [({"momentum": 0.9}, "replicate"), ({"momentum": 0.9, "maximize": True}, "zero2")]
@@ -52,3 +57,14 @@ MORE = [({"maximize": True}, "replicate"), ({"momentum": 0.9}, "zero3"), ({"maxi
 def test_halved_gradients_are_halved_for_the_update(two_ranks: RankPool, options: dict[str, Any], plan: str) -> None:
     results = two_ranks.run(halved, {"data_parallel": plan}, 2, **options)
     assert_equals_one_device(results, halved("auto", 1, **options))
+
+
+def test_gradients_that_get_other_memory_are_seen(two_ranks: RankPool) -> None:
+    results = two_ranks.run(halved, {}, 2, assigns=True)
+    assert_equals_one_device(results, halved("auto", 1))
+
+
+def test_other_memory_of_gradients_in_parts_is_refused(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"write p.grad.copy_\(x\)") as error:
+        two_ranks.run(halved, {"data_parallel": "zero3"}, 2, assigns=True)
+    assert error.value.type_names == ["ConfigurationError"] * 2
