@@ -86,7 +86,7 @@ class Ranks:
         sizes = mesh_sizes(self.options, processes.count)
         key, make = self._mesh_wanted(sizes, shard_size(self.shard_size, sizes, processes.on_node))
         host, self.mesh = self._lease({"host": make_host_group, key: make})
-        self.control = ControlPlane(host.group)
+        self.control = ControlPlane(host.group, self.timeout)
 
     def end(self) -> None:
         """Leave the process groups to the next Trainer."""

@@ -108,9 +108,11 @@ class ControlPlane:
 
     Args:
         group: a gloo process group of all ranks.
+        timeout: how long an exchange may wait for the others, as the group's collectives do.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, timeout: timedelta | None = None) -> None:
+        self._timeout = private.default_process_group_timeout if timeout is None else timeout
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
         self.group = group
@@ -204,6 +206,9 @@ class ControlPlane:
 
         def glance(waited: float) -> None:
             nonlocal news, looked
+            if waited >= (longest := self._timeout.total_seconds()):
+                error = RuntimeError(f"Timed out waiting {1000 * longest:.0f}ms for what another rank says")
+                raise self.peers.explain(error, str(self.place))
             if waited >= looked:
                 looked += LOOK_AROUND.total_seconds()
                 self._look_around(begun)

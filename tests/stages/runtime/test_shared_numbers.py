@@ -7,13 +7,15 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from lightning_spmd.errors import VerificationError
+from lightning_spmd.errors import RankLostError, VerificationError
 from lightning_spmd.stages.runtime import shared_numbers as shared
+from lightning_spmd.stages.runtime.control import NUMBERS, ControlPlane, Place
 from lightning_spmd.stages.runtime.shared_numbers import SharedNumbers, shared_numbers
 
 
@@ -183,3 +185,22 @@ def test_a_wait_takes_little_of_a_core(tmp_path: Path) -> None:
     first.wait(1, look)
     late.join()
     assert looks < 100 + (time.monotonic() - begun) / shared._LONGEST_PAUSE
+
+
+class NoNews:
+    """Peers of whom nothing is heard."""
+
+    def news(self) -> None:
+        return None
+
+    def explain(self, error: BaseException, place: str) -> RankLostError:
+        return RankLostError(f"{error} at {place}")
+
+
+def test_a_wait_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    """As that of a collective does: a rank that never comes is not waited for in all eternity."""
+    plane = ControlPlane.__new__(ControlPlane)
+    plane._memory, _ = all_of(tmp_path / "page", 2, NUMBERS)
+    plane._timeout, plane.world_size, plane.peers = timedelta(seconds=0.1), 2, cast("Any", NoNews())
+    with pytest.raises(RankLostError, match="Timed out waiting 100ms .* at batch 3 of epoch 1"):
+        plane.vote(Place("", epoch=1, batch=3), 0, 1, 2)
