@@ -202,5 +202,5 @@ def test_a_wait_ends_when_its_time_is_over(tmp_path: Path) -> None:
     plane = ControlPlane.__new__(ControlPlane)
     plane._memory, _ = all_of(tmp_path / "page", 2, NUMBERS)
     plane._timeout, plane.world_size, plane.peers = timedelta(seconds=0.1), 2, cast("Any", NoNews())
-    with pytest.raises(RankLostError, match="Timed out waiting 100ms .* at batch 3 of epoch 1"):
-        plane.vote(Place("", epoch=1, batch=3), 0, 1, 2)
+    with pytest.raises(RankLostError, match="Timed out waiting 100ms .* at training batch 3 of epoch 1"):
+        plane.vote(Place("training", epoch=1, batch=3), 0, 1, 2)
