@@ -2,8 +2,8 @@
 
 It saves the host a fifth of the time of polynomials. A product that is rounded no more may differ from its equal that
 is: ``x * x - y`` is then not 0 where ``y`` is that square, and its root no number. So this is for regions alone in
-which nothing depends on such a zero: operators whose results change little with their inputs, and no difference of a
-product.
+which nothing depends on such a zero: operators whose results change little with their inputs, and no difference in
+which a product is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from lightning_spmd.stages.runtime.regions.region import Region
 
 _aten = torch.ops.aten
 
-_PRODUCTS = {_aten.mul, _aten.mul_, _aten.square, _aten.pow, _aten.addcmul, _aten.addcmul_}
+_PRODUCTS = {_aten.mul, _aten.mul_, _aten.square, _aten.pow}
+_SEEN_THROUGH = {_aten.neg, _aten.div, _aten.div_, _aten.clone, _aten._to_copy}  # noqa: SLF001
+"""What is done to a product, and leaves it one."""
 _SUMS = {_aten.add, _aten.add_, _aten.sub, _aten.sub_, _aten.rsub}
 _SMOOTH = {
     *_PRODUCTS, *_SUMS, _aten.neg, _aten.div, _aten.div_, _aten.sum, _aten.mean,
@@ -38,7 +40,7 @@ def may_contract(region: Region) -> bool:
     Args:
         region: of the host.
     """
-    return all(_is_smooth(node) and not _may_cancel(node) for node in region.nodes)
+    return all(_is_smooth(node) and not _takes_a_product(node) for node in region.nodes)
 
 
 def _is_smooth(node: fx.Node) -> bool:
@@ -48,27 +50,33 @@ def _is_smooth(node: fx.Node) -> bool:
     if kind in (_aten.div, _aten.div_):
         return not isinstance(node.args[1], fx.Node) and not node.kwargs.get("rounding_mode")
     if kind is _aten.pow:
-        return isinstance(node.args[1], int) and node.args[1] > 0
+        exponent = node.args[1]
+        return isinstance(exponent, (int, float)) and exponent > 0 and float(exponent).is_integer()
     return kind in _SMOOTH
 
 
-def _may_cancel(node: fx.Node) -> bool:
-    """A difference of a product, in which one rounding more or less shows."""
-    if _kind(node) not in _SUMS:
+def _takes_a_product(node: fx.Node) -> bool:
+    """A difference that would be rounded once with a product in it."""
+    if _kind(node) not in _SUMS or not any(_is_product(term) for term in node.all_input_nodes):
         return False
-    takes = _kind(node) not in (_aten.add, _aten.add_) or _is_negative(node.kwargs.get("alpha", 1))
-    terms = node.all_input_nodes
-    return any(_is_product(term) for term in terms) and (takes or any(_kind(term) is _aten.neg for term in terms))
+    adds = _kind(node) in (_aten.add, _aten.add_) and node.kwargs.get("alpha", 1) == 1
+    return not adds or any(_is_negative(term) for term in node.all_input_nodes)
 
 
 def _is_product(node: fx.Node) -> bool:
-    while is_view(node):
+    while is_view(node) or _kind(node) in _SEEN_THROUGH:
         node = node.all_input_nodes[0]
     return _kind(node) in _PRODUCTS
 
 
-def _is_negative(number: Any) -> bool:
-    return not isinstance(number, (int, float)) or number < 0
+def _is_negative(value: Any) -> bool:
+    """Whether somebody turned a value's sign."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, (int, float)) and value < 0
+    if _kind(value) is _aten.neg:
+        return True
+    passes_on = is_view(value) or _kind(value) in _SEEN_THROUGH | _PRODUCTS
+    return passes_on and any(_is_negative(operand) for operand in value.args if _kind(value) is not _aten.pow)
 
 
 def _kind(node: fx.Node) -> Any:

@@ -55,7 +55,8 @@ def fast_gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """
     function, reach, degree = _FORWARD[approximate]
     within = x * (0.5 + _odd(x, function, reach, degree))
-    return torch.where(x.abs() < reach, within, x.clamp(min=0.0))
+    lost = x if approximate == "none" else x.clamp(max=0.0)  # of which infinities eager makes no number
+    return torch.where(x.abs() < reach, within, x.clamp(min=0.0) + lost * 0.0)
 
 
 def fast_gelu_backward(g: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
@@ -68,7 +69,7 @@ def fast_gelu_backward(g: Tensor, x: Tensor, approximate: str = "none") -> Tenso
     """
     function, reach, degree = _BACKWARD[approximate]
     within = 0.5 + _odd(x, function, reach, degree)
-    return g * torch.where(x.abs() < reach, within, x.clamp(0.0, 1.0))
+    return g * torch.where(x.abs() < reach, within, x.clamp(0.0, 1.0) + x * 0.0)
 
 
 def with_fast_gelu(table: dict[Any, Any]) -> dict[Any, Any]:
