@@ -1,7 +1,7 @@
 """In which regions a product and a sum may be one instruction that rounds once, as GPUs do it.
 
-It saves the host a fifth of the time of polynomials. A product that is rounded no more may differ from its equal that
-is: ``x * x - y`` is then not 0 where ``y`` is that square, and its root no number. So this is for regions alone in
+It saves the host a good part of the time of polynomials. A product that is rounded no more may differ from its equal
+that is: ``x * x - y`` is then not 0 where ``y`` is that square, and its root no number. So this is for regions alone in
 which nothing depends on such a zero: operators whose results change little with their inputs, and no difference in
 which a product is.
 """
