@@ -206,13 +206,26 @@ def _late(step: ShardedStep, handed: Sequence[fx.Node]) -> set[fx.Node]:
     return late
 
 
+def _made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes, and what they are computed of."""
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
 def _updates(step: ShardedStep, touches: Touches, dependences: Dependences) -> list[fx.Node]:
     """What begins the update of this iteration; that of the one before has its mark.
 
     A hook may write into gradients: whatever the optimizer makes of them comes after it (a copy, to begin momentum).
+    What gradients are made of is there before.
     """
     graph = step.graph_module.graph
-    of_gradients = dependences.closure(n for n in graph.nodes if LEAF in n.meta and TAIL not in n.meta)
+    leaves = [n for n in graph.nodes if LEAF in n.meta and TAIL not in n.meta]
+    of_gradients = dependences.closure(leaves) - _made_of(leaves)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     roles = {n: e.role for n, e in zip(placeholders, step.signature.inputs, strict=True)}
     found: list[fx.Node] = []
