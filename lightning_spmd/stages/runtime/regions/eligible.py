@@ -47,9 +47,20 @@ def may_be_lowered(node: fx.Node) -> bool:
     return (
         isinstance(node.target, OpOverload)
         and (is_view(node) or _computes(node.target))
+        and not _takes_back_a_cast(node)
         and all(_is_plain(value) for value in _values((node, *node.all_input_nodes)))
         and len({spec.device for spec in _specs((node, *node.all_input_nodes))}) == 1
     )
+
+
+def _takes_back_a_cast(node: fx.Node) -> bool:
+    """A cast of what was cast to fewer bits: the compiler would leave out both, and the rounding with them."""
+    if node.target is not _aten._to_copy.default:  # noqa: SLF001 - how casts are called
+        return False
+    source = node.all_input_nodes[0]
+    while is_view(source):
+        source = source.all_input_nodes[0]
+    return source.target is _aten._to_copy.default  # noqa: SLF001
 
 
 def is_free(node: fx.Node) -> bool:

@@ -193,3 +193,18 @@ def test_regions_do_not_raise_the_peak() -> None:
     assert sum(computing(region.nodes) for region in regions.values()) >= 2
     lowered = lowered_graph(graph, regions, dict.fromkeys(regions, torch.relu))
     assert liveness(lowered).peak <= most
+
+
+def test_a_cast_there_and_back_keeps_its_rounding() -> None:
+    """In one region the compiler would leave out both casts."""
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        rounded = (torch.tanh(x) * 2).bfloat16().view(256).float().view(16, 16)
+        return ((torch.sigmoid(rounded) + 1) * p["w"]).mean()
+
+    step, _ = capture(loss, torch.randn(16, 16))
+    cast = _aten._to_copy.default
+    for region in regions_of(step.graph_module.graph).values():
+        assert sum(node.target is cast for node in region.nodes) < 2
+    casts = [node for node in step.graph_module.graph.nodes if node.target is cast]
+    assert [may_be_lowered(node) for node in casts][:2] == [True, False]
