@@ -25,6 +25,15 @@ from torch.utils import _pytree as pytree
 # Capture sees operators below autograd through a dispatch mode; without it there is no graph at all.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_spmd._private_api.co_execution import (
+    applied,
+    autocast_state,
+    exchange,
+    is_wrapped,
+    no_torch_functions,
+    unseen_calls_replaced,
+    without_memory,
+)
 from lightning_spmd._private_api.fake_tensors import (
     new_fake,
     optimizers_accept_fake_tensors,
@@ -145,6 +154,13 @@ from lightning_spmd._private_api.torch_names import (
 )
 
 __all__ = [
+    "applied",
+    "autocast_state",
+    "exchange",
+    "is_wrapped",
+    "no_torch_functions",
+    "unseen_calls_replaced",
+    "without_memory",
     "ORIGINAL_PACKING",
     "packing_replaced",
     "weights_of",

@@ -190,6 +190,7 @@ class CapturedStep:
         gradients: of a step that optimizes by hand: the gradients that it begins with.
         answers: the values of tensors that Python read when it was captured, by the number of the read.
         drawn: what the step draws from generators of Python and NumPy.
+        named: readers of parameters and buffers that the step names itself; others are found by their name.
     """
 
     graph_module: fx.GraphModule
@@ -206,6 +207,7 @@ class CapturedStep:
     gradients: PresentGradients | None = None
     answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])
     drawn: DrawnNumbers | None = None
+    named: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict[str, Callable[[], Tensor]])
 
 
 @dataclass

@@ -20,6 +20,7 @@ from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import build, finish, lowering
 from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
+from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.later_gradients import with_later_gradients
 from lightning_spmd.stages.capture.packing import parameter_names
@@ -220,6 +221,7 @@ class GraphBuilder:
             needed=request.needed,
             answers=known,
             moving=moving or {},
+            program=request.program,
         )
 
     def _live_state(self, captured: CapturedStep) -> LiveState:
@@ -228,6 +230,8 @@ class GraphBuilder:
     def _capture_following(
         self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number]
     ) -> CapturedStep:
+        if request.program is not None:
+            return capture_followed(self._capture_request(request, split, known))
         numbers = self._numbers
         before = set(numbers.refused)
         captured = capture_following(self._capture_request(request, split, known), numbers)
@@ -243,6 +247,8 @@ class GraphBuilder:
             self._telling.once(text)
 
         def trace(known: Mapping[int, Number]) -> CapturedStep:
+            if request.program is not None:
+                return self._without_first_step(lambda: self._capture_following(request, split, known))
             step = self._without_first_step(lambda: self._capture_following(request, split, known))
             return with_later_gradients(step, self._capture_request(request, split, known, self._numbers.of(step)))
 

@@ -91,8 +91,10 @@ class GraphTable:
         batch, step = request.batch, self.step_key(request)
         shapes = None if batch is None else batch.own_key() if request.variant.own_batch else batch.cache_key()
         key = (*step, shapes, split, *([request.needed] if request.needed else []))
+        if request.program is not None:
+            key = (*key, request.program.key)
         index, reason = self._fitting(key, batch)
-        if index is not None or batch is None:
+        if index is not None or batch is None or request.program is not None:
             return Found(key, split, index, None if index is not None else reason)
         for its_key in ((*step, *open_key) for open_key in self.open.keys(batch, split)):
             index, why = self._fitting(its_key, batch)
@@ -122,6 +124,8 @@ class GraphTable:
         if batch is None:
             return found
         self.open.note(batch)
+        if request.program is not None:
+            return found
         vary = self.open.wanted(batch, self.step_key(request))
         if not vary:
             return found

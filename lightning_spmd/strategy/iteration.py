@@ -26,6 +26,7 @@ from lightning_spmd.strategy.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
 from lightning_spmd.strategy.choice import Ballot, agreed
+from lightning_spmd.strategy.following import Following, RanEagerly
 from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
 from lightning_spmd.strategy.last_resort import train_eagerly
 from lightning_spmd.strategy.not_built import CannotBeBuilt
@@ -58,6 +59,7 @@ class TrainingIteration:
         self.ran = Ran()  # the micro-batch before
         self.rechecks = Rechecks(context, self._builder)
         self.own_batches = OwnBatches(context.batch)
+        self.following = Following(context, self.flush) if context.mesh is None else None
         self._own = OwnGraphs(
             context,
             self._builder,
@@ -91,6 +93,10 @@ class TrainingIteration:
         """
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
+        if self.following is not None and not variant.by_hand:
+            if self.following.ended is None and not self._sizes_vary(batch_tree, variant):
+                return self._run_followed(self.following, batch_tree, arguments, variant, clip)
+            self.following = None
         if isinstance(self.gradients, LiveGradients):
             self.gradients.look_again(self._builder.state_mesh)
         with speaking_of(variant.method):
@@ -123,6 +129,47 @@ class TrainingIteration:
         if executable.decides and found.index is not None:
             self.table.used(found.key, found.index)
         return executable, outputs, batch, sum(found.split)
+
+    def _sizes_vary(self, batch_tree: Any, variant: Variant) -> bool:
+        """Whether one graph should be made for batches of many sizes, which is not done for steps that are followed."""
+        batch = Batch(batch_tree)
+        self.table.open.note(batch)
+        return bool(self.table.open.wanted(batch, self.table.step_key(StepRequest(batch, variant))))
+
+    def _run_followed(
+        self,
+        following: Following,
+        batch_tree: Any,
+        arguments: dict[str, Any],
+        variant: Variant,
+        clip: Callable[[Any], None] | None,
+    ) -> Any:
+        """Run the user's Python, and what it computes as a graph.
+
+        Raises:
+            RanEagerly: it ran as eager training's.
+        """
+        batch = Batch(batch_tree)
+        with speaking_of(variant.method):
+            followed = following.step(batch, arguments, variant.method)
+            if followed.program is None:
+                raise RanEagerly(followed.returned, followed.reason or "")
+            request = self._request(batch, arguments, variant, clip)
+            request = dataclasses.replace(request, program=followed.program)
+            try:
+                executable = self._executable(request, None)
+                outputs = self._run(executable, batch.tensor_values)
+            except (CannotBeBuilt, FirstRunError) as error:
+                self.flush()
+                following.graph_failed(str(error))
+                followed.for_good(str(error))
+                raise RanEagerly(followed.returned, str(error)) from None
+        self._after(executable.captured)
+        values = followed.fill(resolve(executable.captured.returned, outputs, ()))
+        self.ran = Ran.of(executable, 0, self._found.split, (self.table, self._own.table))
+        with self.context.step_context(variant.method):
+            replay(self.context.module, Recorded(followed.calls, {}), values, batch.values, 0, is_global=False)
+        return followed.returned
 
     @ends_no_loop
     def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:
@@ -287,6 +334,8 @@ class TrainingIteration:
         """A new graph of a step, of which some numbers have been read."""
         table = self.table
         if (surplus := table.surplus(found)) is not None:
+            if request.program is not None:
+                raise CannotBeBuilt(surplus)
             self._fall_back(surplus)
         if found.reason is not None and not table.follows_a_first_step(found.key):
             tell(f"strategy='spmd' builds another graph: {found.reason}")
@@ -296,6 +345,8 @@ class TrainingIteration:
         try:
             executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split, answers=known)
         except CannotBeBuilt as error:
+            if request.program is not None:
+                raise
             if not request.variant.by_hand:  # which is no graph on a rank's own batch either
                 self._may_go_local(request, str(error))
             self._fall_back(str(error))
@@ -348,6 +399,9 @@ class TrainingIteration:
         """
         if found.index is None:
             return False
+        if request.program is not None:
+            self.rechecks.count_use(found.index)
+            return True
         due = self.rechecks.is_due(found.index)
         self.rechecks.count_use(found.index)
         if not due:
@@ -372,6 +426,8 @@ class TrainingIteration:
             with self.context.whole.changing(self.context.trainer, updates=updates):
                 outputs, self._pending = executable.run(tensors, pending)
         except FirstRunError as error:
+            if self.following is not None:
+                raise
             self._fall_back(str(error))
         return outputs
 

@@ -46,6 +46,7 @@ def live_state(
         context.streams,
         None if mesh is None else mesh.wrap,
         context.scaler.tensor,
+        captured.named,
     )
 
 

@@ -21,6 +21,7 @@ from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.bf16_updates import Updates
+from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.lowering import Company
@@ -273,6 +274,7 @@ class StepRequest:
         numbers: of Python's state, by path, that are inputs of graphs; they must be the same on all ranks.
         vary: sizes of the batch that a graph that is built for it should leave open, with their values.
         needed: parameters that get a gradient from another rank's own batch.
+        program: the step's calls, where its Python has run; None where a graph stands for it.
     """
 
     batch: Batch | None
@@ -282,3 +284,4 @@ class StepRequest:
     numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
     needed: frozenset[str] = frozenset()
+    program: Program | None = None

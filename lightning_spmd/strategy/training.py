@@ -24,6 +24,7 @@ from lightning_spmd.strategy.beside_parts import whole_beside_parts
 from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.feature import Mode
+from lightning_spmd.strategy.following import RanEagerly
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import gradients_of
@@ -82,6 +83,7 @@ class Training:
         self._ran_forward = False
         self._backward_passes = 0  # of the current batch, on the eager path
         self._steps_eagerly = False
+        self._ran_eagerly = False  # the micro-batch before, though others are graphs
         self._held: dict[str, Tensor] = {}
         self._overlapping = Overlapping(settings, lambda: self.iteration and self.iteration.pending, self.flush)
         self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
@@ -203,6 +205,9 @@ class Training:
         self._follow_optimizer()
         iteration = self._usable_iteration()
         self._backward_passes, self.ran = 0, Ran()
+        if self._ran_eagerly and iteration is not None:
+            self._take_gradients(iteration)
+        self._ran_eagerly = False
         if iteration is None:
             meet_in_training(self._module, self._ranks.control, self._newcomers)
             return self._eagerly(eager, args, kwargs)
@@ -214,6 +219,9 @@ class Training:
             iteration = self._share_layers(iteration, iteration.captured(batch, arguments, variant))
         try:
             output = iteration.run(batch, arguments, variant, self._clip)
+        except RanEagerly as ran:
+            self._finish_eagerly(iteration)
+            return ran.returned
         except FellBack:
             self._leave_graphs(iteration)
             return self._eagerly(eager, args, kwargs)
@@ -293,6 +301,22 @@ class Training:
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )
 
+    def _finish_eagerly(self, iteration: TrainingIteration) -> None:
+        """The current micro-batch goes on as eager training's; gradients of those before it become ``p.grad``."""
+        self._ran_eagerly = True
+        parameters = dict(iteration.context.module.named_parameters())
+        for name, gradient in iteration.gradients.items():
+            parameters[name].grad = gradient
+        iteration.gradients.clear()
+
+    def _take_gradients(self, iteration: TrainingIteration) -> None:
+        """Gradients of a micro-batch that ran eagerly are held as those of graphs, if they are to be added to."""
+        trainer = iteration.context.trainer
+        if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+            for name, parameter in iteration.context.module.named_parameters():
+                if parameter.grad is not None:
+                    iteration.gradients[name], parameter.grad = parameter.grad, None
+
     def _leave_graphs(self, iteration: TrainingIteration) -> None:
         """From now on eagerly; gradients of micro-batches that already ran become ``p.grad``."""
         iteration.flush()
@@ -307,7 +331,7 @@ class Training:
     # ------------------------------------------------------------------ backward
     def give_gradients(self, module: Any) -> bool:
         """Let ``p.grad`` be what a graph computed; whether one did."""
-        if self.iteration is None or not module.automatic_optimization:
+        if self.iteration is None or self._ran_eagerly or not module.automatic_optimization:
             return False
         if self._pauses is not None:
             self._pauses.backward()
@@ -343,7 +367,7 @@ class Training:
             result = closure()
         finally:
             self._stepping = False
-        if self.iteration is None:  # the closure fell back: its gradients are in p.grad, its step is still to come
+        if self.iteration is None or self._ran_eagerly:  # the closure fell back: its gradients are in p.grad, its step is still to come
             ran = (lambda: result) if self._ranks.mesh is None else synced(lambda: result)
             return eager(optimizer, ran, model, **kwargs)
         if self._pauses is not None or self.mode is Mode.SPLIT:

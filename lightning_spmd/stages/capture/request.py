@@ -16,6 +16,7 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.bf16_updates import Updates
+from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.side_effects import Effect
 from lightning_spmd.stages.capture.symbolic_batch import OtherSizes
@@ -48,6 +49,7 @@ class CaptureRequest:
         sizes: with which sizes the batch is seen, if not its own.
         needed: parameters that get a gradient from another rank's own batch, whatever this one's reaches.
         answers: values that Python reads from tensors, as far as they are known, by the number of the read.
+        program: the calls of a step that was followed; None: the step method is run to see them.
     """
 
     module: Any
@@ -72,6 +74,7 @@ class CaptureRequest:
     needed: frozenset[str] = frozenset()
     sizes: OtherSizes | None = None
     answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])
+    program: Program | None = None
 
     def fake_mode(self) -> Any:
         """What makes the tensors of one trace."""

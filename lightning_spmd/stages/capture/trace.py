@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, none_swallowed
@@ -38,7 +39,8 @@ from lightning_spmd.stages.capture.counted_rows import refuse_counts
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.foresight import foresee
 from lightning_spmd.stages.capture.holders import Attributes
-from lightning_spmd.stages.capture.inputs import InputTable, global_spec
+from lightning_spmd.stages.capture.inputs import global_spec
+from lightning_spmd.stages.capture.iteration_trace import IterationTrace
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.metric_values import with_loss
@@ -95,21 +97,15 @@ def trace(request: CaptureRequest) -> Trace:
             return found
 
 
-class _Capture:
+class _Capture(IterationTrace):
     """The state of one capture."""
 
     def __init__(self, request: CaptureRequest, looks: Looks, grown: set[Place]) -> None:
-        self.request = request
+        super().__init__(request)
         self.looks = looks
         self.grown = grown
-        self.fake_mode = request.fake_mode()
-        self.recorder = Recorder(self.fake_mode, request.answers, split=request.rows is not None)
-        self.inputs = InputTable(self.recorder, self.fake_mode)
-        self.outputs = Outputs(self.recorder)
         self.logs = LogRecorder(self.outputs.add, self.outputs.add_as_it_is)
-        self.names = parameter_names(request.module, request.optimizer)
         optimizer = request.optimizer
-        self.swap: OptimizerSwap | OptimizerSwaps | None = None
         self.by_hand: ByHand | None = None
         if optimizer is not None and request.variant.by_hand:
             check_by_hand(request)
@@ -117,7 +113,6 @@ class _Capture:
             self.by_hand = ByHand(request.trainer, self.swap, self.names, self.inputs, self.logs, request.presumed)
         elif optimizer is not None:
             self.swap = OptimizerSwap(optimizer, self.names, self.inputs)
-        self.scaling = LossScaling(request.scaler, request.device, self.inputs)
         self.python = PythonState(
             request.module,
             optimizer,
@@ -131,7 +126,6 @@ class _Capture:
         self.python.draws.may_be_skipped = lambda: self.scaling.is_updating(self.recorder.section)
         self.returned: Any = None
         self._fakes: list[Tensor] = []  # of the batch
-        self.own: OwnBatch | None = None
         if request.batch is not None and request.variant.own_batch:
             self.recorder.reads.refusal = "the value of a tensor decides something, on each rank that of its own batch"
             self.own = OwnBatch(request.batch, request.device, self.recorder.node_of, self.outputs.add)
@@ -160,7 +154,7 @@ class _Capture:
             stack.enter_context(grad_mode(request.variant))
             stack.enter_context(random_state_kept())
             stack.enter_context(self.python.kept())
-            slots = stack.enter_context(private.module_tensors_replaced(request.module, self._twin))
+            slots = stack.enter_context(private.module_tensors_replaced(request.module, self.twin))
             if self.swap is not None:
                 stack.enter_context(self.swap.active())
                 stack.enter_context(self.scaling.active())
@@ -173,7 +167,7 @@ class _Capture:
             stack.enter_context(request.surroundings())
             batch = self._fake_batch()
             automatic = None if self.by_hand is not None else request.optimizer
-            trained = [] if automatic is None else self._trained_parameters(automatic)
+            trained = [] if automatic is None else self.trained_parameters(automatic)
             stack.enter_context(self.python.observed())
             stack.enter_context(lists_followed(request.module, self.grown, self._appended))
             stack.enter_context(self.fake_mode)
@@ -190,7 +184,7 @@ class _Capture:
                     elif request.optimizer is None:
                         self._step_alone(batch)
                     else:
-                        self._iteration(batch, trained, request.optimizer)
+                        self.iteration(batch, trained, request.optimizer)
                 if self.recorder.reads.wanted is not None:  # the user's code has caught it
                     raise self.recorder.reads.wanted
                 self.looks.check()
@@ -203,11 +197,6 @@ class _Capture:
         if self.request.variant.backward:
             assigned.refuse_memory(f"{place[0] or 'self'}.{place[1]}", item, self.inputs)
         self.logs.record(place[0], "append", role, (place[1], item), {})
-
-    def _twin(self, kind: str, fqn: str, tensor: Tensor) -> Tensor:
-        role = InputRole.PARAMETER if kind == "parameter" else InputRole.BUFFER
-        name = self.names.get(id(tensor), fqn)
-        return self.inputs.tensor(tensor, role, (name,), name)
 
     def _fake_batch(self) -> Any:
         batch = self.request.batch
@@ -224,19 +213,6 @@ class _Capture:
         self._fakes = list(fakes.values())
         return batch.rebuild(fakes, self.looks)
 
-    def _trained_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        """(name, fake) of what gets a gradient: the optimizer's parameters, or all of the module's in split mode.
-
-        Also of what got one in earlier micro-batches, and is frozen by now.
-        """
-        wanted = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        found = []
-        for live, name in self.inputs.live_parameters(self.names):
-            fake = self.inputs.fake_of(live)
-            if fake is not None and (self.request.variant.expose_gradients or id(fake) in wanted):
-                found += [(name, fake)] if fake.requires_grad or name in self.request.accumulators else []
-        return found
-
     # ------------------------------------------------------------------ the iteration
     def _step_alone(self, batch: Any) -> None:
         """Validation, test, predict, or training by hand: what the method returns leaves the graph, whatever it is."""
@@ -248,46 +224,12 @@ class _Capture:
         with request.step_context():
             return getattr(request.module, request.variant.method)(batch, *arguments.values())
 
-    def _iteration(self, batch: Any, trained: list[tuple[str, Tensor]], optimizer: Optimizer) -> None:
-        request, variant = self.request, self.request.variant
-        gradients: dict[str, Tensor] = {}
-        if variant.forward:
-            with torch.enable_grad():
-                loss = self._forward(batch)
-                if loss is not None:
-                    loss = self.scaling.scaled(loss)
-                    with in_section(self.recorder, Section.BACKWARD):
-                        gradients = self._backward(loss, [pair for pair in trained if pair[1].requires_grad])
-        with torch.no_grad(), in_section(self.recorder, Section.BACKWARD):
-            gradients = self._add_accumulated(gradients, trained)
-        if not variant.apply:
-            for name, gradient in gradients.items():
-                if name not in request.accumulators:  # an accumulator is an input, updated in place
-                    self.outputs.add(gradient, OutputRole.GRADIENT, (name,), f"gradient of {name}")
-            return
-        for name, gradient in gradients.items() if variant.pauses else ():
-            self.outputs.add(gradient, OutputRole.SHOWN_GRADIENT, (name,), f"gradient of {name}")
-        for name, parameter in trained:
-            parameter.grad = gradients.get(name)
-        swap = self.swap if isinstance(self.swap, OptimizerSwap) else None
-        with in_float32(request.bf16_updates, swap, self.recorder):
-            with in_section(self.recorder, Section.CLIP):
-                self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
-                if request.clip is not None:
-                    request.clip(optimizer)
-            self.python.sightings.root(Attributes, optimizer, "optimizer").see("step")
-            check_step(optimizer)
-            with in_section(self.recorder, Section.OPTIMIZER), assigned.unchanged_if_skipped(request, self.scaling):
-                self.scaling.step(optimizer, self._new_state)
-        if self.scaling.found is not None:
-            self.outputs.add(self.scaling.found, OutputRole.FOUND_INF, (), "found_inf")
+    @override
+    def before_step(self, optimizer: Optimizer) -> None:
+        self.python.sightings.root(Attributes, optimizer, "optimizer").see("step")
 
-    def _new_state(self) -> list[Tensor]:
-        """Tensors of the optimizer's state that the step made."""
-        changes = () if self.swap is None else self.swap.changes()
-        return [v for role, _, _, v in changes if role is OutputRole.OPTIMIZER_STATE and isinstance(v, Tensor)]
-
-    def _forward(self, batch: Any) -> Tensor | None:
+    @override
+    def forward(self, batch: Any) -> Tensor | None:
         request = self.request
         returned = with_loss(self._call(batch))
         loss = loss_of(returned, request, scaled=self.scaling.scaler is not None)
@@ -300,42 +242,6 @@ class _Capture:
         self.returned = self.logs.lift(returned, OutputRole.STEP_OUTPUT, "training_step")
         return loss if request.loss_divisor == 1 else loss / request.loss_divisor
 
-    def _backward(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        check_backward(loss, [p for _, p in trained])
-        found = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
-        taken = self.inputs.storages()
-        gradients: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for (name, parameter), gradient in zip(trained, found, strict=True):
-                if gradient is not None:
-                    owned = in_memory_order_of(parameter, gradient)
-                    if private.storage_of(owned) in taken:  # two parameters, one gradient tensor: clipping writes twice
-                        owned = owned.clone()
-                    taken.add(private.storage_of(owned))
-                    gradients[name] = owned if self.own is None else self.own.gradient(name, owned)
-                elif self.own is not None and name in self.request.needed:
-                    gradients[name] = self.own.no_gradient(name, parameter)
-        return gradients
-
-    def _add_accumulated(self, gradients: dict[str, Tensor], trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        for name, parameter in trained:
-            if name in self.request.accumulators:
-                held = self.inputs.fresh_tensor(
-                    densely(TensorSpec.of(parameter)), InputRole.GRADIENT, (name,), f"gradient of {name}"
-                )
-                gradients[name] = self._accumulated(held, gradients.get(name))
-        return gradients
-
-    def _accumulated(self, held: Tensor, gradient: Tensor | None) -> Tensor:
-        """What is held plus what came; in place while gradients are only collected.
-
-        What is applied must be a tensor of its own: clipping and optimizers may write into gradients, and what is
-        held is this rank's share of them.
-        """
-        if not self.request.variant.apply:
-            return held if gradient is None else held.add_(gradient)
-        return held.clone() if gradient is None else held + gradient
-
     # ------------------------------------------------------------------ packing
     def _collect(self, slots: list[tuple[dict[str, Any], str, str, Any]]) -> None:
         self.python.draws.record(self.logs.record)
@@ -346,9 +252,7 @@ class _Capture:
             if now is not replacement and isinstance(now, Tensor):
                 self.outputs.add(now.detach(), OutputRole.BUFFER, (fqn,), fqn)
         self.cleared = () if self.by_hand is None else self.by_hand.collect(self.outputs)
-        if self.request.variant.apply and self.swap is not None:
-            for role, key, name, value in self.swap.changes():
-                self.outputs.add(value, role, key, name)
+        self.collect_state()
 
     def _finish(self) -> CapturedStep:
         recorder, request, graph = self.recorder, self.request, self.recorder.graph
@@ -365,17 +269,7 @@ class _Capture:
         inputs = self.inputs.in_order()
         refuse_counts(request.batch, inputs)
         present = None if self.by_hand is None else self.by_hand.present()
-        guards = [
-            submodules_guard(request.module),
-            frozen_guard(request.module),
-            tensor_kinds_guard(request.module),
-            settings_guard(),
-            *([] if request.optimizer is None else [trained_guard(request.module, request.optimizer)]),
-            *([hooks_guard(request.module, request.optimizer, request.trainer)] if request.variant.backward else []),
-            *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
-            *([] if self.swap is None else self.scaling.guards()),
-            *([] if present is None else [present.guard()]),
-        ]
+        guards = [*self.guards(), *([] if present is None else [present.guard()])]
         read = [] if request.batch is None else request.batch.guarded_values(self.looks)
         leaves = [BatchGuard(path, value) for path, value in read]
         predicate = program.guard([node for node, _ in inputs]) if program else None

@@ -5,12 +5,15 @@ What is installed beside them (transformers, timm) counts as the user's: nobody 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import os
 import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -41,9 +44,11 @@ def _folders() -> tuple[str, ...]:
 _LIBRARY_FOLDERS = _folders()
 _EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "examples", "")
 _CAPTURE = os.path.join(os.path.dirname(__file__), "trace.py")  # where a capture calls what the user wrote
+_NOTES = os.path.join(os.path.dirname(__file__), "followed_trace.py")  # where it makes calls that were noted
 _STANDARD = tuple({os.path.join(sysconfig.get_path(k), "") for k in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
 _files: dict[str, bool] = {}
+_said = threading.local()
 
 
 def is_user_file(filename: str) -> bool:
@@ -116,12 +121,15 @@ def user_location() -> str | None:
     Only what capture called counts: behind it the stack holds the script's line with ``trainer.fit``. Where there is no
     code of the user's, as in an optimizer or a layer of torch's own, its line there is taken.
     """
+    noted: str | None = getattr(_said, "place", None)
+    if noted is not None:
+        return noted or None
     frame: FrameType | None = inspect.currentframe()
     else_taken: FrameType | None = None
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
-        if file == _CAPTURE:
+        if file in (_CAPTURE, _NOTES):
             break
         if is_user_file(file) if file[:1] != "<" else is_user_code(code, frame.f_globals):
             return f"{file}:{frame.f_lineno}"
@@ -129,6 +137,16 @@ def user_location() -> str | None:
             else_taken = frame
         frame = frame.f_back
     return None if else_taken is None else f"{else_taken.f_code.co_filename}:{else_taken.f_lineno}"
+
+
+@contextlib.contextmanager
+def located_at(place: str) -> Iterator[None]:
+    """Inside, what is recorded is a call that the user's code made at ``place``, whoever makes it now."""
+    before, _said.place = getattr(_said, "place", None), place
+    try:
+        yield
+    finally:
+        _said.place = before
 
 
 def location_of(error: BaseException) -> str | None:

@@ -8,7 +8,7 @@ checkpoints in the middle of a run. The look-ups are prepared once a graph. Of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class LiveState:
         streams: random numbers of several ranks, or None.
         wrap: makes the tensor of this rank's part: ``(part, spec of the whole, placements)``.
         loss_scale: reads a tensor of loss scaling by its name.
+        named: readers of parameters and buffers that the step hands over itself, by name.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class LiveState:
         streams: RandomStreams | None,
         wrap: Wrap | None = None,
         loss_scale: Callable[[str], Tensor] | None = None,
+        named: Mapping[str, Reader] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self.host_values = host_values
@@ -66,6 +68,7 @@ class LiveState:
         self.streams = streams
         self.wrap = wrap
         self._loss_scale = loss_scale
+        self._named = named or {}
         self._slots = private.tensor_slots(module)
         groups = [] if optimizer is None else optimizer.param_groups
         self._parameters = {names[id(p)]: p for g in groups for p in g["params"] if id(p) in names}
@@ -95,6 +98,8 @@ class LiveState:
                 return None
             case InputRole.BATCH | InputRole.SHARED_BATCH:
                 return int(key[0])
+            case InputRole.PARAMETER | InputRole.BUFFER if key[0] in self._named:
+                return self._named[key[0]]
             case InputRole.PARAMETER | InputRole.BUFFER:
                 if key[0] in self._slots:
                     tensors, name = self._slots[key[0]]

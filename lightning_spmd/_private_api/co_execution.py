@@ -1,0 +1,100 @@
+"""Underscore names of torch behind co-execution: tensors without memory, and what comes past torch functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction
+
+_KINDS = ("cpu", "cuda")
+no_torch_functions = DisableTorchFunction
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype], ...] | None:
+    """Device types for which autocast is on, with its dtype; None where it is off. Asked at every call of a step."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
+
+
+def without_memory(spec: Any) -> Tensor:
+    """A tensor of torch's own class with a size and no memory; whoever asks for its memory gets an error.
+
+    Kernels that only read do not ask; these a dispatch mode must catch.
+    """
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    made.untyped_storage().resize_(0)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Let two tensors be each other, with history and all. ``torch.utils.swap_tensors`` refuses weak references."""
+    torch._C._swap_tensor_impl(one, other)
+
+
+@contextlib.contextmanager
+def unseen_calls_replaced(
+    apply: Callable[..., Any], runs_first: Callable[[str], None]
+) -> Iterator[None]:
+    """What no mode of torch functions sees is replaced inside, in this thread's calls as in others'.
+
+    Args:
+        apply: called with the class and the arguments in place of ``torch.autograd.Function.apply``.
+        runs_first: told the name of a function before it runs that reads, or changes, what is computed so far: random
+            state, memory of a tensor that becomes a parameter, hooks around what autograd saves.
+    """
+    function = torch.autograd.Function
+    places: list[tuple[Any, str, Any]] = [(function, "apply", classmethod(apply))]
+    for owner, name in (
+        (torch, "manual_seed"),
+        (torch, "seed"),
+        (torch, "get_rng_state"),
+        (torch, "set_rng_state"),
+        (torch.random, "manual_seed"),
+        (torch.random, "get_rng_state"),
+        (torch.random, "set_rng_state"),
+        (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
+        (torch.autograd.graph.save_on_cpu, "__enter__"),
+        (nn.Parameter, "__new__"),
+    ):
+        places.append((owner, name, _after(runs_first, vars(owner).get(name, getattr(owner, name)), name)))
+    before = [(owner, name, vars(owner).get(name, places)) for owner, name, _ in places]
+    for owner, name, replacement in places:
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is places:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _after(first: Callable[[str], None], function: Any, name: str) -> Any:
+    original = function.__func__ if isinstance(function, staticmethod) else function
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        first(name)
+        return original(*args, **kwargs)
+
+    replacement.__name__, replacement.__wrapped__ = name, original
+    return staticmethod(replacement) if isinstance(function, staticmethod) or name == "__new__" else replacement
+
+
+def applied(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``kind.apply`` as torch has it."""
+    return _APPLY(kind, *args, **kwargs)
+
+
+_APPLY = vars(torch.autograd.Function)["apply"].__func__
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether it belongs to a transform of ``torch.func`` under way, or is no plain tensor."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

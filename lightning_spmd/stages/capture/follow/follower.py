@@ -1,0 +1,712 @@
+"""Sees every torch call of a step: follows a path that is known, records where there is none, computes nothing.
+
+A call that torch functions do not show (``jit.script``) reaches the dispatcher, where it is followed or recorded like
+others. What cannot be followed is run for good, up to there and from there on, as eager training would have done it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.stages.capture.fake_calls import FakeCalls
+from lightning_spmd.stages.capture.follow import placeholders
+from lightning_spmd.stages.capture.follow.fitting import compiled, keeps_shapes, numbers_that_differ
+from lightning_spmd.stages.capture.follow.notes import (
+    Fresh,
+    Given,
+    Kind,
+    Made,
+    Note,
+    Operand,
+    Outside,
+    Place,
+    Source,
+    around_now,
+    leaves_by_place,
+    mapped,
+    tensors_in,
+    with_numbers,
+)
+from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of, surroundings
+from lightning_spmd.stages.capture.user_code import user_location
+
+MOST_WAYS = 32
+"""A call behind which more than that many others have come next is one that no graph will know."""
+
+_READS = {
+    Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.tolist,
+    Tensor.numpy, Tensor.__array__, Tensor.__contains__, Tensor.__format__, Tensor.__repr__, torch.equal, torch.allclose,
+    Tensor.equal, Tensor.allclose, torch.is_nonzero, Tensor.is_nonzero, Tensor.__reversed__,
+}  # fmt: skip
+_SIZES = frozenset(
+    {"size", "dim", "stride", "is_floating_point", "is_complex", "numel", "__len__", "element_size", "is_contiguous",
+     "nelement", "ndimension", "is_signed"}
+)  # fmt: skip
+_PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "itemsize",
+                         "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
+_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
+_INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+
+
+class Unfollowed(BaseException):
+    """What the user's code does cannot be followed, nor run for good from here on: the step begins anew, eagerly.
+
+    Args:
+        reason: for the user.
+        place: ``file:line``.
+    """
+
+    def __init__(self, reason: str, place: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.place = reason, place
+
+
+class _Apply:
+    """``kind.apply`` of an ``autograd.Function`` as one call.
+
+    Args:
+        kind: the class.
+        inside: entered around it, for its body names the module's own tensors.
+    """
+
+    def __init__(self, kind: type, inside: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self.kind, self.inside = kind, inside
+        self.__name__ = f"{kind.__name__}.apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.inside():
+            return private.applied(self.kind, args, kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Apply) and other.kind is self.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+
+class Follower:
+    """What is known of the steps of one method of a module.
+
+    Args:
+        names: gives the name of every parameter and buffer of the module and its optimizers, by ``id``.
+        is_named: whether a tensor has this name now.
+    """
+
+    def __init__(self, names: Callable[[], dict[int, str]], is_named: Callable[[str, Tensor], bool]) -> None:
+        self.root = Note(-1)
+        self.given: list[Tensor] = []
+        self.names, self.is_named = names, is_named
+        self.kinds: dict[Any, str] = {}
+        self.recorded = 0
+        """Calls that were recorded, of all steps."""
+
+    def forget(self) -> None:
+        """All that is known of steps is given up."""
+        self.root = Note(-1)
+
+
+class _Recording:
+    """The calls of one step on fake tensors, with their autograd.
+
+    Args:
+        step: the step.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.below = _FakeBelow(self.mode)
+        self._outside: dict[Source, Tensor] = {}
+        self.values = Values(self._fake)
+
+    def _fake(self, source: Given | Outside) -> Tensor:
+        if source not in self._outside:
+            live = self._step.tensor_of(source)
+            self._outside[source] = self.mode.from_tensor(live, static_shapes=True)
+        return self._outside[source]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Calls inside are on fake tensors."""
+        with private.disable_dispatch_modes(), self.mode, self.below:
+            yield
+
+
+class _FakeBelow(private.TorchDispatchMode):
+    """Makes calls on fake tensors from what is known of them; counts them."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self._calls = FakeCalls(mode)
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return self._calls.make(func, args, kwargs or {})
+
+
+class _Below(private.TorchDispatchMode):
+    """Calls that no torch function showed."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self._step = step
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        step = self._step
+        if step.is_apart or step.is_eager or func.namespace in ("prim", "profiler"):
+            return func(*args, **kwargs)
+        if not any(step.concerns(t) for t in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        return step.called(func, args, kwargs)
+
+
+class Step(TorchFunctionMode):
+    """One step.
+
+    Args:
+        follower: what is known of such steps.
+        given: the tensors of the batch.
+        apart: entered around code that must meet fake tensors in place of the module's own.
+
+    Attributes:
+        notes: the path so far.
+        outside: tensors that the step did not make, in the order in which it met them.
+        numbers: of the calls, those that differ from step to step, by depth and place.
+        reason: why the step went on eagerly, with ``file:line``; None if it did not.
+        is_apart: whether calls now are none of the user's code.
+    """
+
+    def __init__(self, follower: Follower, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.follower = follower
+        follower.given[:] = given
+        self.notes: list[Note] = []
+        self.outside: list[Tensor] = []
+        self.reason: tuple[str, str | None] | None = None
+        self.is_apart = False
+        self.module_path: Callable[[], str] = lambda: ""
+        self.on_eager: Callable[[Callable[[Source], Tensor]], None] = lambda _: None
+        self.on_values: Callable[[], None] = lambda: None
+        self._here = follower.root
+        self._held: list[tuple[Any, Any]] = []
+        self._sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
+        self._below = _Below(self)
+        self._recording: _Recording | None = None
+        self._names: dict[int, str] | None = None
+        self._numbers: dict[tuple[int, Place], Any] | None = None
+        self._preview: Values | None = None
+        self._copies: dict[Source, Tensor] = {}
+        self._generators: tuple[Tensor, list[Tensor]] | None = None
+
+    # ------------------------------------------------------------------ around the user's code
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Calls inside are followed."""
+        with (
+            private.unseen_calls_replaced(self._apply, self._run_first),
+            self._below,
+            self,
+        ):
+            try:
+                yield
+            finally:
+                self.is_apart = True
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the step runs for good, and is no graph."""
+        return self.reason is not None
+
+    def _apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        if self.is_apart or self.is_eager:
+            return private.applied(kind, args, kwargs)
+        self.eagerly(f"{kind.__name__}.apply has a backward of its own")
+        return private.applied(kind, args, kwargs)
+
+    def _run_first(self, name: str) -> None:
+        if not self.is_apart and not self.is_eager:
+            self.eagerly(f"{name} in the step")
+
+    # ------------------------------------------------------------------ where tensors come from
+    def source_of(self, tensor: Tensor) -> Source:
+        """Where a tensor of this step comes from."""
+        source = self._sources.get(id(tensor))
+        if source is None:
+            source = self._sources[id(tensor)] = Outside(len(self.outside))
+            self.outside.append(tensor)
+        return source
+
+    def concerns(self, tensor: Tensor) -> bool:
+        """Whether a call with this tensor is the step's, and not one beside it on tensors of its own."""
+        return id(tensor) in self._sources or tensor.requires_grad
+
+    def tensor_of(self, source: Given | Outside) -> Tensor:
+        """The tensor itself."""
+        return self.follower.given[source.position] if type(source) is Given else self.outside[source.number]  # type: ignore[union-attr]
+
+    def accepts(self, note: Note, tensor: Tensor, number: int) -> bool:
+        """Whether a tensor from outside may be what a note has under this number."""
+        kind = note.met.get(number)
+        if kind is None:  # it was met before, and compared then
+            return True
+        if kind.type is not type(tensor) or kind.trained is not tensor.requires_grad or tensor.grad_fn is not None:
+            return False
+        if kind.spec != TensorSpec.of(tensor) or kind.shares != self._shares(tensor, number):
+            return False
+        return kind.name is None or self.follower.is_named(kind.name, tensor)
+
+    def _shares(self, tensor: Tensor, number: int) -> int | None:
+        storage = private.storage_of(tensor)
+        for i, other in enumerate(self.outside[:number]):
+            if private.storage_of(other) == storage:
+                return i
+        return None
+
+    def _kind(self, tensor: Tensor, number: int) -> Kind:
+        if tensor.layout is not torch.strided or private.is_wrapped(tensor) or tensor.is_meta:
+            raise _CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
+        if tensor.grad_fn is not None:
+            raise _CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
+        if self._names is None:
+            self._names = self.follower.names()
+        name = self._names.get(id(tensor))
+        return Kind(name, type(tensor), TensorSpec.of(tensor), tensor.requires_grad, self._shares(tensor, number))
+
+    # ------------------------------------------------------------------ calls
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.reason is not None or self.is_apart:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kind = self.follower.kinds.get(func)
+        if kind == "call":
+            for note in reversed(self._here.children):
+                if (
+                    note.func is func
+                    and note.fits is not None
+                    and note.around.grad is torch.is_grad_enabled()
+                    and note.fits(args, kwargs or {})
+                    and note.around.autocast == private.autocast_state()
+                ):
+                    return self._take(note, args, kwargs or {})
+            return self.called(func, args, kwargs or {})
+        if kind is None:
+            kind = self._kind_of(func)
+        kwargs = kwargs or {}
+        if kind == "call":
+            return self.called(func, args, kwargs)
+        if kind == "about":  # no operator runs
+            return func(*args, **kwargs)
+        return self._otherwise(kind, func, args, kwargs)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is called inside is none of the user's calls."""
+        before, self.is_apart = self.is_apart, True
+        try:
+            yield
+        finally:
+            self.is_apart = before
+
+    def _kind_of(self, func: Any) -> str:
+        """What is to be done with calls of a function: known ones at once, of others the first call shows it."""
+        name = getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if func in _READS:
+            kind = "read"
+        elif func in _DATA:
+            kind = "data"
+        elif name == "__get__" and owner in _PROPERTIES or name in _SIZES or name == "_set_grad_enabled":
+            kind = "about"
+        elif name == "__set__" or name in ("requires_grad_", "register_hook", "retain_grad", "backward", "grad"):
+            kind = "set"
+        elif name == "__get__" and owner in ("T", "mT", "H", "mH", "data", "real", "imag"):
+            kind = "call"
+        elif name == "__get__":
+            kind = "history"
+        else:
+            return "unknown"
+        self.follower.kinds[func] = kind
+        return kind
+
+    def _otherwise(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if kind == "read":
+            return self._read(func, args, kwargs)
+        if kind == "data":
+            return self._data(func, args, kwargs)
+        if kind == "history":
+            return self._about_history(func, args, kwargs)
+        return self._set(func, args, kwargs) if kind == "set" else self.called(func, args, kwargs)
+
+    # ------------------------------------------------------------------ following and recording
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that a graph will make."""
+        if func in _INDEXING:
+            args = (args[0], _index(args[1]), *args[2:])
+        args, kwargs = mapped(_as_python, args), mapped(_as_python, kwargs)
+        if any(isinstance(v, torch.Generator) for _, v in leaves_by_place((args, kwargs))):
+            return self._with_generator(func, args, kwargs)
+        around = around_now()
+        known = len(self.outside)
+        for note in reversed(self._here.children):
+            if note.func != func or note.around != around:
+                continue
+            found = numbers_that_differ(note, args, kwargs, self)
+            if found is not None and (not found or self._is_as_large(note, args, kwargs)):
+                if found and not found.keys() <= note.free:
+                    note.free |= found.keys()
+                    note.fits = None
+                return self._take(note, args, kwargs)
+            for tensor in self.outside[known:]:
+                del self._sources[id(tensor)]
+            del self.outside[known:]
+        if len(self._here.children) >= MOST_WAYS:
+            self.eagerly(f"{getattr(func, '__name__', func)} is called with other arguments in every step")
+            return func(*args, **kwargs)
+        try:
+            note = self._record(func, args, kwargs, around)
+        except _CannotBeFollowed as error:
+            self.eagerly(str(error))
+            return func(*args, **kwargs)
+        except private.DataDependentOutputException:
+            return self._read(func, args, kwargs)
+        if note is None:
+            with self._beside():
+                return func(*args, **kwargs)
+        return self._take(note, args, kwargs)
+
+    def _is_as_large(self, note: Note, args: Any, kwargs: Any) -> bool:
+        """Whether what a call gives with other numbers is of the kind that was noted."""
+        if keeps_shapes(note.func):
+            return True
+        recording = _Recording(self)
+
+        def fake(value: Any) -> Any:
+            source = self._sources.get(id(value)) if isinstance(value, Tensor) else None
+            if type(source) is Made:
+                seen = self.notes[source.depth].fakes[source.index]
+                with recording.active(), torch.no_grad():
+                    return torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype, device=seen.device)
+            return recording.values.of(source) if source is not None else value
+
+        try:
+            with self._beside():
+                given = mapped(fake, (args, kwargs))
+                with recording.active(), torch.no_grad():
+                    out = note.func(*given[0], **given[1])
+            made = new_tensors(out, given)
+        except Exception:  # then the call itself will say so
+            return False
+        return [TensorSpec.of(t) for t in made] == [TensorSpec.of(t) for t in note.fakes]
+
+    def _recorded_so_far(self) -> _Recording | None:
+        """The path so far on fake tensors; anew where a step leaves a known path, for calls may write in place."""
+        if self._recording is None:
+            recording = _Recording(self)
+            try:
+                with self._beside():
+                    for note in self.notes:
+                        with recording.active():
+                            recording.values.run(note, self._numbers_of(note))
+            except Exception as error:
+                raise _CannotBeFollowed(f"{note.name} cannot be recorded again ({_first_line(error)})") from error
+            self._recording = recording
+        return self._recording
+
+    def _as_fake(self, value: Any) -> Any:
+        recording = self._recording
+        if not isinstance(value, Tensor) or recording is None:
+            return value
+        source = self.source_of(value)
+        return recording.values.of(source)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, around: Any) -> Note | None:
+        """A new call behind the path so far; None of a question that computes nothing."""
+        recording = self._recorded_so_far()
+        if recording is None:
+            raise _CannotBeFollowed("nothing is recorded")
+        known = len(self.outside)
+        note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), around)
+        for number in range(known, len(self.outside)):
+            note.met[number] = self._kind(self.outside[number], number)
+        note.module, note.source = self.module_path(), user_location() or ""
+        given = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
+        operands = tensors_in(given)
+        before, count, known_kind = [TensorSpec.of(t) for t in operands], recording.below.count, func in self.follower.kinds
+        try:
+            with self._beside(), recording.active():
+                out = func(*given[0], **given[1])
+        except private.DataDependentOutputException:
+            if not known_kind:
+                raise
+            raise _CannotBeFollowed(f"{note.name} reads the values of a tensor") from None
+        except private.DynamicOutputShapeException as error:
+            raise _CannotBeFollowed(f"what {note.name} returns is as large as the data say") from error
+        except Exception as error:  # the user's own mistake shows when it runs for good
+            raise _CannotBeFollowed(f"{note.name} could not be recorded ({_first_line(error)})") from error
+        if before != [TensorSpec.of(t) for t in operands]:
+            raise _CannotBeFollowed(f"{note.name} changes the size of a tensor in place")
+        if isinstance(out, torch.nn.utils.rnn.PackedSequence) or any(
+            t.layout is not torch.strided or not isinstance(t, private.FakeTensor) for t in new_tensors(out, given)
+        ):
+            raise _CannotBeFollowed(f"{note.name} makes a tensor of another kind")
+        if not known_kind:
+            is_question = not tensors_in(out) and recording.below.count == count
+            self.follower.kinds[func] = "about" if is_question else "call"
+            if is_question:
+                return None
+        recording.values.keep(note.depth, out, given)
+        note.fakes = new_tensors(out, given)
+        note.results = structure_of(out, given)
+        note.moulds = self._apart(lambda: placeholders.moulds_of(note.fakes))
+        self._here.children.append(note)
+        self.follower.recorded += 1
+        return note
+
+    def _apart(self, function: Callable[[], Any]) -> Any:
+        with self._beside():
+            return function()
+
+    def _noted(self, value: Any) -> Any:
+        return self.source_of(value) if isinstance(value, Tensor) else value
+
+    def _take(self, note: Note, args: Any, kwargs: Any) -> Any:
+        handed = placeholders.handed_out(note) if self.is_apart else self._apart(lambda: placeholders.handed_out(note))
+        depth, sources = note.depth, self._sources
+        for index, placeholder in enumerate(handed):
+            sources[id(placeholder)] = Made(depth, index)
+        if note.met and len(self.outside) < max(note.met) + 1:
+            for tensor in tensors_in((args, kwargs)):
+                self.source_of(tensor)
+        self.notes.append(note)
+        self._held.append((args, kwargs))
+        siblings = self._here.children
+        if siblings[-1] is not note:
+            siblings.remove(note)
+            siblings.append(note)
+        self._here = note
+        results = note.results
+        if type(results) is Fresh:
+            return handed[results.index]
+        operands: list[Tensor] | None = None
+
+        def leaf(value: Any) -> Any:
+            nonlocal operands
+            if type(value) is Fresh:
+                return handed[value.index]
+            if type(value) is Operand:
+                operands = tensors_in((args, kwargs)) if operands is None else operands
+                return operands[value.index]
+            return value
+
+        return mapped(leaf, results)
+
+    def _numbers_of(self, note: Note) -> dict[Place, Any]:
+        """The numbers of a call in this step that are others in other steps."""
+        if not note.free:
+            return {}
+        if self._numbers is not None:
+            return {place: value for (depth, place), value in self._numbers.items() if depth == note.depth}
+        args, kwargs = self._held[note.depth]
+        return {place: value for place, value in leaves_by_place((args, kwargs)) if place in note.free}
+
+    # ------------------------------------------------------------------ other things than calls
+    def _about_history(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A question about how a tensor came about: asked of the recorded one, for a placeholder has no history."""
+        source = self._sources.get(id(args[0])) if args else None
+        subject = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
+        with self._beside():
+            return func(*args, **kwargs) if subject is None else func(subject, *args[1:], **kwargs)
+
+    def _set(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Something is hung on a tensor, or its history used: of the user's own at once, of placeholders for good."""
+        name = getattr(func, "__name__", "")
+        if name in ("grad",):
+            return self.called(func, args, kwargs)
+        if name == "requires_grad_" and type(self._sources.get(id(args[0]))) is Made:
+            return self.called(func, args, kwargs)
+        mine = [t for t in tensors_in((args, kwargs)) if id(t) in self._sources]
+        if mine or name in ("backward",):
+            owner = getattr(getattr(func, "__self__", None), "__name__", "")
+            self.eagerly(f"{name} of {owner or 'a tensor'} in the step")
+        with self._beside():
+            return func(*args, **kwargs)
+
+    def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Tensors made of Python's data are the user's own; of a placeholder it is a call."""
+        if args and isinstance(args[0], Tensor):
+            return self.called(func, args, kwargs)
+        if tensors_in((args, kwargs)):
+            args, kwargs = self._true((args, kwargs))
+        with self._beside():
+            return func(*args, **kwargs)
+
+    def _with_generator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A draw from a generator of the user's own happens when it is called."""
+        if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
+            self.eagerly(f"{getattr(func, '__name__', func)} draws into a tensor of the step")
+        with self._beside():
+            return func(*args, **kwargs)
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Python gets values: what was called so far is run, on copies of what it writes."""
+        mine = tensors_in((args, kwargs))
+        if not any(id(t) in self._sources for t in mine):
+            self.on_values()
+            if any(self._shares(t, len(self.outside)) is not None for t in mine if t.layout is torch.strided):
+                self.eagerly(f"{getattr(func, '__name__', func)} of a tensor that shares memory with others of the step")
+            with self._beside():
+                return func(*args, **kwargs)
+        try:
+            args, kwargs = self._true((args, kwargs))
+        except _CannotBeFollowed as error:
+            self.eagerly(str(error))
+        with self._beside():
+            return func(*args, **kwargs)
+
+    def _true(self, value: Any) -> Any:
+        """A structure with the values of tensors in place of placeholders."""
+        values = self._values_so_far()
+
+        def leaf(item: Any) -> Any:
+            source = self._sources.get(id(item)) if isinstance(item, Tensor) else None
+            if source is None:
+                return item
+            found = values.of(source).detach()
+            fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
+            trained = item.requires_grad if fake is None else fake.requires_grad
+            return found.requires_grad_() if trained else found
+
+        with self._beside():
+            return mapped(leaf, value)
+
+    def _values_so_far(self) -> Values:
+        self.on_values()
+        if self._preview is None:
+            self._preview, self._generators = Values(self._copied), _random_states()
+        values = self._preview
+        try:
+            with self._beside(), private.disable_dispatch_modes():
+                for note in self.notes[values.done :]:
+                    values.run(note, self._numbers_of(note))
+        except Exception as error:
+            raise _CannotBeFollowed(f"{note.name} cannot be run for its value ({_first_line(error)})") from error
+        return values
+
+    def _copied(self, source: Given | Outside) -> Tensor:
+        if source not in self._copies:
+            live = self.tensor_of(source)
+            with torch.no_grad():
+                copy = live.detach().clone()
+            self._copies[source] = copy.requires_grad_(live.requires_grad)
+        return self._copies[source]
+
+    # ------------------------------------------------------------------ the other end: for good, as eager training
+    def eagerly(self, why: str) -> None:
+        """Run what was called so far for good; from here on the step is eager training's."""
+        self.reason = why, user_location()
+        self._preview, self._recording = None, None
+        self._copies.clear()
+        if self._generators is not None:
+            _put(self._generators)
+        self.on_values()
+        values = Values(self.tensor_of)
+        with private.disable_dispatch_modes():
+            for note in self.notes:
+                values.run(note, self._numbers_of(note))
+            for note in self.notes:
+                for index, placeholder in enumerate(note.handed):
+                    private.exchange(placeholder, values.made[Made(note.depth, index)])
+        handed = [list(note.handed) for note in self.notes]
+        for note in self.notes:
+            note.handed.clear()
+        self._held.clear()
+        self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ the end
+    @property
+    def numbers(self) -> dict[tuple[int, Place], Any]:
+        """The numbers of calls, once Python is done, that are others in other steps."""
+        return self._numbers or {}
+
+    def end(self) -> None:
+        """Python is done: what it showed is compiled, so that the next step follows fast."""
+        if self._preview is not None and self._generators is not None:
+            _put(self._generators)
+            self._preview = None
+            self._copies.clear()
+        self._recording = None
+        if self.is_eager:
+            return
+        self._numbers = {(n.depth, p): v for n in self.notes if n.free for p, v in self._numbers_of(n).items()}
+        for note, (args, kwargs) in zip(self.notes, self._held, strict=True):
+            if note.fits is None:
+                note.fits = compiled(note, args, kwargs, self._sources, self.notes, self.follower.given)
+
+    def source_if_known(self, tensor: Tensor) -> Source | None:
+        """Where a tensor comes from that the step made, was given or met; None for others."""
+        return self._sources.get(id(tensor))
+
+    @property
+    def way(self) -> int:
+        """The number of the way that the step went."""
+        return self._here.number
+
+    def kept(self) -> list[Made]:
+        """The results that somebody still has."""
+        self._held.clear()
+        self._sources.clear()
+        return [
+            Made(note.depth, index)
+            for note in self.notes
+            for index in range(len(note.handed))
+            if placeholders.is_kept(note, index)
+        ]
+
+    def fill(self, source: Made, value: Tensor) -> None:
+        """Give a result that somebody has its value."""
+        note = self.notes[source.depth]
+        placeholders.fill(note.handed[source.index], value)
+        note.handed[source.index] = note.moulds[source.index].detach()
+
+
+class _CannotBeFollowed(Exception):
+    """Control flow: the step goes on eagerly."""
+
+
+def _index(index: Any) -> Any:
+    """An index in which lists of positions are tensors: the user's own, and not one number each."""
+    if type(index) is tuple:
+        return tuple(map(_index, index))
+    numbers = type(index) is list and index and all(type(i) in (int, bool) for i in index)
+    if numbers or type(index).__module__ == "numpy" and getattr(index, "ndim", 0):
+        return torch.as_tensor(index)
+    return index
+
+
+def _as_python(value: Any) -> Any:
+    """Numbers of NumPy as Python's, as which torch takes them."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+
+
+def _random_states() -> tuple[Tensor, list[Tensor]]:
+    return torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def _put(state: tuple[Tensor, list[Tensor]]) -> None:
+    torch.default_generator.set_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])

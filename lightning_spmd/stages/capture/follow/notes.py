@@ -1,0 +1,248 @@
+"""What is known of the calls of a step: a tree, for steps may go different ways; a path in it is a program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.node_info import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A result of an earlier call of the step.
+
+    Args:
+        depth: of the call, counted from the beginning of the step.
+        index: among the tensors that the call made.
+    """
+
+    depth: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor of the batch.
+
+    Args:
+        position: among the tensors of the batch.
+    """
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A tensor that the step did not make: what the call names in this step.
+
+    Args:
+        number: of such tensors, in the order in which a step meets them.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A result that is one of the call's own tensors, as of an in-place operator.
+
+    Args:
+        index: among the tensors of the call.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A result that the call made.
+
+    Args:
+        index: among the tensors that it made.
+    """
+
+    index: int
+
+
+Source = Made | Given | Outside
+SOURCES = (Made, Given, Outside)
+Place = tuple[Any, ...]
+"""Where in the arguments of a call something stands: keys and positions from the outside in."""
+
+
+class Kind(NamedTuple):
+    """What must be the same of a tensor from outside for a path to go on.
+
+    Args:
+        name: of a parameter or buffer of the module or the optimizer; None of others.
+        type: its class.
+        spec: shape, strides, dtype, device.
+        trained: whether it asks for gradients.
+        shares: the first tensor from outside with which it shares memory, if it is not itself.
+    """
+
+    name: str | None
+    type: type
+    spec: TensorSpec
+    trained: bool
+    shares: int | None
+
+
+class Around(NamedTuple):
+    """What torch's switches were when a call was made.
+
+    Args:
+        grad: whether autograd records.
+        autocast: the state of autocast where it is on: device type, dtype, whether casts are kept; None where it is off.
+    """
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...] | None
+
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Note:
+    """One call.
+
+    Args:
+        depth: counted from the beginning of the step; -1 for the beginning itself.
+        func: what was called.
+        args: positional arguments, tensors as where they come from.
+        kwargs: the others.
+        around: torch's switches.
+        met: tensors from outside that a step meets here for the first time, by number.
+        reads: whether Python gets values by this call.
+        module: path of the module whose ``forward`` called.
+        source: ``file:line`` of the user's code.
+
+    Attributes:
+        number: its own, in this process.
+        free: places of numbers that differ from step to step.
+        plain: places of numbers that torch wants as they are; another number is another call.
+        fakes: what the call made, as fake tensors of the recording.
+        results: the structure of what it returned.
+        children: the calls that came next, the likeliest last.
+        fits: compiled comparison with the objects of the last step; None where there is none.
+        handed: placeholders of the last step.
+        moulds: what placeholders are copies of.
+    """
+
+    depth: int
+    func: Any = None
+    args: Any = ()
+    kwargs: Any = field(default_factory=dict[str, Any])
+    around: Around = Around(True, None)
+    met: dict[int, Kind] = field(default_factory=dict[int, Kind])
+    reads: bool = False
+    module: str = ""
+    source: str = ""
+    number: int = field(default_factory=_numbers.__next__)
+    free: set[Place] = field(default_factory=set[Place])
+    plain: set[Place] = field(default_factory=set[Place])
+    fakes: list[Tensor] = field(default_factory=list[Tensor])
+    results: Any = None
+    children: list[Note] = field(default_factory=list["Note"])
+    fits: Callable[[Any, Any], bool] | None = None
+    handed: list[Tensor] = field(default_factory=list[Tensor])
+    moulds: list[Tensor] = field(default_factory=list[Tensor])
+
+    @property
+    def name(self) -> str:
+        """What was called, for the user."""
+        return getattr(self.func, "__name__", str(self.func))
+
+
+def around_now() -> Around:
+    """Torch's switches."""
+    return Around(torch.is_grad_enabled(), private.autocast_state())
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Arguments or results with ``function`` of each leaf; what torch returns as named fields becomes a plain tuple."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple([mapped(function, v) for v in value])
+    if kind is list:
+        return [mapped(function, v) for v in value]
+    if kind is dict:
+        return {k: mapped(function, v) for k, v in value.items()}
+    if kind is slice:
+        return slice(mapped(function, value.start), mapped(function, value.stop), mapped(function, value.step))
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        parts = [mapped(function, v) for v in value]
+        return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+    return function(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in arguments or results, in order."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        for part in value:
+            _collect(part, found)
+    elif isinstance(value, Tensor):
+        found.append(value)
+    elif kind is dict:
+        for part in value.values():
+            _collect(part, found)
+    elif isinstance(value, tuple):
+        for part in value:
+            _collect(part, found)
+    elif kind is slice:
+        _collect((value.start, value.stop, value.step), found)
+
+
+def leaves_by_place(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """(place, leaf) of arguments."""
+    kind = type(value)
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        for i, part in enumerate(value):
+            yield from leaves_by_place(part, (*place, i))
+    elif kind is dict:
+        for key, part in value.items():
+            yield from leaves_by_place(part, (*place, key))
+    elif kind is slice:
+        for key in ("start", "stop", "step"):
+            yield from leaves_by_place(getattr(value, key), (*place, key))
+    else:
+        yield place, value
+
+
+def with_numbers(value: Any, numbers: dict[Place, Any], place: Place = ()) -> Any:
+    """Arguments with other leaves in some places."""
+    if not numbers:
+        return value
+    if place in numbers:
+        return numbers[place]
+    kind = type(value)
+    if kind is slice:
+        return slice(*(with_numbers(getattr(value, k), numbers, (*place, k)) for k in ("start", "stop", "step")))
+    if kind is dict:
+        return {k: with_numbers(v, numbers, (*place, k)) for k, v in value.items()}
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        parts = [with_numbers(v, numbers, (*place, i)) for i, v in enumerate(value)]
+        if kind in (tuple, list):
+            return kind(parts)
+        return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+    return value
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether autograd's leaves of a module are of this kind."""
+    return isinstance(tensor, nn.Parameter)

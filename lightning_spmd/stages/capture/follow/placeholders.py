@@ -1,0 +1,42 @@
+"""Placeholders: tensors of torch's own class without memory, new in every step, or the last step's if nobody has them."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.stages.capture.follow.notes import Note
+
+_OURS = 2
+"""References to a placeholder that nobody else has: that of its note, and the one of whoever counts."""
+
+
+def handed_out(note: Note) -> list[Tensor]:
+    """The placeholders of a call in this step."""
+    handed = note.handed
+    for index, mould in enumerate(note.moulds):
+        if index == len(handed):
+            handed.append(mould.detach())
+        elif sys.getrefcount(handed[index]) > _OURS:  # somebody kept that of the last step: it is theirs
+            handed[index] = mould.detach()
+    return handed
+
+
+def moulds_of(fakes: list[Tensor]) -> list[Tensor]:
+    """What placeholders of a call's results are copies of."""
+    return [private.without_memory(TensorSpec.of(fake)) for fake in fakes]
+
+
+def is_kept(note: Note, index: int) -> bool:
+    """Whether somebody else has a placeholder of this step."""
+    return sys.getrefcount(note.handed[index]) > _OURS
+
+
+def fill(placeholder: Tensor, value: Tensor) -> None:
+    """Give a placeholder that somebody has its value."""
+    with torch.no_grad(), private.no_torch_functions():
+        placeholder.data = value.detach()

@@ -1,0 +1,239 @@
+"""``self.log`` and metric calls of a step: queued with placeholders, made once the graph ran.
+
+``log`` of every LightningModule and ``update``, ``forward``, ``compute``, ``reset`` of every metric are shadowed on the
+*instances* for the length of a step, so no class is patched and callbacks, which hold their own ``log``, are untouched.
+What a metric gives for this batch is computed in the graph where the step uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
+from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.stages.capture.user_code import user_location
+
+_METHODS = ("update", "forward", "compute", "reset")
+_OPERATORS = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "floordiv", "rfloordiv", "mod",
+    "rmod", "matmul", "rmatmul", "neg", "abs", "round", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "len", "iter",
+    "bool", "float", "int", "index", "format", "repr", "str",
+)  # fmt: skip
+
+
+class MetricResult:
+    """What a metric returned: known once the queue is worked off, or computed when somebody uses it.
+
+    Args:
+        reference: to the queued call.
+        now: computes it.
+    """
+
+    is_tree_leaf = True
+
+    def __init__(self, reference: CallRef, now: Callable[[], Any]) -> None:
+        vars(self).update(_reference=reference, _now=now, _value=None)
+
+    def known(self) -> Any:
+        """The value."""
+        if self._value is None:
+            found = self._now()
+            if self._value is None:
+                vars(self)["_value"] = found
+        return self._value
+
+    def becomes(self, results: Sequence[Any]) -> None:
+        """The queue was worked off with these results."""
+        reference = vars(self)["_reference"]
+        found = results[reference.position]
+        vars(self)["_value"] = found if reference.key is None else found[reference.key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("detach", "clone", "cpu") and vars(self)["_value"] is None:  # of what is logged next
+            return lambda: self
+        return getattr(self.known(), name)
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map(known, args), **{name: known(value) for name, value in (kwargs or {}).items()})
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: MetricResult, *others: Any) -> Any:
+        return getattr(type(self.known()), name)(self.known(), *map(known, others))
+
+    return apply
+
+
+for _name in _OPERATORS:
+    setattr(MetricResult, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def known(value: Any) -> Any:
+    """A metric's value as the tensor that it is, also in a list or tuple; anything else as it is."""
+    if isinstance(value, MetricResult):
+        return value.known()
+    if type(value) in (list, tuple) and any(isinstance(item, MetricResult) for item in value):
+        return type(value)(map(known, value))
+    return value
+
+
+class Shadows:
+    """What is shadowed on a module's parts, found once.
+
+    Args:
+        root: the LightningModule.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.metrics: list[tuple[str, Any]] = []
+        self.modules: list[tuple[str, Any]] = []
+        for path, part in root.named_modules():
+            if isinstance(part, (Metric, MetricCollection)):
+                self.metrics.append((path, part))
+            elif callable(getattr(type(part), "log_dict", None)) and hasattr(part, "automatic_optimization"):
+                self.modules.append((path, part))
+
+
+class Queue:
+    """The calls of one step.
+
+    Args:
+        shadows: of the module.
+        want: makes a tensor of the step a wanted result, told as it is now; gives its position, None of others.
+        run_for_good: lets the step go on eagerly, for a reason.
+    """
+
+    def __init__(
+        self,
+        shadows: Shadows,
+        want: Callable[[Tensor, OutputRole], int | None],
+        run_for_good: Callable[[str], None],
+    ) -> None:
+        self.calls: list[RecordedCall] = []
+        self.results: list[MetricResult] = []
+        self._shadows, self._want, self._run_for_good = shadows, want, run_for_good
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Calls inside are queued."""
+        for path, module in self._shadows.modules:
+            self._put(module, "log", self._log(path, module))
+            self._put(module, "log_dict", self._log_dict(module))
+        for path, metric in self._shadows.metrics:
+            for method in _METHODS:
+                self._put(metric, method, self._metric(path, metric, method))
+        try:
+            yield
+        finally:
+            self.take_away()
+
+    def _put(self, instance: Any, name: str, replacement: Any) -> None:
+        attributes = vars(instance)
+        self._before.append((attributes, name, attributes.get(name, _ABSENT)))
+        attributes[name] = replacement
+
+    def take_away(self) -> None:
+        """Instances have their own methods again."""
+        while self._before:
+            attributes, name, value = self._before.pop()
+            if value is _ABSENT:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
+
+    def record(self, target: str, method: str, role: OutputRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Remember one call; gives its position."""
+
+        def leaf(_: str, value: Any) -> Any:
+            if type(value) is MetricResult:
+                return vars(value)["_reference"] if vars(value)["_value"] is None else leaf("", vars(value)["_value"])
+            position = self._want(value, role) if isinstance(value, Tensor) else None
+            return value if position is None else OutputRef(position)
+
+        call = RecordedCall(target, method, map_leaves(leaf, args), map_leaves(leaf, kwargs), "")
+        self.calls.append(call)
+        return len(self.calls) - 1
+
+    def _log(self, path: str, module: Any) -> Callable[..., None]:
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(
+                    f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
+                )
+            if type(value) is dict or isinstance(value, MetricCollection):  # what Lightning says of it
+                type(module).log(module, name, value, *args, **kwargs)
+            self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
+
+        return log
+
+    def _log_dict(self, module: Any) -> Callable[..., None]:
+        def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
+            if type(dictionary) is MetricResult:
+                path = next(path for path, part in self._shadows.modules if part is module)
+                self.record(path, "log_dict", OutputRole.LOGGED, (dictionary, *args), kwargs)
+            else:
+                type(module).log_dict(module, dictionary, *args, **kwargs)
+
+        return log_dict
+
+    def _metric(self, path: str, metric: Any, method: str) -> Callable[..., Any]:
+        with_gradient = torch.is_grad_enabled
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            position = self.record(path, method, OutputRole.METRIC_INPUT, args, kwargs)
+            if method not in ("forward", "compute"):
+                return None
+            grad = with_gradient()
+
+            def now() -> Any:
+                if method == "forward" and not _has_parts(metric):
+                    with torch.set_grad_enabled(grad):
+                        return _of_this_batch(metric, args, kwargs)
+                place = user_location()
+                self._run_for_good(f"the value of metric {path!r} is used in the step" + (f" ({place})" if place else ""))
+                return None
+
+            if isinstance(metric, MetricCollection):
+                names = map(str, metric.keys(keep_base=False))
+                return {name: self._result(CallRef(position, name), now) for name in names}
+            return self._result(CallRef(position), now)
+
+        return call
+
+
+    def _result(self, reference: CallRef, now: Callable[[], Any]) -> MetricResult:
+        self.results.append(MetricResult(reference, now))
+        return self.results[-1]
+
+
+_ABSENT = object()
+
+
+def _of_this_batch(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a metric without any history gives."""
+    fresh: Metric = type(metric).__new__(type(metric))  # copy.copy makes torchmetrics print it, and that reads tensors
+    fresh.__setstate__(metric.__getstate__())
+    for name in _METHODS[1::2]:  # the copy has made the others anew
+        vars(fresh).pop(name, None)
+    for name, state in fresh.metric_state.items():
+        if isinstance(state, list):
+            object.__setattr__(fresh, name, [])
+    return type(metric).forward(fresh, *map(known, args), **{k: known(v) for k, v in kwargs.items()})
+
+
+def _has_parts(metric: Any) -> bool:
+    inside: list[Any] = [*list(metric.modules())[1:]]
+    for value in vars(metric).values():
+        inside += value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+    return any(isinstance(part, (Metric, MetricCollection)) for part in inside)

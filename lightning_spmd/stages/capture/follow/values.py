@@ -1,0 +1,101 @@
+"""Notes made true: the calls of a path on tensors that are given, fake or real, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spmd.stages.capture.follow.notes import (
+    SOURCES,
+    Around,
+    Fresh,
+    Given,
+    Made,
+    Note,
+    Operand,
+    Outside,
+    Place,
+    mapped,
+    tensors_in,
+    with_numbers,
+)
+
+
+class Values:
+    """What the calls of a path give.
+
+    Args:
+        of_outside: gives what stands for a tensor of the batch, or one that the step did not make.
+    """
+
+    def __init__(self, of_outside: Callable[[Given | Outside], Tensor]) -> None:
+        self.made: dict[Made, Tensor] = {}
+        self.done = 0
+        self._of_outside = of_outside
+
+    def of(self, source: Given | Outside | Made) -> Tensor:
+        """What stands for a tensor."""
+        return self.made[source] if type(source) is Made else self._of_outside(source)  # type: ignore[arg-type]
+
+    def arguments(self, note: Note, numbers: Mapping[Place, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Those of a call, with other numbers in some places."""
+        args, kwargs = with_numbers((note.args, note.kwargs), dict(numbers))
+        return mapped(self._value, args), mapped(self._value, kwargs)
+
+    def _value(self, leaf: Any) -> Any:
+        return self.of(leaf) if isinstance(leaf, SOURCES) else leaf
+
+    def run(self, note: Note, numbers: Mapping[Place, Any]) -> Any:
+        """Make one call, the next one of the path; gives what it returns."""
+        args, kwargs = self.arguments(note, numbers)
+        with surroundings(note.around):
+            out = note.func(*args, **kwargs)
+        self.keep(note.depth, out, (args, kwargs))
+        return out
+
+    def keep(self, depth: int, out: Any, operands: Any) -> None:
+        """Remember what a call made."""
+        for index, tensor in enumerate(new_tensors(out, operands)):
+            self.made[Made(depth, index)] = tensor
+        self.done = depth + 1
+
+
+def new_tensors(out: Any, operands: Any) -> list[Tensor]:
+    """The tensors in a result that are none of the operands, each once, in order."""
+    known = {id(t) for t in tensors_in(operands)}
+    found: list[Tensor] = []
+    for tensor in tensors_in(out):
+        if id(tensor) not in known:
+            known.add(id(tensor))
+            found.append(tensor)
+    return found
+
+
+def structure_of(out: Any, operands: Any) -> Any:
+    """A result with each tensor as which of those that the call made, or of its operands, it is."""
+    given = {id(t): i for i, t in reversed(list(enumerate(tensors_in(operands))))}
+    made = {id(t): i for i, t in enumerate(new_tensors(out, operands))}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return Fresh(made[id(value)]) if id(value) in made else Operand(given[id(value)])
+
+    return mapped(leaf, out)
+
+
+@contextlib.contextmanager
+def surroundings(around: Around) -> Iterator[None]:
+    """Torch's switches as they were when a call was made."""
+    with torch.set_grad_enabled(around.grad):
+        if around.autocast is None:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in around.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield

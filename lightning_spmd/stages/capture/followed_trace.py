@@ -1,0 +1,197 @@
+"""Capture of a step that was followed: the noted calls are made on fake tensors under the recorder, without the user's code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError, none_swallowed
+from lightning_spmd.ir.guards import Guards
+from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
+from lightning_spmd.ir.steps import CapturedStep, OutputRef
+from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
+from lightning_spmd.stages.capture.decisions import decision_program
+from lightning_spmd.stages.capture.follow.notes import Given, Made, Note, Outside, Place
+from lightning_spmd.stages.capture.follow.program import Program
+from lightning_spmd.stages.capture.follow.values import Values
+from lightning_spmd.stages.capture.inputs import global_spec
+from lightning_spmd.stages.capture.iteration_trace import IterationTrace
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap
+from lightning_spmd.stages.capture.packing import remove_dead_nodes, with_mutations
+from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
+from lightning_spmd.stages.capture.user_code import located_at
+from lightning_spmd.stages.capture.weight_casts import share_weight_casts
+
+
+def capture_followed(request: CaptureRequest) -> CapturedStep:
+    """The graph of a step that was followed.
+
+    Raises:
+        CaptureError: a call in it, or the optimizer, does something that one graph cannot express.
+    """
+    if request.program is None:
+        raise CaptureError("the step was not followed")
+    return _FollowedTrace(request, request.program).run()
+
+
+class _FollowedTrace(IterationTrace):
+    """The state of one capture.
+
+    Args:
+        request: what is captured.
+        program: its noted calls.
+    """
+
+    def __init__(self, request: CaptureRequest, program: Program) -> None:
+        super().__init__(request)
+        self.program = program
+        self.recorder.reads.role_of = self.inputs.role_of
+        if request.optimizer is not None:
+            self.swap = OptimizerSwap(request.optimizer, self.names, self.inputs)
+        self._batch: list[Tensor] = []
+        self._outside: dict[int, Tensor] = {}
+        self._values = Values(self._fake)
+        self._positions: dict[int, int] = {}  # of wants among the outputs
+        self._host_values: dict[str, Callable[[], Any]] = {}
+        self._named: dict[str, Callable[[], Tensor]] = {}
+        self._constants: list[Callable[[], Tensor]] = []
+
+    def run(self) -> CapturedStep:
+        """Capture it."""
+        request = self.request
+        if request.variant.backward and (reason := request.came_late()) is not None:
+            raise CaptureError(reason)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(grad_mode(request.variant))
+            stack.enter_context(random_state_kept())
+            for fqn, (table, key) in private.tensor_slots(request.module).items():
+                if table[key] is not None:
+                    self.twin("parameter" if isinstance(table[key], nn.Parameter) else "buffer", fqn, table[key])
+            if self.swap is not None:
+                stack.enter_context(self.swap.active())
+                stack.enter_context(self.scaling.active())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(request.surroundings())
+            self._make_batch()
+            trained = [] if request.optimizer is None else self.trained_parameters(request.optimizer)
+            stack.enter_context(self.fake_mode)
+            stack.enter_context(self.recorder)
+            with explained(self.recorder, lambda: name_of_part(self.recorder, request.optimizer)), none_swallowed():
+                if request.optimizer is None:
+                    self.forward(None)
+                else:
+                    self.iteration(None, trained, request.optimizer)
+                self.collect_state()
+        return self._packed()
+
+    def _make_batch(self) -> None:
+        batch = self.request.batch
+        for position, index in enumerate(() if batch is None else batch.tensors):
+            live = batch.values[index]  # type: ignore[union-attr]
+            shared = batch.is_shared(index)  # type: ignore[union-attr]
+            spec = self.request.seen_as(position, global_spec(live, None if shared else self.request.rows))
+            role = InputRole.SHARED_BATCH if shared else InputRole.BATCH
+            fake = self.inputs.fresh_tensor(spec, role, (position,), f"batch{batch.paths[index]}")  # type: ignore[union-attr]
+            self._batch.append(fake.requires_grad_(live.requires_grad))
+
+    # ------------------------------------------------------------------ tensors and numbers of the notes
+    def _fake(self, source: Given | Outside) -> Tensor:
+        if type(source) is Given:
+            return self._batch[source.position]
+        number = source.number  # type: ignore[union-attr]
+        if number not in self._outside:
+            with private.disable_dispatch_modes():
+                self._outside[number] = self._from_outside(number)
+        return self._outside[number]
+
+    def _from_outside(self, number: int) -> Tensor:
+        live, live_tensors = self.program.live.outside[number], self.program.live
+        read = lambda: live_tensors.outside[number]  # noqa: E731
+        fake = self.inputs.fake_of(live)
+        node = None if fake is None else self.recorder.node_of(fake)
+        if fake is not None and node is not None:
+            if self.inputs.entries[node].role is InputRole.BUFFER:  # the step may have put another one in its place
+                self._named[self.inputs.entries[node].key[0]] = read
+            return fake
+        name = f"tensor {number}"
+        self._constants.append(read)
+        return self.inputs.tensor(live, InputRole.CONSTANT, (len(self._constants) - 1,), name)
+
+    def _numbers_of(self, note: Note) -> dict[Place, Any]:
+        found: dict[Place, Any] = {}
+        for (depth, place), value in self.program.live.numbers.items():
+            if depth == note.depth:
+                name = f"{note.name} {depth} {'.'.join(map(str, place))}"
+                live = self.program.live
+                self._host_values[name] = functools.partial(_number, live, (depth, place))
+                found[place] = self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
+        return found
+
+    # ------------------------------------------------------------------ the forward part
+    @override
+    def forward(self, batch: Any) -> Tensor | None:
+        request, program = self.request, self.program
+        told: dict[int | None, list[int]] = {}
+        for index, want in enumerate(program.wants):
+            told.setdefault(want.after, []).append(index)
+        with request.step_context():
+            self._tell(told.get(0, ()))
+            for note in program.notes:
+                with located_at(note.source):
+                    self.recorder.module_path[-1] = note.module
+                    self._values.run(note, self._numbers_of(note))
+                self._tell(told.get(note.depth + 1, ()))
+        for index in told.get(None, ()):
+            want = program.wants[index]
+            self._positions[index] = self.outputs.add(self._values.of(want.source).detach(), want.role, (), f"kept {index}")
+        if program.loss is None:
+            return None
+        loss = self._values.of(program.loss)
+        if not loss.requires_grad:
+            raise CaptureError("the loss that training_step returns does not depend on any trained parameter")
+        self.outputs.add(loss.detach(), OutputRole.LOSS, (), "loss")
+        return loss if request.loss_divisor == 1 else loss / request.loss_divisor
+
+    def _tell(self, indices: Any) -> None:
+        for index in indices:
+            want = self.program.wants[index]
+            value = self._values.of(want.source).detach()
+            self._positions[index] = self.outputs.add_as_it_is(value, want.role, (), f"told {index}", shared=False)
+
+    # ------------------------------------------------------------------ packing
+    def _packed(self) -> CapturedStep:
+        recorder, graph = self.recorder, self.recorder.graph
+        if recorder.constants:
+            raise CaptureError("a call of the step uses a tensor that is none of its arguments")
+        decisions = decision_program(graph, recorder.decisions)
+        graph.output(self.outputs.packed(by_hand=False)).meta["val"] = None
+        simplify_strided_gradients(graph)
+        share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
+        remove_dead_nodes(graph)
+        self.inputs.drop_unused(keep=decisions.inputs if decisions else ())
+        graph.lint()
+        inputs = self.inputs.in_order()
+        predicate = decisions.guard([node for node, _ in inputs]) if decisions else None
+        wanted = [OutputRef(self._positions[i]) for i in range(len(self.program.wants))]
+        return CapturedStep(
+            private.GraphModule(nn.Module(), graph),
+            Signature(with_mutations(graph, inputs), tuple(self.outputs.entries)),
+            Guards(self.guards(), [], predicate),
+            self._constants,
+            returned=wanted,
+            variant=self.request.variant,
+            host_values=self._host_values,
+            named=self._named,
+        )
+
+
+def _number(live: Any, key: Any) -> Any:
+    return live.numbers[key]

@@ -1,0 +1,178 @@
+"""One iteration on fake tensors under the recorder, whoever gives its forward part; the order is Lightning's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.guards import ValueGuard
+from lightning_spmd.ir.layout import densely
+from lightning_spmd.ir.node_info import Section, TensorSpec
+from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.stages.capture import assigned
+from lightning_spmd.stages.capture.bf16_updates import in_float32
+from lightning_spmd.stages.capture.inputs import InputTable
+from lightning_spmd.stages.capture.loss_scaling import LossScaling
+from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, check_step
+from lightning_spmd.stages.capture.own_backward import check_backward
+from lightning_spmd.stages.capture.own_batch import OwnBatch
+from lightning_spmd.stages.capture.packing import Outputs, in_memory_order_of, parameter_names
+from lightning_spmd.stages.capture.recorder import Recorder, in_section
+from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.surroundings import (
+    hooks_guard,
+    settings_guard,
+    submodules_guard,
+    tensor_kinds_guard,
+)
+
+
+class IterationTrace:
+    """The parts of one trace, and the iteration behind its forward part.
+
+    Args:
+        request: what is traced.
+
+    Attributes:
+        own: what goes to all ranks of a batch that is a rank's own.
+    """
+
+    def __init__(self, request: CaptureRequest) -> None:
+        self.request = request
+        self.fake_mode = request.fake_mode()
+        self.recorder = Recorder(self.fake_mode, request.answers, split=request.rows is not None)
+        self.inputs = InputTable(self.recorder, self.fake_mode)
+        self.outputs = Outputs(self.recorder)
+        self.names = parameter_names(request.module, request.optimizer)
+        self.swap: OptimizerSwap | OptimizerSwaps | None = None
+        self.scaling = LossScaling(request.scaler, request.device, self.inputs)
+        self.own: OwnBatch | None = None
+
+    def forward(self, batch: Any) -> Tensor | None:
+        """Run the forward part; gives what the backward pass begins with, or None if the batch is skipped."""
+        raise NotImplementedError
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step."""
+
+    def twin(self, kind: str, fqn: str, tensor: Tensor) -> Tensor:
+        """The input that a tensor of the module is."""
+        role = InputRole.PARAMETER if kind == "parameter" else InputRole.BUFFER
+        name = self.names.get(id(tensor), fqn)
+        return self.inputs.tensor(tensor, role, (name,), name)
+
+    def trained_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        """(name, fake) of what gets a gradient: the optimizer's parameters, or all of the module's in split mode.
+
+        Also of what got one in earlier micro-batches, and is frozen by now.
+        """
+        wanted = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        found = []
+        for live, name in self.inputs.live_parameters(self.names):
+            fake = self.inputs.fake_of(live)
+            if fake is not None and (self.request.variant.expose_gradients or id(fake) in wanted):
+                found += [(name, fake)] if fake.requires_grad or name in self.request.accumulators else []
+        return found
+
+    def iteration(self, batch: Any, trained: list[tuple[str, Tensor]], optimizer: Optimizer) -> None:
+        """Run what the variant has of an iteration, with the fake parameters that get gradients, by name."""
+        request, variant = self.request, self.request.variant
+        gradients: dict[str, Tensor] = {}
+        if variant.forward:
+            with torch.enable_grad():
+                loss = self.forward(batch)
+                if loss is not None:
+                    loss = self.scaling.scaled(loss)
+                    with in_section(self.recorder, Section.BACKWARD):
+                        gradients = self.backward(loss, [pair for pair in trained if pair[1].requires_grad])
+        with torch.no_grad(), in_section(self.recorder, Section.BACKWARD):
+            gradients = self._add_accumulated(gradients, trained)
+        if not variant.apply:
+            for name, gradient in gradients.items():
+                if name not in request.accumulators:  # an accumulator is an input, updated in place
+                    self.outputs.add(gradient, OutputRole.GRADIENT, (name,), f"gradient of {name}")
+            return
+        for name, gradient in gradients.items() if variant.pauses else ():
+            self.outputs.add(gradient, OutputRole.SHOWN_GRADIENT, (name,), f"gradient of {name}")
+        for name, parameter in trained:
+            parameter.grad = gradients.get(name)
+        swap = self.swap if isinstance(self.swap, OptimizerSwap) else None
+        with in_float32(request.bf16_updates, swap, self.recorder):
+            with in_section(self.recorder, Section.CLIP):
+                self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
+                if request.clip is not None:
+                    request.clip(optimizer)
+            self.before_step(optimizer)
+            check_step(optimizer)
+            with in_section(self.recorder, Section.OPTIMIZER), assigned.unchanged_if_skipped(request, self.scaling):
+                self.scaling.step(optimizer, self._new_state)
+        if self.scaling.found is not None:
+            self.outputs.add(self.scaling.found, OutputRole.FOUND_INF, (), "found_inf")
+
+    def _new_state(self) -> list[Tensor]:
+        """Tensors of the optimizer's state that the step made."""
+        changes = () if self.swap is None else self.swap.changes()
+        return [v for role, _, _, v in changes if role is OutputRole.OPTIMIZER_STATE and isinstance(v, Tensor)]
+
+    def backward(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The gradients of the loss, by name of the parameter, in the layout that ``p.grad`` would have."""
+        check_backward(loss, [p for _, p in trained])
+        found = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
+        taken = self.inputs.storages()
+        gradients: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for (name, parameter), gradient in zip(trained, found, strict=True):
+                if gradient is not None:
+                    owned = in_memory_order_of(parameter, gradient)
+                    if private.storage_of(owned) in taken:  # two parameters, one gradient tensor: clipping writes twice
+                        owned = owned.clone()
+                    taken.add(private.storage_of(owned))
+                    gradients[name] = owned if self.own is None else self.own.gradient(name, owned)
+                elif self.own is not None and name in self.request.needed:
+                    gradients[name] = self.own.no_gradient(name, parameter)
+        return gradients
+
+    def _add_accumulated(self, gradients: dict[str, Tensor], trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        for name, parameter in trained:
+            if name in self.request.accumulators:
+                held = self.inputs.fresh_tensor(
+                    densely(TensorSpec.of(parameter)), InputRole.GRADIENT, (name,), f"gradient of {name}"
+                )
+                gradients[name] = self._accumulated(held, gradients.get(name))
+        return gradients
+
+    def _accumulated(self, held: Tensor, gradient: Tensor | None) -> Tensor:
+        """What is held plus what came; in place while gradients are only collected.
+
+        What is applied must be a tensor of its own: clipping and optimizers may write into gradients, and what is
+        held is this rank's share of them.
+        """
+        if not self.request.variant.apply:
+            return held if gradient is None else held.add_(gradient)
+        return held.clone() if gradient is None else held + gradient
+
+    # ------------------------------------------------------------------ packing
+    def guards(self) -> list[ValueGuard]:
+        """What every graph of an iteration depends on."""
+        request = self.request
+        return [
+            submodules_guard(request.module),
+            frozen_guard(request.module),
+            tensor_kinds_guard(request.module),
+            settings_guard(),
+            *([] if request.optimizer is None else [trained_guard(request.module, request.optimizer)]),
+            *([hooks_guard(request.module, request.optimizer, request.trainer)] if request.variant.backward else []),
+            *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
+            *([] if self.swap is None else self.scaling.guards()),
+        ]
+
+    def collect_state(self) -> None:
+        """What the optimizer made, or put in the place of something, leaves the graph."""
+        if self.request.variant.apply and self.swap is not None:
+            for role, key, name, value in self.swap.changes():
+                self.outputs.add(value, role, key, name)
