@@ -62,7 +62,7 @@ class _FollowedTrace(IterationTrace):
         self._positions: dict[int, int] = {}  # of wants among the outputs
         self._host_values: dict[str, Callable[[], Any]] = {}
         self._named: dict[str, Callable[[], Tensor]] = {}
-        self._constants: list[Callable[[], Tensor]] = []
+        self._readers: dict[int, Callable[[], Tensor]] = {}  # of constants that each step hands over
 
     def run(self) -> CapturedStep:
         """Capture it."""
@@ -121,9 +121,10 @@ class _FollowedTrace(IterationTrace):
             if self.inputs.entries[node].role is InputRole.BUFFER:  # the step may have put another one in its place
                 self._named[self.inputs.entries[node].key[0]] = read
             return fake
-        name = f"tensor {number}"
-        self._constants.append(read)
-        return self.inputs.tensor(live, InputRole.CONSTANT, (len(self._constants) - 1,), name)
+        index = len(self.recorder.constants)
+        self.recorder.constants.append(live)
+        self._readers[index] = read
+        return self.inputs.tensor(live, InputRole.CONSTANT, (index,), f"tensor {number}")
 
     def _numbers_of(self, note: Note) -> dict[Place, Any]:
         found: dict[Place, Any] = {}
@@ -169,8 +170,6 @@ class _FollowedTrace(IterationTrace):
     # ------------------------------------------------------------------ packing
     def _packed(self) -> CapturedStep:
         recorder, graph = self.recorder, self.recorder.graph
-        if recorder.constants:
-            raise CaptureError("a call of the step uses a tensor that is none of its arguments")
         decisions = decision_program(graph, recorder.decisions)
         graph.output(self.outputs.packed(by_hand=False)).meta["val"] = None
         simplify_strided_gradients(graph)
@@ -185,12 +184,16 @@ class _FollowedTrace(IterationTrace):
             private.GraphModule(nn.Module(), graph),
             Signature(with_mutations(graph, inputs), tuple(self.outputs.entries)),
             Guards(self.guards(), [], predicate),
-            self._constants,
+            [self._readers.get(i) or functools.partial(_itself, t) for i, t in enumerate(recorder.constants)],
             returned=wanted,
             variant=self.request.variant,
             host_values=self._host_values,
             named=self._named,
         )
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _number(live: Any, key: Any) -> Any:
