@@ -6,23 +6,26 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.signature import OutputRole
-from lightning_spmd.ir.steps import RecordedCall
+from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Follower, Step, Unfollowed
 from lightning_spmd.stages.capture.follow.notes import Made
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
-from lightning_spmd.stages.capture.follow.queue import Queue, Shadows, known
+from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.strategy.replay import Recorded, replay
 from lightning_spmd.strategy.run_context import RunContext
 
 MOST_EAGER = 8
-"""After so many steps that went on eagerly the others are not followed either."""
+"""After so many steps that had to go on eagerly the others are not followed either."""
+NEW_WAYS = 8
+"""So many ways get a graph when a step goes them first; from then on when one goes them again."""
 
 
 class RanEagerly(Exception):
@@ -44,15 +47,15 @@ class FollowedStep:
     Args:
         step: the step.
         returned: by the step method.
-        calls: of ``self.log`` and metrics, queued.
+        queue: calls of ``self.log`` and metrics.
         wants: the results that they, or anybody else, have.
         program: the step's way; None of a step that ran for good.
     """
 
     def __init__(
-        self, step: Step, returned: Any, calls: Sequence[RecordedCall], wants: Sequence[Want], program: Program | None
+        self, step: Step, returned: Any, queue: Queue, wants: Sequence[Want], program: Program | None
     ) -> None:
-        self.returned, self.calls, self.program = returned, calls, program
+        self.returned, self.queue, self.program = returned, queue, program
         self._step, self._wants = step, wants
 
     @property
@@ -77,9 +80,15 @@ class FollowedStep:
                 self._step.fill(want.source, by_want[want])
         return [by_want[want] for want in self._wants]
 
+    def logged(self, results: Sequence[Any]) -> None:
+        """The queued calls were made, with these results."""
+        self.queue.done(results)
+        self.returned = _resolved(self.returned)
+
     def for_good(self, reason: str) -> None:
         """Compute what was noted as eager training would have: there is no graph of it."""
         self._step.eagerly(reason)
+        self.returned = _resolved(self.returned)
 
 
 class Following:
@@ -101,6 +110,8 @@ class Following:
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
         self._eager = self._graphs = 0
+        self._gone: dict[Any, int] = {}
+        """How often steps went each way."""
 
     # ------------------------------------------------------------------ names of the module's tensors
     def _names(self) -> dict[int, str]:
@@ -132,21 +143,23 @@ class Following:
         step.on_values = self._flush
         wants: dict[Want, int] = {}
 
-        def want(tensor: Tensor, role: OutputRole) -> int | None:
+        def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
             source = step.source_if_known(tensor)
-            return None if source is None else wants.setdefault(Want(source, role, len(step.notes)), len(wants))
+            if source is None:  # it is told as it is now, whoever writes into it later
+                return step.value_now(tensor)
+            return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
 
         queue = Queue(self._shadows_now(), want, step.eagerly)
-        step.on_eager = lambda now: self._work_off(queue, [now(w.source).detach() for w in wants], batch)
+        step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch)
         with self._module_paths(step), context.step_context(method), queue.active(), step.active():
             try:
-                returned = known_in(getattr(context.module, method)(batch.tree, *arguments.values()))
+                returned = with_loss(getattr(context.module, method)(batch.tree, *arguments.values()))
             except Unfollowed as reason:
                 raise RuntimeError(str(reason)) from reason
         step.end()
         if step.is_eager:
             self._count_eager()
-            return FollowedStep(step, returned, (), (), None)
+            return FollowedStep(step, _resolved(returned), queue, (), None)
         self._graphs += 1
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         source = step.source_if_known(loss) if isinstance(loss, Tensor) else None
@@ -158,7 +171,11 @@ class Following:
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers = step.outside, step.numbers
         program = Program(step.notes, step.way, tuple(all_wants), source, self._live)
-        return FollowedStep(step, returned, queue.calls, list(wants), program)
+        self._gone[step.way] = self._gone.get(step.way, 0) + 1
+        if self._gone[step.way] == 1 and len(self._gone) > NEW_WAYS:
+            step.eagerly("it goes a way that no step went before")
+            return FollowedStep(step, _resolved(returned), queue, (), None)
+        return FollowedStep(step, returned, queue, list(wants), program)
 
     def _shadows_now(self) -> Shadows:
         module = self._context.module
@@ -180,16 +197,26 @@ class Following:
 
     def _work_off(self, queue: Queue, values: Sequence[Tensor], batch: Batch) -> None:
         """The step goes on eagerly: what was queued is done, and from here on nothing is."""
-        queue.take_away()
-        calls, queue.calls = queue.calls, []
-        done = replay(self._context.module, Recorded(calls, {}), values, batch.values, 0, is_global=False)
-        for result in queue.results:
-            result.becomes(done)
+        calls = queue.close()
+        queue.done(replay(self._context.module, Recorded(calls, {}), values, batch.values, 0, is_global=False))
 
     def _count_eager(self) -> None:
         self._eager += 1
         if not self._graphs or self._eager >= MOST_EAGER:
             self.ended = "steps ran eagerly"
+
+    @staticmethod
+    def reason_not_to(module: Any, optimizer: Any) -> str | None:
+        """Why the steps of a module are not followed, or None.
+
+        What runs behind ``training_step`` is captured, and does not run: it must be code that is known.
+        """
+        kind = type(optimizer)
+        if not kind.__module__.startswith("torch.optim") or set(vars(optimizer)) & {"step", "zero_grad"}:
+            return f"{kind.__name__} is no optimizer of torch's own"
+        if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
+            return "the module clips gradients itself"
+        return None
 
     def graph_failed(self, reason: str) -> None:
         """There is no graph of a step that was followed."""
@@ -198,10 +225,15 @@ class Following:
         tell(f"strategy='spmd' ran a step eagerly: {reason}")
 
 
-def known_in(returned: Any) -> Any:
-    """What a step returned, with metrics' values as the tensors that they are."""
-    if isinstance(returned, dict):
-        return {key: known(value) for key, value in returned.items()}
+def _resolved(returned: Any) -> Any:
+    """What a step returned, with metrics' values as they are."""
+    return map_leaves(lambda _, leaf: known(leaf), returned)
+
+
+def with_loss(returned: Any) -> Any:
+    """What training_step returned, with a tensor as its loss where that is a metric's value."""
+    if isinstance(returned, dict) and isinstance(returned.get("loss"), MetricResult):
+        return {**returned, "loss": known(returned["loss"])}
     return known(returned)
 
 

@@ -31,6 +31,10 @@ MOST_GRAPHS = 64
 MANY_SHAPES = 16
 
 
+class WayKey(tuple[Any, ...]):
+    """What a graph of a step that was followed is filed under."""
+
+
 @dataclass(frozen=True)
 class Found:
     """What a look into the table gave.
@@ -92,7 +96,7 @@ class GraphTable:
         shapes = None if batch is None else batch.own_key() if request.variant.own_batch else batch.cache_key()
         key = (*step, shapes, split, *([request.needed] if request.needed else []))
         if request.program is not None:
-            key = (*key, request.program.key)
+            key = (*key, WayKey(request.program.key))
         index, reason = self._fitting(key, batch)
         if index is not None or batch is None or request.program is not None:
             return Found(key, split, index, None if index is not None else reason)
@@ -229,10 +233,11 @@ class GraphTable:
                 f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({found.reason}); make "
                 "that value a tensor, or stop reading it in training_step"
             )
-        if len(self._indices) >= MANY_SHAPES and not self._told_about_shapes:
+        shapes = {key for key in self._indices if not _is_of_a_way(key)}
+        if len(shapes) >= MANY_SHAPES and not self._told_about_shapes:
             self._told_about_shapes = True
             warn(
-                f"{len(self._indices)} different batch shapes so far, each with a graph of its own; pad batches to a "
+                f"{len(shapes)} different batch shapes so far, each with a graph of its own; pad batches to a "
                 "few sizes to save capture time"
             )
         return None
@@ -240,6 +245,11 @@ class GraphTable:
     def follows_a_first_step(self, key: tuple[Any, ...]) -> bool:
         """Whether every graph under a key is that of a first step, which another one follows by design."""
         return all(creates_state(self._executables[i].captured) for i in self._indices.get(key, ()))
+
+
+def _is_of_a_way(key: tuple[Any, ...]) -> bool:
+    """Whether graphs under a key are of one way that steps were followed."""
+    return isinstance(key[-1], WayKey)
 
 
 def creates_state(step: CapturedStep) -> bool:

@@ -46,6 +46,8 @@ class TrainingIteration:
         context: the live objects and options of the run.
     """
 
+    follows = True
+
     def __init__(self, context: RunContext) -> None:
         self.context = context
         self.gradients = held_gradients(context.module, context.optimizer)
@@ -59,7 +61,8 @@ class TrainingIteration:
         self.ran = Ran()  # the micro-batch before
         self.rechecks = Rechecks(context, self._builder)
         self.own_batches = OwnBatches(context.batch)
-        self.following = Following(context, self.flush) if context.mesh is None else None
+        follows = context.mesh is None and context.optimizer is not None and self.follows
+        self.following = Following(context, self.flush) if follows else None
         self._own = OwnGraphs(
             context,
             self._builder,
@@ -93,7 +96,9 @@ class TrainingIteration:
         """
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
-        if self.following is not None and not variant.by_hand:
+        if self.following is not None and variant.backward and not variant.by_hand:
+            context = self.context
+            self.following.ended = self.following.ended or Following.reason_not_to(context.module, context.optimizer)
             if self.following.ended is None and not self._sizes_vary(batch_tree, variant):
                 return self._run_followed(self.following, batch_tree, arguments, variant, clip)
             self.following = None
@@ -168,7 +173,8 @@ class TrainingIteration:
         values = followed.fill(resolve(executable.captured.returned, outputs, ()))
         self.ran = Ran.of(executable, 0, self._found.split, (self.table, self._own.table))
         with self.context.step_context(variant.method):
-            replay(self.context.module, Recorded(followed.calls, {}), values, batch.values, 0, is_global=False)
+            calls = Recorded(followed.queue.calls, {})
+            followed.logged(replay(self.context.module, calls, values, batch.values, 0, is_global=False))
         return followed.returned
 
     @ends_no_loop

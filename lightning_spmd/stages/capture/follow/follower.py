@@ -35,6 +35,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     tensors_in,
     with_numbers,
 )
+from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of, surroundings
 from lightning_spmd.stages.capture.user_code import user_location
 
@@ -377,7 +378,7 @@ class Step(TorchFunctionMode):
             self.eagerly(str(error))
             return func(*args, **kwargs)
         except private.DataDependentOutputException:
-            return self._read(func, args, kwargs)
+            return self._asks_for_values(func, args, kwargs)
         if note is None:
             with self._beside():
                 return func(*args, **kwargs)
@@ -572,6 +573,20 @@ class Step(TorchFunctionMode):
         with self._beside():
             return func(*args, **kwargs)
 
+    def _asks_for_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that reads values, and may compute beside."""
+        found = self._read(func, args, kwargs)
+        if self.is_eager or not tensors_in(found):
+            return found
+        self.eagerly(f"{getattr(func, '__name__', func)} reads the values of a tensor")
+        return func(*args, **kwargs)
+
+    def value_now(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor that no call of the step has met."""
+        self.on_values()
+        with self._beside(), torch.no_grad():
+            return tensor.detach().clone()
+
     def _true(self, value: Any) -> Any:
         """A structure with the values of tensors in place of placeholders."""
         values = self._values_so_far()
@@ -693,7 +708,9 @@ def _index(index: Any) -> Any:
 
 
 def _as_python(value: Any) -> Any:
-    """Numbers of NumPy as Python's, as which torch takes them."""
+    """Numbers of NumPy as Python's, as which torch takes them; what poses as a tensor as the tensor."""
+    if hasattr(type(value), "is_tree_leaf"):
+        return known(value)
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 

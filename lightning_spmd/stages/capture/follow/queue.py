@@ -8,7 +8,7 @@ What a metric gives for this batch is computed in the graph where the step uses 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torchmetrics import Metric, MetricCollection
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
-from lightning_spmd.stages.capture.user_code import user_location
 
 _METHODS = ("update", "forward", "compute", "reset")
 _OPERATORS = (
@@ -43,17 +42,17 @@ class MetricResult:
 
     def known(self) -> Any:
         """The value."""
-        if self._value is None:
-            found = self._now()
-            if self._value is None:
-                vars(self)["_value"] = found
-        return self._value
+        own = vars(self)
+        if own["_value"] is None:
+            found = own["_now"]()
+            own["_value"] = found if own["_value"] is None else own["_value"]
+        return own["_value"]
 
     def becomes(self, results: Sequence[Any]) -> None:
         """The queue was worked off with these results."""
         reference = vars(self)["_reference"]
         found = results[reference.position]
-        vars(self)["_value"] = found if reference.key is None else found[reference.key]
+        vars(self)["_value"] = found if reference.key is None else found.get(reference.key)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("detach", "clone", "cpu") and vars(self)["_value"] is None:  # of what is logged next
@@ -104,23 +103,73 @@ class Shadows:
                 self.modules.append((path, part))
 
 
+class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[misc]
+    """What a collection of metrics returned, by name.
+
+    Args:
+        reference: to the queued call.
+        now: computes it.
+        names: of the values, as the collection itself would name them.
+        result: makes one value.
+    """
+
+    def __init__(
+        self,
+        reference: CallRef,
+        now: Callable[[], Any],
+        names: Iterable[str],
+        result: Callable[[CallRef, Callable[[], Any]], MetricResult],
+    ) -> None:
+        super().__init__(reference, now)
+        vars(self)["_named"] = {name: result(CallRef(reference.position, name), now) for name in names}
+
+    def _held(self) -> Mapping[str, Any]:
+        value = vars(self)["_value"]
+        return vars(self)["_named"] if value is None else value
+
+    def __getitem__(self, name: str) -> Any:
+        return self._held()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held())
+
+    def __len__(self) -> int:
+        return len(self._held())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held()
+
+    def __bool__(self) -> bool:
+        return bool(self._held())
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+    keys, values, items, get = Mapping.keys, Mapping.values, Mapping.items, Mapping.get
+
+
 class Queue:
     """The calls of one step.
 
     Args:
         shadows: of the module.
-        want: makes a tensor of the step a wanted result, told as it is now; gives its position, None of others.
+        want: makes a tensor of the step a wanted result, told as it is now, and gives its position; of others a copy.
         run_for_good: lets the step go on eagerly, for a reason.
+
+    Attributes:
+        is_open: whether calls are queued; else they are made at once.
     """
 
     def __init__(
         self,
         shadows: Shadows,
-        want: Callable[[Tensor, OutputRole], int | None],
+        want: Callable[[Tensor, OutputRole], int | Tensor],
         run_for_good: Callable[[str], None],
     ) -> None:
         self.calls: list[RecordedCall] = []
-        self.results: list[MetricResult] = []
+        self.is_open = True
+        self._results: list[MetricResult] = []
         self._shadows, self._want, self._run_for_good = shadows, want, run_for_good
         self._before: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -129,37 +178,43 @@ class Queue:
         """Calls inside are queued."""
         for path, module in self._shadows.modules:
             self._put(module, "log", self._log(path, module))
-            self._put(module, "log_dict", self._log_dict(module))
+            self._put(module, "log_dict", self._log_dict(path, module))
         for path, metric in self._shadows.metrics:
             for method in _METHODS:
                 self._put(metric, method, self._metric(path, metric, method))
         try:
             yield
         finally:
-            self.take_away()
+            while self._before:
+                attributes, name, value = self._before.pop()
+                if value is _ABSENT:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
 
     def _put(self, instance: Any, name: str, replacement: Any) -> None:
         attributes = vars(instance)
         self._before.append((attributes, name, attributes.get(name, _ABSENT)))
         attributes[name] = replacement
 
-    def take_away(self) -> None:
-        """Instances have their own methods again."""
-        while self._before:
-            attributes, name, value = self._before.pop()
-            if value is _ABSENT:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value
+    def close(self) -> list[RecordedCall]:
+        """From here on calls are made at once; gives those that are queued."""
+        self.is_open, calls, self.calls = False, self.calls, []
+        return calls
+
+    def done(self, results: Sequence[Any]) -> None:
+        """The calls were made, with these results."""
+        for result in self._results:
+            result.becomes(results)
 
     def record(self, target: str, method: str, role: OutputRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Remember one call; gives its position."""
 
         def leaf(_: str, value: Any) -> Any:
-            if type(value) is MetricResult:
+            if isinstance(value, MetricResult):
                 return vars(value)["_reference"] if vars(value)["_value"] is None else leaf("", vars(value)["_value"])
-            position = self._want(value, role) if isinstance(value, Tensor) else None
-            return value if position is None else OutputRef(position)
+            found = self._want(value, role) if isinstance(value, Tensor) else value
+            return OutputRef(found) if isinstance(value, Tensor) and type(found) is int else found
 
         call = RecordedCall(target, method, map_leaves(leaf, args), map_leaves(leaf, kwargs), "")
         self.calls.append(call)
@@ -167,54 +222,55 @@ class Queue:
 
     def _log(self, path: str, module: Any) -> Callable[..., None]:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if not self.is_open:
+                type(module).log(module, name, known(value), *args, **kwargs)
+                return
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
-            if type(value) is dict or isinstance(value, MetricCollection):  # what Lightning says of it
-                type(module).log(module, name, value, *args, **kwargs)
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 
         return log
 
-    def _log_dict(self, module: Any) -> Callable[..., None]:
+    def _log_dict(self, path: str, module: Any) -> Callable[..., None]:
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
-            if type(dictionary) is MetricResult:
-                path = next(path for path, part in self._shadows.modules if part is module)
+            if isinstance(dictionary, MetricResult) and self.is_open:  # with the names that it will have
                 self.record(path, "log_dict", OutputRole.LOGGED, (dictionary, *args), kwargs)
             else:
-                type(module).log_dict(module, dictionary, *args, **kwargs)
+                type(module).log_dict(module, known(dictionary), *args, **kwargs)
 
         return log_dict
 
     def _metric(self, path: str, metric: Any, method: str) -> Callable[..., Any]:
-        with_gradient = torch.is_grad_enabled
+        own = getattr(metric, method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_open:
+                return own(*map(known, args), **{name: known(value) for name, value in kwargs.items()})
             position = self.record(path, method, OutputRole.METRIC_INPUT, args, kwargs)
             if method not in ("forward", "compute"):
                 return None
-            grad = with_gradient()
+            grad = torch.is_grad_enabled()
 
             def now() -> Any:
                 if method == "forward" and not _has_parts(metric):
                     with torch.set_grad_enabled(grad):
                         return _of_this_batch(metric, args, kwargs)
-                place = user_location()
-                self._run_for_good(f"the value of metric {path!r} is used in the step" + (f" ({place})" if place else ""))
+                self._run_for_good(f"the value of metric {path!r} is used in the step")
                 return None
 
             if isinstance(metric, MetricCollection):
                 names = map(str, metric.keys(keep_base=False))
-                return {name: self._result(CallRef(position, name), now) for name in names}
+                self._results.append(MetricResults(CallRef(position), now, names, self._result))
+                return self._results[-1]
             return self._result(CallRef(position), now)
 
         return call
 
-
     def _result(self, reference: CallRef, now: Callable[[], Any]) -> MetricResult:
-        self.results.append(MetricResult(reference, now))
-        return self.results[-1]
+        self._results.append(MetricResult(reference, now))
+        return self._results[-1]
 
 
 _ABSENT = object()

@@ -54,11 +54,17 @@ class Values:
         args, kwargs = self.arguments(note, numbers)
         with surroundings(note.around):
             out = note.func(*args, **kwargs)
-        self.keep(note.depth, out, (args, kwargs))
+        found: list[Any] = []
+        mapped(found.append, note.results)
+        of_tensors = [leaf for leaf in found if type(leaf) in (Fresh, Operand)]
+        for leaf, tensor in zip(of_tensors, tensors_in(out), strict=True):
+            if type(leaf) is Fresh:  # a kernel may give its operand where the recorded call made a new tensor
+                self.made[Made(note.depth, leaf.index)] = tensor
+        self.done = note.depth + 1
         return out
 
     def keep(self, depth: int, out: Any, operands: Any) -> None:
-        """Remember what a call made."""
+        """Remember what a call made that is recorded now."""
         for index, tensor in enumerate(new_tensors(out, operands)):
             self.made[Made(depth, index)] = tensor
         self.done = depth + 1
