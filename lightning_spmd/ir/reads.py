@@ -59,14 +59,41 @@ def same_number(one: Number, other: Number) -> bool:
     return one == other or (one != one and other != other)
 
 
+class HandOver:
+    """Hands values to Python in the middle of a run, and takes the numbers that Python has by then.
+
+    A run may end there, as at a decision: Python may go on otherwise than the graph does.
+
+    Args:
+        number: which of the graph's it is.
+        numbers: gives the numbers, of a run that begins when Python is done.
+    """
+
+    def __init__(self, number: int, numbers: Callable[[], tuple[Number, ...]]) -> None:
+        self.number, self._numbers = number, numbers
+        self.__name__ = f"hand_over_{number}"
+
+    def __call__(self, *_values: torch.Tensor) -> tuple[Number, ...]:
+        """The numbers."""
+        return self._numbers()
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+
+def hands_over(node: fx.Node) -> bool:
+    """Whether a node hands values to Python."""
+    return isinstance(node.target, HandOver)
+
+
 def is_check(node: fx.Node) -> bool:
-    """Whether a node asks if a decision still holds."""
-    return node.target is holds
+    """Whether a run may end at a node: it asks if a decision still holds, or lets Python go on."""
+    return node.target is holds or hands_over(node)
 
 
 def checks_of(graph: fx.Graph) -> list[fx.Node]:
     """All such nodes, in order."""
-    return graph.find_nodes(op="call_function", target=holds)
+    return [node for node in graph.nodes if is_check(node)]
 
 
 def accepts(step: CapturedStep, inputs: Callable[[], Sequence[Any]], values: Mapping[int, Number]) -> bool:
@@ -77,7 +104,7 @@ def accepts(step: CapturedStep, inputs: Callable[[], Sequence[Any]], values: Map
         inputs: gives the values of its inputs now; of a rank's graph, whose random streams come last.
         values: what was read, by the number of the read.
     """
-    checks = checks_of(step.graph_module.graph)
+    checks = [node for node in checks_of(step.graph_module.graph) if not hands_over(node)]
     if not checks:
         return False
     placeholders = step.graph_module.graph.find_nodes(op="placeholder")
@@ -103,7 +130,7 @@ def decides_as(step: CapturedStep, inputs: Callable[[], Sequence[Any]]) -> bool:
         step: the captured graph.
         inputs: gives the values of its inputs now.
     """
-    has_checks = bool(checks_of(step.graph_module.graph))
+    has_checks = any(not hands_over(node) for node in checks_of(step.graph_module.graph))
     return not has_checks or accepts(step, inputs, step.answers)
 
 

@@ -20,6 +20,7 @@ from torch import fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import named, tell_place
+from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.sizes import Formula, Size, SizeFloat, Sizes
 
 _SIGNS = {
@@ -60,13 +61,17 @@ def pause(*values: Any) -> tuple[Any, ...]:
     return values
 
 
-def function_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
+def function_of(graph_module: fx.GraphModule, *, talks: bool = False) -> Callable[..., Any]:
     """What takes the values of the graph's inputs in order, and gives its outputs.
+
+    Args:
+        graph_module: the graph.
+        talks: it is a generator, which yields what it hands over to Python and is sent the numbers for that.
 
     Raises:
         ValueError: the graph calls modules or methods.
     """
-    return _Writer(graph_module).function()
+    return _Writer(graph_module, talks=talks).function()
 
 
 class _Writer:
@@ -74,10 +79,11 @@ class _Writer:
 
     Args:
         graph_module: the graph, and what its ``get_attr`` nodes name.
+        talks: whether it yields what it hands over.
     """
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
-        self._module = graph_module
+    def __init__(self, graph_module: fx.GraphModule, *, talks: bool) -> None:
+        self._module, self._talks = graph_module, talks
         self._numbers: dict[Sizes, dict[Formula, str]] = {}
         self._graph = graph_module.graph
         self._globals: dict[str, Any] = {}
@@ -150,6 +156,8 @@ class _Writer:
             raise ValueError(f"graphs of iterations have no {node.op} nodes: {node.format_node()}")
         if node.target is pause:
             return f"yield {self._value(tuple(node.args))}"
+        if self._talks and hands_over(node):
+            return f"{node.name} = yield {self._value(tuple(node.args))}"
         call = self._call(node)
         return f"{node.name} = {call}" if node.users else call
 

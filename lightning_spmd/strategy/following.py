@@ -14,11 +14,13 @@ from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import Follower, Step, Unfollowed
+from lightning_spmd.stages.capture.follow.follower import Follower, Step
 from lightning_spmd.stages.capture.follow.notes import Made
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
 from lightning_spmd.stages.capture.packing import parameter_names
+from lightning_spmd.stages.runtime.conversation import Conversation
+from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.replay import Recorded, replay
 from lightning_spmd.strategy.run_context import RunContext
 
@@ -50,12 +52,19 @@ class FollowedStep:
         queue: calls of ``self.log`` and metrics.
         wants: the results that they, or anybody else, have.
         program: the step's way; None of a step that ran for good.
+        talk: the graph that has begun already.
     """
 
     def __init__(
-        self, step: Step, returned: Any, queue: Queue, wants: Sequence[Want], program: Program | None
+        self,
+        step: Step,
+        returned: Any,
+        queue: Queue,
+        wants: Sequence[Want],
+        program: Program | None,
+        talk: _Talk | None = None,
     ) -> None:
-        self.returned, self.queue, self.program = returned, queue, program
+        self.returned, self.queue, self.program, self._talk = returned, queue, program, talk
         self._step, self._wants = step, wants
 
     @property
@@ -65,6 +74,12 @@ class FollowedStep:
             return None
         text, place = self._step.reason
         return f"{text} ({place})" if place else text
+
+    def outputs(self, executable: Executable) -> Sequence[Any] | None:
+        """The outputs of a graph that has begun already; None if it is to be run."""
+        if self._talk is None or self.program is None:
+            return None
+        return self._talk.end(self.program, executable)
 
     def fill(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Give what somebody has its value; gives the values for the queue.
@@ -91,6 +106,100 @@ class FollowedStep:
         self.returned = _resolved(self.returned)
 
 
+class _Talk:
+    """A graph that runs while the Python of a step does, as long as that goes the graph's way.
+
+    Args:
+        step: the step.
+        known: the graphs that ran last, by the first call that read.
+        live: what graphs take of this step.
+        begin: starts one.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        known: Mapping[int, tuple[Program, Executable]],
+        live: Live,
+        begin: Callable[[Executable], Conversation],
+    ) -> None:
+        self._step, self._known, self._live, self._begin = step, known, live, begin
+        self._program: Program | None = None
+        self._is_over = False
+        self.conversation: Conversation | None = None
+
+    def values(self) -> Sequence[Tensor] | None:
+        """What Python reads now, if a graph gives it."""
+        if self._is_over:
+            return None
+        first = self.conversation is None
+        if first and not self._can_begin():
+            self._is_over = True
+            return None
+        if self._program is None or self.conversation is None or not self._goes_its_way():
+            self.drop()
+            return None
+        return self.conversation.values(None if first else self._numbers())
+
+    def end(self, program: Program, executable: Executable) -> Sequence[Any] | None:
+        """Python is done: the outputs of the graph, if it is the step's; else it has not run."""
+        conversation = self.conversation
+        if conversation is None or conversation.executable is not executable or not self._goes_its_way():
+            self.drop()
+            return None
+        self.conversation = None
+        reads = program.reads()
+        return conversation.end([self._live.numbers[key] for key in program.numbers_behind(reads[-1])])
+
+    def drop(self) -> None:
+        """The graph is not the step's."""
+        self._is_over = True
+        conversation, self.conversation = self.conversation, None
+        if conversation is not None:
+            conversation.drop()
+
+    def _can_begin(self) -> bool:
+        notes = self._step.notes
+        program, executable = self._known.get(notes[-1].number, (None, None))
+        if program is None or executable is None or not executable.can_talk:
+            return False
+        self._program = program
+        if not self._goes_its_way() or any(number >= len(self._step.outside) for number in _unnamed(program)):
+            return False
+        self._live.outside = self._step.outside
+        numbers = self._step.numbers_between(0, len(notes))
+        if numbers.keys() != {key for key in program.free if key[0] < len(notes)}:
+            return False
+        self._live.numbers = numbers
+        if any(guard.failure() is not None for guard in executable.captured.guards.values):
+            return False
+        self.conversation = self._begin(executable)
+        return True
+
+    def _goes_its_way(self) -> bool:
+        notes, program = self._step.notes, self._program
+        return (
+            program is not None
+            and len(notes) <= len(program.notes)
+            and all(mine is its for mine, its in zip(notes, program.notes, strict=False))
+        )
+
+    def _numbers(self) -> list[Any]:
+        """What Python has computed since it read last."""
+        if self._program is None:
+            return []
+        reads = [note for note in self._step.notes if note.reads]
+        last = reads[-2]
+        numbers = self._step.numbers_between(last.depth + 1, reads[-1].depth)
+        wanted = self._program.numbers_behind(last)
+        return [numbers[key] for key in wanted]
+
+
+def _unnamed(program: Program) -> list[int]:
+    """Tensors from outside that a graph finds by their number alone."""
+    return [number for note in program.notes for number, kind in note.met.items() if not kind.is_parameter]
+
+
 class Following:
     """The steps of one method of a module.
 
@@ -110,6 +219,8 @@ class Following:
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
         self._eager = self._graphs = 0
+        self._likely: dict[int, tuple[Program, Executable]] = {}
+        """The graph that ran last behind each first read."""
         self._gone: dict[Any, int] = {}
         """How often steps went each way."""
 
@@ -149,13 +260,16 @@ class Following:
                 return step.value_now(tensor)
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
 
+        talk = _Talk(step, self._likely, self._live, lambda e: self._begin(e, batch))
+        step.on_read, step.before_eager = talk.values, talk.drop
         queue = Queue(self._shadows_now(), want, step.eagerly)
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch)
         with self._module_paths(step), context.step_context(method), queue.active(), step.active():
             try:
                 returned = with_loss(getattr(context.module, method)(batch.tree, *arguments.values()))
-            except Unfollowed as reason:
-                raise RuntimeError(str(reason)) from reason
+            except BaseException:
+                talk.drop()
+                raise
         step.end()
         if step.is_eager:
             self._count_eager()
@@ -170,12 +284,22 @@ class Following:
         all_wants = self._wants.setdefault((step.way, free), {})
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers = step.outside, step.numbers
-        program = Program(step.notes, step.way, tuple(all_wants), source, self._live)
+        program = Program(step.notes, step.way, tuple(all_wants), source, free, self._live)
         self._gone[step.way] = self._gone.get(step.way, 0) + 1
         if self._gone[step.way] == 1 and len(self._gone) > NEW_WAYS:
             step.eagerly("it goes a way that no step went before")
             return FollowedStep(step, _resolved(returned), queue, (), None)
-        return FollowedStep(step, returned, queue, list(wants), program)
+        return FollowedStep(step, returned, queue, list(wants), program, talk)
+
+    def _begin(self, executable: Executable, batch: Batch) -> Conversation:
+        self._flush()
+        return Conversation(executable, batch.tensor_values)
+
+    def ran(self, program: Program, executable: Executable) -> None:
+        """A graph was a step's: where the next one reads first, it may begin."""
+        reads = program.reads()
+        if reads:
+            self._likely[reads[0].number] = program, executable
 
     def _shadows_now(self) -> Shadows:
         module = self._context.module

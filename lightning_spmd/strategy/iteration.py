@@ -163,13 +163,16 @@ class TrainingIteration:
             request = dataclasses.replace(request, program=followed.program)
             try:
                 executable = self._executable(request, None)
-                outputs = self._run(executable, batch.tensor_values)
+                with self.context.whole.changing(self.context.trainer):
+                    outputs = followed.outputs(executable)
+                outputs = self._run(executable, batch.tensor_values) if outputs is None else outputs
             except (CannotBeBuilt, FirstRunError) as error:
                 self.flush()
                 following.graph_failed(str(error))
                 followed.for_good(str(error))
                 raise RanEagerly(followed.returned, str(error)) from None
         self._after(executable.captured)
+        following.ran(followed.program, executable)
         values = followed.fill(resolve(executable.captured.returned, outputs, ()))
         self.ran = Ran.of(executable, 0, self._found.split, (self.table, self._own.table))
         with self.context.step_context(variant.method):

@@ -21,6 +21,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.guards import PredicateGuard
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.source import function_of
 from lightning_spmd.stages.capture.host_scalar import Number
 
@@ -70,7 +71,8 @@ def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> Decision
     for node in graph.nodes:
         if node not in needed or node.op == "placeholder":
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n])  # type: ignore[no-untyped-call]
+        given = ((), {}) if hands_over(node) else (node.args, node.kwargs)  # Python is done when this is asked
+        args, kwargs = fx.map_arg(given, lambda n: copies[n])  # type: ignore[no-untyped-call]
         key = (node.target, repr(args)) if not isinstance(node.target, private.OpOverload) else node
         if key not in seen:  # `if weight_decay != 0` once a parameter is one question
             seen[key] = out.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
@@ -99,6 +101,8 @@ def needed_for(graph: fx.Graph, targets: Sequence[fx.Node]) -> set[fx.Node]:
         if node in needed:
             continue
         needed.add(node)
+        if hands_over(node):
+            continue
         todo.extend(node.all_input_nodes)
         if node.op == "call_function" and node.target is not operator.getitem:
             for source in node.all_input_nodes:

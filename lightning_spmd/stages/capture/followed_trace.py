@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +15,20 @@ from typing_extensions import override
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, none_swallowed
 from lightning_spmd.ir.guards import Guards
+from lightning_spmd.ir.reads import HandOver
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
 from lightning_spmd.stages.capture.decisions import decision_program
-from lightning_spmd.stages.capture.follow.notes import Given, Made, Note, Outside, Place
-from lightning_spmd.stages.capture.follow.program import Program
+from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, tensors_in
+from lightning_spmd.stages.capture.follow.program import Live, Program
 from lightning_spmd.stages.capture.follow.values import Values
+from lightning_spmd.stages.capture.host_scalar import HostScalar
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap
 from lightning_spmd.stages.capture.packing import remove_dead_nodes, with_mutations
+from lightning_spmd.stages.capture.reads import writes_apart
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
 from lightning_spmd.stages.capture.user_code import located_at
@@ -59,6 +63,8 @@ class _FollowedTrace(IterationTrace):
         self._batch: list[Tensor] = []
         self._outside: dict[int, Tensor] = {}
         self._values = Values(self._fake)
+        self._reads = 0
+        self._handed: dict[tuple[int, Place], Any] = {}  # numbers that Python has once it has read
         self._positions: dict[int, int] = {}  # of wants among the outputs
         self._host_values: dict[str, Callable[[], Any]] = {}
         self._named: dict[str, Callable[[], Tensor]] = {}
@@ -128,13 +134,32 @@ class _FollowedTrace(IterationTrace):
 
     def _numbers_of(self, note: Note) -> dict[Place, Any]:
         found: dict[Place, Any] = {}
-        for (depth, place), value in self.program.live.numbers.items():
-            if depth == note.depth:
-                name = f"{note.name} {depth} {'.'.join(map(str, place))}"
-                live = self.program.live
-                self._host_values[name] = functools.partial(_number, live, (depth, place))
-                found[place] = self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
+        live = self.program.live
+        for (depth, place), value in live.numbers.items():
+            if depth != note.depth:
+                continue
+            if (depth, place) in self._handed:
+                found[place] = self._handed[depth, place]
+                continue
+            name = f"{note.name} {depth} {'.'.join(map(str, place))}"
+            self._host_values[name] = functools.partial(_number, live, (depth, place))
+            found[place] = self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
         return found
+
+    def _hand_over(self, note: Note) -> None:
+        """Python reads: it is handed values, and what it computed with them comes back."""
+        live, numbers = self.program.live, self.program.numbers_behind(note)
+        target = HandOver(self._reads, functools.partial(_numbers, live, numbers))
+        self._reads += 1
+        tensors = self._values.arguments(note, {})
+        sources = [self.recorder.argument(t.detach()) for t in tensors_in(tensors)]
+        graph = self.recorder.graph
+        node = graph.call_function(target, tuple(sources))
+        node.meta.update(val=tuple(live.numbers[key] for key in numbers), info=self.recorder.info())
+        for index, key in enumerate(numbers):
+            number = graph.call_function(operator.getitem, (node, index))
+            number.meta.update(val=live.numbers[key], info=node.meta["info"])
+            self._handed[key] = HostScalar(live.numbers[key], number, self.recorder).as_symbol()
 
     # ------------------------------------------------------------------ the forward part
     @override
@@ -148,6 +173,8 @@ class _FollowedTrace(IterationTrace):
             for note in program.notes:
                 with located_at(note.source):
                     self.recorder.module_path[-1] = note.module
+                    if note.reads:
+                        self._hand_over(note)
                     self._values.run(note, self._numbers_of(note))
                 self._tell(told.get(note.depth + 1, ()))
         for index in told.get(None, ()):
@@ -174,6 +201,7 @@ class _FollowedTrace(IterationTrace):
         graph.output(self.outputs.packed(by_hand=False)).meta["val"] = None
         simplify_strided_gradients(graph)
         share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
+        writes_apart(graph)
         remove_dead_nodes(graph)
         self.inputs.drop_unused(keep=decisions.inputs if decisions else ())
         graph.lint()
@@ -194,6 +222,10 @@ class _FollowedTrace(IterationTrace):
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _numbers(live: Live, keys: Sequence[tuple[int, Place]]) -> tuple[Any, ...]:
+    return tuple([live.numbers[key] for key in keys])
 
 
 def _number(live: Any, key: Any) -> Any:

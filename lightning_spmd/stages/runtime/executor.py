@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.reads import ReadMiss, checks_of
 from lightning_spmd.ir.signature import OutputRole
-from lightning_spmd.ir.source import ErrorsNamePlaces
+from lightning_spmd.ir.source import ErrorsNamePlaces, function_of
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, RecordedCall, ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
@@ -142,6 +143,7 @@ class Executable:
         self._checked = False
         self._profile: Profile | None = None
         self._question: Callable[[], None] | None = None
+        self._talking: Callable[..., Generator[Sequence[Tensor], Any, Sequence[Any]]] | None = None
 
     def inputs(self, batch: Sequence[Tensor]) -> list[Any]:
         """The inputs of the captured graph for this batch (tensor leaves, in order)."""
@@ -177,6 +179,32 @@ class Executable:
     def can_ask(self) -> bool:
         """Whether a run can ask a question once it has begun; all that ranks do together to get there is done."""
         return self._asks and self.is_final and self._main.is_settled
+
+    @property
+    def can_talk(self) -> bool:
+        """Whether a run can hand values to Python and wait for it; first runs and lowered graphs begin when it is done."""
+        plain = self.is_final and self._cleanup is None and self.decides and not self.graphs.main.axes
+        return plain and isinstance(self._main.run, FunctionType)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a run draws random numbers."""
+        return self._draws
+
+    def talk(self, batch: Sequence[Tensor]) -> Generator[Sequence[Tensor], Any, Sequence[Any]]:
+        """Begin a run that yields what it hands over to Python, is sent the numbers that Python has then, and ends.
+
+        Args:
+            batch: tensor leaves of the batch, in order.
+        """
+        if self._talking is None:
+            self._talking = function_of(self._main.step.graph_module, talks=True)
+        return self._talking(*self._main.inputs(batch))
+
+    def ended(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Store what such a run gave."""
+        self._store(outputs)
+        return outputs
 
     def run(
         self,

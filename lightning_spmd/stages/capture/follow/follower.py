@@ -57,42 +57,6 @@ _DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
-class Unfollowed(BaseException):
-    """What the user's code does cannot be followed, nor run for good from here on: the step begins anew, eagerly.
-
-    Args:
-        reason: for the user.
-        place: ``file:line``.
-    """
-
-    def __init__(self, reason: str, place: str | None = None) -> None:
-        super().__init__(reason)
-        self.reason, self.place = reason, place
-
-
-class _Apply:
-    """``kind.apply`` of an ``autograd.Function`` as one call.
-
-    Args:
-        kind: the class.
-        inside: entered around it, for its body names the module's own tensors.
-    """
-
-    def __init__(self, kind: type, inside: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self.kind, self.inside = kind, inside
-        self.__name__ = f"{kind.__name__}.apply"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.inside():
-            return private.applied(self.kind, args, kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Apply) and other.kind is self.kind
-
-    def __hash__(self) -> int:
-        return hash(self.kind)
-
-
 class Follower:
     """What is known of the steps of one method of a module.
 
@@ -197,7 +161,9 @@ class Step(TorchFunctionMode):
         self.is_apart = False
         self.module_path: Callable[[], str] = lambda: ""
         self.on_eager: Callable[[Callable[[Source], Tensor]], None] = lambda _: None
+        self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
+        self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
         self._here = follower.root
         self._held: list[tuple[Any, Any]] = []
         self._sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
@@ -510,6 +476,10 @@ class Step(TorchFunctionMode):
 
         return mapped(leaf, results)
 
+    def numbers_between(self, begin: int, end: int) -> dict[tuple[int, Place], Any]:
+        """The numbers, so far, of the calls from one depth to another that are others in other steps."""
+        return {(n.depth, p): v for n in self.notes[begin:end] if n.free for p, v in self._numbers_of(n).items()}
+
     def _numbers_of(self, note: Note) -> dict[Place, Any]:
         """The numbers of a call in this step that are others in other steps."""
         if not note.free:
@@ -545,8 +515,8 @@ class Step(TorchFunctionMode):
         """Tensors made of Python's data are the user's own; of a placeholder it is a call."""
         if args and isinstance(args[0], Tensor):
             return self.called(func, args, kwargs)
-        if tensors_in((args, kwargs)):
-            args, kwargs = self._true((args, kwargs))
+        if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
+            return self._read(func, args, kwargs)
         with self._beside():
             return func(*args, **kwargs)
 
@@ -567,11 +537,26 @@ class Step(TorchFunctionMode):
             with self._beside():
                 return func(*args, **kwargs)
         try:
+            self._take(self._read_note(func, args, kwargs), args, kwargs)
             args, kwargs = self._true((args, kwargs))
         except _CannotBeFollowed as error:
             self.eagerly(str(error))
         with self._beside():
             return func(*args, **kwargs)
+
+    def _read_note(self, func: Any, args: Any, kwargs: Any) -> Note:
+        for note in reversed(self._here.children):
+            if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, self) == {}:
+                return note
+        if len(self._here.children) >= MOST_WAYS:
+            raise _CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
+        known = len(self.outside)
+        note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), reads=True)
+        for number in range(known, len(self.outside)):
+            note.met[number] = self._kind(self.outside[number], number)
+        note.module, note.source = self.module_path(), user_location() or ""
+        self._here.children.append(note)
+        return note
 
     def _asks_for_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that reads values, and may compute beside."""
@@ -589,13 +574,17 @@ class Step(TorchFunctionMode):
 
     def _true(self, value: Any) -> Any:
         """A structure with the values of tensors in place of placeholders."""
-        values = self._values_so_far()
+        given = self.on_read()
+        told = None if given is None else iter(given)
+        values = self._values_so_far() if told is None else None
 
         def leaf(item: Any) -> Any:
             source = self._sources.get(id(item)) if isinstance(item, Tensor) else None
             if source is None:
                 return item
-            found = values.of(source).detach()
+            found = (next(told) if values is None else values.of(source)).detach()  # type: ignore[arg-type]
+            if values is None and found.numel() > 1:  # the graph goes on with its own
+                found = found.clone()
             fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
             trained = item.requires_grad if fake is None else fake.requires_grad
             return found.requires_grad_() if trained else found
@@ -627,6 +616,7 @@ class Step(TorchFunctionMode):
     # ------------------------------------------------------------------ the other end: for good, as eager training
     def eagerly(self, why: str) -> None:
         """Run what was called so far for good; from here on the step is eager training's."""
+        self.before_eager()
         self.reason = why, user_location()
         self._preview, self._recording = None, None
         self._copies.clear()

@@ -94,6 +94,11 @@ class Kind(NamedTuple):
     trained: bool
     shares: int | None
 
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is found by its name."""
+        return self.name is not None and issubclass(self.type, nn.Parameter)
+
 
 class Around(NamedTuple):
     """What torch's switches were when a call was made.
@@ -241,8 +246,3 @@ def with_numbers(value: Any, numbers: dict[Place, Any], place: Place = ()) -> An
             return kind(parts)
         return kind(*parts) if hasattr(value, "_fields") else kind(parts)
     return value
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Whether autograd's leaves of a module are of this kind."""
-    return isinstance(tensor, nn.Parameter)

@@ -49,6 +49,7 @@ class Program:
         number: of the way, in this process.
         wants: what leaves the graph.
         loss: what ``training_step`` returned as its loss.
+        free: the numbers of its calls, by depth and place, that are others in other steps.
         live: the tensors and numbers of this step, and of each later one that goes this way.
     """
 
@@ -56,9 +57,20 @@ class Program:
     number: int
     wants: tuple[Want, ...]
     loss: Source | None
+    free: frozenset[tuple[int, Place]]
     live: Live
+
+    def reads(self) -> list[Note]:
+        """The calls by which Python gets values."""
+        return [note for note in self.notes if note.reads]
+
+    def numbers_behind(self, read: Note) -> list[tuple[int, Place]]:
+        """The numbers that Python has computed when it has read, and before it reads again."""
+        later = [note.depth for note in self.notes[read.depth + 1 :] if note.reads]
+        end = later[0] if later else len(self.notes)
+        return sorted((key for key in self.free if read.depth < key[0] < end), key=repr)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What must be equal for a graph to be this step's."""
-        return self.number, frozenset(self.live.numbers), len(self.wants), self.loss
+        return self.number, self.free, len(self.wants), self.loss

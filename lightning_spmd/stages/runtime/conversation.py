@@ -1,0 +1,73 @@
+"""A run that is under way while the user's Python is: it hands over what Python reads, and goes on when Python does."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.source import ErrorsNamePlaces
+from lightning_spmd.stages.runtime.executor import Executable
+
+
+class Conversation:
+    """One run of a graph that hands values to Python. Until the last of them it has changed nothing that lasts.
+
+    Args:
+        executable: the graph; it :attr:`~Executable.can_talk`.
+        batch: tensor leaves of the batch, in order.
+    """
+
+    def __init__(self, executable: Executable, batch: Sequence[Tensor]) -> None:
+        self.executable = executable
+        self._random = _random_states() if executable.draws else None
+        self._run: Generator[Sequence[Tensor], Any, Sequence[Any]] = executable.talk(batch)
+        self._outputs: Sequence[Any] | None = None
+
+    def values(self, numbers: Sequence[Any] | None) -> Sequence[Tensor]:
+        """What Python reads next.
+
+        Args:
+            numbers: that Python has computed since it read last; None at the beginning.
+
+        Raises:
+            VerificationError: the graph hands nothing over any more.
+        """
+        found = self._go_on(None if numbers is None else tuple(numbers))
+        if found is None:
+            raise VerificationError("a graph ended where Python reads a value")
+        return found
+
+    def end(self, numbers: Sequence[Any]) -> Sequence[Any]:
+        """Run to the end: parameters, buffers and state are updated; gives the outputs of the captured graph.
+
+        Args:
+            numbers: that Python has computed since it read last.
+        """
+        if self._go_on(tuple(numbers)) is not None or self._outputs is None:
+            raise VerificationError("a graph waits for Python to read, and Python is done")
+        return self.executable.ended(self._outputs)
+
+    def drop(self) -> None:
+        """The run has not been: random numbers are those of before."""
+        self._run.close()
+        if self._random is not None:
+            torch.default_generator.set_state(self._random[0])
+            if self._random[1]:
+                torch.cuda.set_rng_state_all(self._random[1])
+
+    def _go_on(self, sent: Any) -> Sequence[Tensor] | None:
+        with torch.no_grad(), private.disable_autocast(), private.disable_dispatch_modes(), ErrorsNamePlaces():
+            try:
+                return self._run.send(sent)
+            except StopIteration as end:
+                self._outputs = end.value
+                return None
+
+
+def _random_states() -> tuple[Tensor, list[Tensor]]:
+    return torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
