@@ -43,6 +43,18 @@ class RanEagerly(Exception):
         self.returned = returned
 
 
+class EndedByUser(Exception):
+    """The user's step raised a StopIteration, with which it ends its epoch, as in eager training.
+
+    Args:
+        error: it.
+    """
+
+    def __init__(self, error: StopIteration) -> None:
+        super().__init__("the step ends the epoch")
+        self.error = error
+
+
 class FollowedStep:
     """One step whose Python has run.
 
@@ -221,6 +233,7 @@ class Following:
         self._eager = self._graphs = 0
         self._likely: dict[int, tuple[Program, Executable]] = {}
         """The graph that ran last behind each first read."""
+        self._told: set[str] = set()
         self._gone: dict[Any, int] = {}
         """How often steps went each way."""
 
@@ -267,12 +280,15 @@ class Following:
         with self._module_paths(step), context.step_context(method), queue.active(), step.active():
             try:
                 returned = with_loss(getattr(context.module, method)(batch.tree, *arguments.values()))
-            except BaseException:
+            except BaseException as error:
                 talk.drop()
+                step.end()
+                if isinstance(error, StopIteration):
+                    raise EndedByUser(error) from None
                 raise
         step.end()
         if step.is_eager:
-            self._count_eager()
+            self._count_eager(FollowedStep(step, None, queue, (), None).reason or "")
             return FollowedStep(step, _resolved(returned), queue, (), None)
         self._graphs += 1
         loss = returned.get("loss") if isinstance(returned, dict) else returned
@@ -324,17 +340,23 @@ class Following:
         calls = queue.close()
         queue.done(replay(self._context.module, Recorded(calls, {}), values, batch.values, 0, is_global=False))
 
-    def _count_eager(self) -> None:
+    def _count_eager(self, reason: str) -> None:
         self._eager += 1
+        if reason not in self._told:
+            self._told.add(reason)
+            tell(f"strategy='spmd' ran a step eagerly: {reason}")
         if not self._graphs or self._eager >= MOST_EAGER:
             self.ended = "steps ran eagerly"
 
     @staticmethod
-    def reason_not_to(module: Any, optimizer: Any) -> str | None:
-        """Why the steps of a module are not followed, or None.
+    def reason_not_to(context: RunContext) -> str | None:
+        """Why the steps of a run are not followed, or None.
 
         What runs behind ``training_step`` is captured, and does not run: it must be code that is known.
         """
+        module, optimizer = context.module, context.optimizer
+        if context.bf16_updates != "plain":  # no step of which may run eagerly
+            return "weights of bfloat16 are updated in float32"
         kind = type(optimizer)
         if not kind.__module__.startswith("torch.optim") or set(vars(optimizer)) & {"step", "zero_grad"}:
             return f"{kind.__name__} is no optimizer of torch's own"
@@ -345,8 +367,7 @@ class Following:
     def graph_failed(self, reason: str) -> None:
         """There is no graph of a step that was followed."""
         self._graphs -= 1
-        self._count_eager()
-        tell(f"strategy='spmd' ran a step eagerly: {reason}")
+        self._count_eager(reason)
 
 
 def _resolved(returned: Any) -> Any:

@@ -24,7 +24,7 @@ from lightning_spmd.strategy.beside_parts import whole_beside_parts
 from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.following import RanEagerly
+from lightning_spmd.strategy.following import EndedByUser, RanEagerly
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import gradients_of
@@ -222,6 +222,8 @@ class Training:
         except RanEagerly as ran:
             self._finish_eagerly(iteration)
             return ran.returned
+        except EndedByUser as ended:
+            raise ended.error from None
         except FellBack:
             self._leave_graphs(iteration)
             return self._eagerly(eager, args, kwargs)

@@ -80,6 +80,7 @@ FALLS_BACK: list[tuple[type[Net], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(("make", "message"), FALLS_BACK, ids=lambda v: getattr(v, "__name__", ""))
 def test_item_falls_back(make: type[Net], message: str) -> None:
     """Announced once, with what it was and what to write instead; training is the eager one, bitwise."""
@@ -93,6 +94,7 @@ def test_item_falls_back(make: type[Net], message: str) -> None:
     assert re.search(message, announcements(ours)[0], re.DOTALL), announcements(ours)[0]
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize("make", [Item, Branch, Selects])
 def test_the_announcement_names_the_line(make: type[Net]) -> None:
     source, first = inspect.getsourcelines(make)

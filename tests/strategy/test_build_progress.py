@@ -79,6 +79,7 @@ def test_the_bar_says_what_building_is_at(kind: Any, monkeypatch: pytest.MonkeyP
     assert "Epoch 0" in after
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_the_bar_forgets_what_became_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     with pytest.warns(UserWarning, match="trains eagerly"):

@@ -49,6 +49,7 @@ class UnderTwoNames(Replaces):
         return torch.ones(3, 3)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(
     ("make", "said"),
     [

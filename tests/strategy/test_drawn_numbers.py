@@ -148,6 +148,7 @@ class Shuffles(Quiet):
         return self.loss(batch) * float(order[0]) * factor
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_what_cannot_be_repeated_is_eager() -> None:
     states: list[Any] = []
     ours = assert_as_eager(Shuffles, mode="eager", callbacks=lambda: [Left(states)])

@@ -99,6 +99,7 @@ class _Removed(Net):
         return self.loss(batch)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(
     ("make", "mode"),
     [
@@ -117,6 +118,7 @@ def test_what_a_first_forward_does_once_is_done_once(make: Callable[[], Net], mo
         assert result.captures == 2  # of the first step with momentum, and of the others
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_hooks_that_stay_are_named(recwarn: pytest.WarningsRecorder) -> None:
     text = "\n".join(run(_HookedAgain).warnings)
     assert "training_step registers hooks on first" in text

@@ -52,6 +52,7 @@ class FloatOfStep(Net):
         return self.loss(batch)
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_a_counter_made_a_plain_float_ends_in_an_announcement_that_names_the_line() -> None:
     theirs, ours = run(FloatOfStep, "auto"), run(FloatOfStep, "spmd")
     assert (ours.losses, ours.logged) == (theirs.losses, theirs.logged)
@@ -92,6 +93,7 @@ class AttributeEachEpoch(Net):
         return self.loss(batch) * self.strength * self.settings["scale"] ** 0.5
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_an_attribute_that_a_hook_changes_each_epoch_is_seen() -> None:
     assert assert_as_eager(AttributeEachEpoch).captures == 4
 
@@ -145,6 +147,7 @@ class AttributeEachStep(Net):
         return self.loss(batch) * self.temperature
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_an_attribute_that_changes_each_step_becomes_an_input() -> None:
     assert assert_as_eager(AttributeEachStep, max_epochs=4).captures == 3
 

@@ -240,6 +240,7 @@ class Contains(Quiet):
         return loss * 2 if hasattr(found, "append") else loss
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -79,6 +79,7 @@ def _line(function: Any, text: str) -> int:
     return start + [i for i, line in enumerate(lines) if text in line][0]
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_every_fit_of_a_process_announces_its_fallback_at_the_users_line() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # as a script has it: each text once for each place that warns
@@ -191,6 +192,7 @@ class BreaksInStep(Quiet):
         return Broken(self.parameters(), lr=0.1)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(
     ("make", "said", "file"),
     [

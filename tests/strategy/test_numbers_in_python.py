@@ -137,6 +137,7 @@ def is_true(value: Any) -> bool:
     return value is True
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_a_yes_or_no_that_another_module_compares_by_is_makes_the_step_eager() -> None:
     ours = assert_as_eager(lambda: asked_by_others.Decides(is_true), mode="eager", max_epochs=1)
     (told,) = [w for w in ours.warnings if "trains eagerly" in w]

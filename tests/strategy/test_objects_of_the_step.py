@@ -100,6 +100,7 @@ def test_what_stays_is_state() -> None:
     assert_bitwise(run(_Kept), run(_Kept, "auto"))
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_what_somebody_else_keeps_is_not_taken_for_the_steps_own() -> None:
     _REGISTERED.clear()
     ours = run(_Registered)

@@ -121,6 +121,7 @@ class Listed(Reads):
         return self.last(self.rnn(rows)[1][0][-2:].mean(0).mean(0).repeat(2)).expand(len(batch[2]), -1)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize("make", [Reads, Sorted, pytest.param(Stacked, marks=pytest.mark.long)])
 def test_all_lengths_have_a_graph(make: type[Net]) -> None:
     """Five batches of other lengths: bitwise, in a graph for the first one and one for all others."""

@@ -94,6 +94,7 @@ class ReturnsAnObject(Quiet):
         return Hidden(self(batch[0]))
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_an_object_that_hides_tensors_runs_eagerly() -> None:
     with pytest.warns(UserWarning, match="a Hidden that holds tensors"):
         ours = predict(ReturnsAnObject, True)

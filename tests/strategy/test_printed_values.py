@@ -129,6 +129,7 @@ class Indexes(Quiet):
         return self.loss(batch) * factor + layer.weight.square().mean()
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(("kind", "mode"), [(Measures, "eager"), (Kinds, "compiled"), (Indexes, "compiled")])
 def test_what_decides_is_followed_or_told(kind: type[Quiet], mode: str) -> None:
     assert_as_eager(kind, mode=mode)

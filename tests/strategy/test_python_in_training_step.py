@@ -93,6 +93,7 @@ def registers_a_buffer(self: Net, batch: Any, _: int) -> Tensor:
     return self.loss(batch)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(
     ("step", "named"),
     [(seeds_torch, "seeds torch"), (registers_a_buffer, "registers count")],
@@ -113,6 +114,7 @@ class OwnGenerator(Net):
         return super().loss((batch[0] + torch.rand(batch[0].shape, generator=self.generator), batch[1]))
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_a_generator_of_ones_own_is_announced() -> None:
     result = assert_as_eager(OwnGenerator, mode="eager")
     assert any("draws from a torch.Generator of its own" in text for text in result.warnings), result.warnings

@@ -87,6 +87,7 @@ class ReturnsEachStep(Returns, EachStep):
     pass
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_what_changes_at_each_step_is_eager_before_it_did_harm() -> None:
     ours = assert_as_eager(EachStep, mode="eager")
     anew, eagerly = (w for w in ours.warnings if "strategy='spmd'" in w)
@@ -96,6 +97,7 @@ def test_what_changes_at_each_step_is_eager_before_it_did_harm() -> None:
     assert "now: aten.mul.Tensor(" in anew
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_a_value_that_changes_once_at_the_beginning_costs_a_graph() -> None:
     ours = assert_as_eager(InClock)
     assert ours.captures == 3
@@ -104,11 +106,13 @@ def test_a_value_that_changes_once_at_the_beginning_costs_a_graph() -> None:
     assert "0.5)\n" in told
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_a_step_that_cannot_be_captured_any_more_is_eager() -> None:
     ours = assert_as_eager(Raising, mode="eager")
     assert any("cannot be captured any more" in w and line_of(Raising.hidden) in w for w in ours.warnings)
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_a_clock_that_is_logged_is_not_frozen() -> None:
     ours = run(LogsTime)
     assert ours.mode == "eager"
@@ -118,6 +122,7 @@ def test_a_clock_that_is_logged_is_not_frozen() -> None:
     assert "calls perf_counter()" in told
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_plain_values_that_are_returned_are_not_frozen() -> None:
     ours = assert_as_eager(ReturnsEachStep, mode="eager")
     told = [w for w in ours.warnings if "was: training_step returns {'loss': <output 1>, 'rate': 0.81}" in w]
@@ -136,6 +141,7 @@ class Iterates(Hides):
         return float(next(self.numbers))  # HERE
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_an_iterator_that_each_step_advances_is_announced() -> None:
     ours = assert_as_eager(Iterates, mode="eager")
     assert len([w for w in ours.warnings if line_of(Iterates.hidden) in w and "self.numbers, a count" in w]) == 1
@@ -159,6 +165,7 @@ def stale(make: Callable[[], Net], **settings: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("no_limit")
 def test_what_changes_with_the_epoch_is_an_error_that_names_line_values_and_steps() -> None:
     told = stale(AtEpochs)
@@ -169,6 +176,7 @@ def test_what_changes_with_the_epoch_is_an_error_that_names_line_values_and_step
     assert "The graph was right at step 4; 1 step was made with it since" in told
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("no_limit")
 def test_what_changes_in_mid_run_is_found_when_the_number_of_uses_has_doubled() -> None:
     """Use 16 is step 16: the first step has a graph of its own."""
@@ -192,6 +200,7 @@ class LogsAtEpochs(AtEpochs, Logs):
     training_step = Logs.training_step
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("no_limit")
 def test_another_recorded_call_is_told() -> None:
     told = stale(LogsAtEpochs)
@@ -207,6 +216,7 @@ class HidesTensor(AtEpochs):
         return torch.tensor([HIDDEN.value, 1.0]).mean()  # HERE
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("no_limit")
 def test_a_tensor_made_of_a_hidden_value_is_told() -> None:
     told = stale(HidesTensor)
@@ -246,6 +256,7 @@ def test_optimizers_are_looked_at() -> None:
     assert "0.5" in told
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("no_limit")
 @pytest.mark.parametrize("accumulated", [2, 3])
 def test_graphs_of_accumulated_batches_are_looked_at(accumulated: int) -> None:
@@ -272,6 +283,7 @@ class HookedOptimizer(Hooked, HidesInOptimizer):
     pass
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("no_limit")
 @pytest.mark.parametrize(("make", "where"), [(HookedHides, Hides), (HookedOptimizer, HiddenStep)])
 def test_both_graphs_of_split_mode_are_looked_at(make: type[Net], where: Any) -> None:
@@ -295,6 +307,7 @@ class Prints(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("at_every_use")
 def test_looking_leaves_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
     """Random numbers, logged values and weights are bitwise eager's; nothing is printed or logged a second time."""
@@ -318,6 +331,7 @@ class SameNumberTwice(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("at_every_use")
 def test_a_number_that_is_frozen_in_one_trace_alone_is_compared_by_value() -> None:
     assert_no_alarm(SameNumberTwice, 1)
@@ -348,6 +362,7 @@ class Moves(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("at_every_use")
 def test_numbers_that_became_inputs_are_compared_by_value() -> None:
     assert_no_alarm(Moves, 3)

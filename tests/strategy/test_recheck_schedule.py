@@ -60,6 +60,7 @@ def test_no_epoch_is_so_long_that_nobody_looks() -> None:
     assert max(gaps) == pytest.approx(recheck.LONGEST_GAP_SECONDS / 2.0, rel=0.01)
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_the_end_of_a_run_tells_what_looking_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(recheck, "tell", told.append)

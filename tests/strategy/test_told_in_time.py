@@ -125,6 +125,7 @@ class TellsDraws(Keeps):
         return self.loss(batch)
 
 
+@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [

@@ -262,6 +262,7 @@ class Step(TorchFunctionMode):
                     and note.around.grad is torch.is_grad_enabled()
                     and note.fits(args, kwargs or {})
                     and note.around.autocast == private.autocast_state()
+                    and note.around.dtype is torch.get_default_dtype()
                 ):
                     return self._take(note, args, kwargs or {})
             return self.called(func, args, kwargs or {})

@@ -106,10 +106,12 @@ class Around(NamedTuple):
     Args:
         grad: whether autograd records.
         autocast: the state of autocast where it is on: device type, dtype, whether casts are kept; None where it is off.
+        dtype: of what is made without one.
     """
 
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...] | None
+    dtype: torch.dtype
 
 
 _numbers = itertools.count()
@@ -146,7 +148,7 @@ class Note:
     func: Any = None
     args: Any = ()
     kwargs: Any = field(default_factory=dict[str, Any])
-    around: Around = Around(True, None)
+    around: Around = Around(True, None, torch.float32)
     met: dict[int, Kind] = field(default_factory=dict[int, Kind])
     reads: bool = False
     module: str = ""
@@ -169,7 +171,7 @@ class Note:
 
 def around_now() -> Around:
     """Torch's switches."""
-    return Around(torch.is_grad_enabled(), private.autocast_state())
+    return Around(torch.is_grad_enabled(), private.autocast_state(), torch.get_default_dtype())
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
