@@ -1,0 +1,12 @@
+"""All cases, by name."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from tests.untidy import objects
+from tests.untidy.untidy import Untidy
+
+PARTS: tuple[ModuleType, ...] = (objects,)
+CASES: dict[str, type[Untidy]] = {kind.__name__: kind for part in PARTS for kind in part.CASES}
+"""In the order of the files."""
