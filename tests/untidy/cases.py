@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from tests.untidy import containers, drawn, objects, tables
+from tests.untidy import containers, drawn, kept_tensors, objects, reads, tables, texts
 from tests.untidy.untidy import Untidy
 
-PARTS: tuple[ModuleType, ...] = (objects, containers, drawn, tables)
+PARTS: tuple[ModuleType, ...] = (objects, containers, drawn, tables, reads, texts, kept_tensors)
 CASES: dict[str, type[Untidy]] = {kind.__name__: kind for part in PARTS for kind in part.CASES}
 """In the order of the files."""
