@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import math
 import os
@@ -42,7 +43,7 @@ class Outcome:
         result: losses, logged values, weights, buffers, the optimizer's state.
         kept: what the case says that Python has.
         text: what was printed.
-        random_states: of ``random``, NumPy and torch at the end.
+        random_states: digests of those of ``random``, NumPy and torch at the end.
         runs: how often Python ran ``training_step``.
         graph_steps: steps that a graph ran.
         seconds: of the fit.
@@ -51,7 +52,7 @@ class Outcome:
     result: Result
     kept: Any
     text: str
-    random_states: dict[str, Any]
+    random_states: dict[str, str]
     runs: int
     graph_steps: int
     seconds: float
@@ -135,13 +136,14 @@ def _by_rank(rows: list[Any], ranks: int) -> list[Any]:
     return [rows[place] for place in order]
 
 
-def _random_states() -> dict[str, Any]:
+def _random_states() -> dict[str, str]:
     _, keys, *rest = np.random.get_state()
-    return {
-        "random": random.getstate(),
-        "numpy": (keys.tolist(), *rest),  # type: ignore[union-attr]
-        "torch": torch.get_rng_state().tolist(),
+    states = {
+        "random": repr(random.getstate()),
+        "numpy": repr((keys.tolist(), *rest)),  # type: ignore[union-attr]
+        "torch": repr(torch.get_rng_state().tolist()),
     }
+    return {name: hashlib.sha256(state.encode()).hexdigest() for name, state in states.items()}
 
 
 # ---------------------------------------------------------------------- comparing
