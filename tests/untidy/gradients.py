@@ -256,7 +256,7 @@ class SharpnessByProduct(Untidy):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(*batch)
-        vector = torch.ones_like(self.head.weight)
+        vector = self.head.weight.detach().sign()
         (gradient,) = autograd.grad(loss, self.head.weight, create_graph=True)
         (product,) = autograd.grad((gradient * vector).sum(), self.head.weight, retain_graph=True)
         self.curvature = 0.9 * self.curvature + 0.1 * float((product * vector).sum())
@@ -275,7 +275,8 @@ class SwitchedOff(Untidy):
             h = self.hidden(x)
         with torch.inference_mode():
             sure = self.head(h).softmax(1).amax(1).mean().item()
-        return F.cross_entropy(self.head(h), y) * (1 + sure) if h.requires_grad else F.cross_entropy(self.head(h), y)
+        loss = F.cross_entropy(self.head(h), y)
+        return loss * (1 + sure) if h.requires_grad else loss
 
 
 class AsksForHistory(Untidy):
@@ -327,8 +328,7 @@ class InnerBackward(Untidy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         h = self.hidden(x).detach()
-        with torch.enable_grad():
-            F.cross_entropy(F.linear(h + self.prompt, self.head.weight.detach()), y).backward()
+        F.cross_entropy(F.linear(h + self.prompt, self.head.weight.detach()), y).backward()
         with torch.no_grad():
             assert self.prompt.grad is not None
             self.prompt -= 0.5 * self.prompt.grad

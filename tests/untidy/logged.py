@@ -204,7 +204,7 @@ class MetricLogged(Untidy):
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = MulticlassAccuracy(CLASSES)
-        self.mean = torchmetrics.MeanMetric()
+        self.mean, self.means = torchmetrics.MeanMetric(), []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self(batch[0])
@@ -213,12 +213,13 @@ class MetricLogged(Untidy):
         self.mean.update(loss)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         if batch_idx % 6 == 5:
-            self.log("mean", self.mean.compute())
+            self.means.append(self.mean.compute().item())
+            self.log("mean", self.means[-1])
             self.mean.reset()
         return loss
 
     def kept(self) -> Any:
-        return self.mean.compute().item(), self.accuracy.compute().item()
+        return self.means
 
 
 class MetricWeighs(Untidy):
@@ -358,7 +359,7 @@ class WorkerQueue(Untidy):
         h = self.hidden(batch[0])
         self.asked.put(h.detach().clone())
         loss = F.cross_entropy(self.head(h), batch[1])
-        print(batch_idx, self.answers.get(timeout=20))
+        print(batch_idx, self.answers.get(timeout=3))
         return loss
 
     def kept(self) -> Any:

@@ -132,7 +132,9 @@ def _set_back(folder: str) -> Iterator[None]:
 def _by_rank(rows: list[Any], ranks: int) -> list[Any]:
     """In an order in which every ``ranks``-th row of a batch is a block of it: ranks' rows together are in order."""
     each = ROWS // ranks
-    order = [batch + rank * each + i for batch in range(0, len(rows), ROWS) for i in range(each) for rank in range(ranks)]
+    order = [
+        batch + rank * each + i for batch in range(0, len(rows), ROWS) for i in range(each) for rank in range(ranks)
+    ]
     return [rows[place] for place in order]
 
 

@@ -285,7 +285,7 @@ class Streams(Untidy):
         loss = self.loss(*batch)
         sys.stdout.write(f"{batch_idx}: ")
         sys.stdout.flush()
-        print("%.3f" % loss, "{:>8.4f}".format(loss.item()), sep=" | ", end="\r\n")
+        print("%.3f" % loss, "{:>8.4f}".format(loss.item()), sep=" | ", end="\r\n")  # noqa: UP031, UP032
         print(batch_idx, loss.item() > 1, file=self.own)
         return loss * (1 + self.own.tell() / 1000)
 
@@ -304,7 +304,7 @@ class TensorsAsText(Untidy):
         h = self.hidden(batch[0])
         loss = torch.nn.functional.cross_entropy(self.head(h), batch[1])
         self.texts.append(str(h[0, :3].detach()))
-        print(loss, f"{loss}", repr(batch[1][:4]), "{!r:.30}".format(self.head.bias))
+        print(loss, f"{loss}", repr(batch[1][:4]), f"{self.head.bias!r:.30}")
         return loss * 0.5 if "0.0000" in self.texts[-1] else loss
 
     def kept(self) -> Any:

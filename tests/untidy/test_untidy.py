@@ -1,0 +1,66 @@
+"""Untidy steps train bit for bit as without the strategy, in weights, in what Python keeps and in what it writes.
+
+``python -m tests.untidy`` says of each case how it ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.ranks import RankPool
+from tests.untidy.cases import CASES, PARTS
+from tests.untidy.running import NEAR, differences, disagreements, run_case, run_on_ranks
+from tests.untidy.untidy import STEPS, Untidy
+
+RUNS_ONCE = False
+"""Whether Python runs ``training_step`` once in each step: not where it runs in a capture and in steps of no graph."""
+
+NOT_YET: dict[str, str] = {}
+"""Cases that differ from eager training on one device, and in what."""
+
+NOT_YET_ON_RANKS: dict[str, str] = {}
+"""Likewise on two ranks, from one device."""
+
+
+def _parameters(faults: dict[str, str]) -> Iterator[object]:
+    for name in CASES:
+        marks = [pytest.mark.xfail(reason=faults[name], strict=False)] if name in faults else []
+        yield pytest.param(name, marks=marks)
+
+
+def test_every_case_is_in_the_list() -> None:
+    found = {
+        kind.__name__
+        for part in PARTS
+        for kind in vars(part).values()
+        if isinstance(kind, type) and issubclass(kind, Untidy) and "training_step" in vars(kind)
+    }
+    assert found == set(CASES)
+    assert set(NOT_YET) <= set(CASES)
+    assert set(NOT_YET_ON_RANKS) <= set(CASES)
+
+
+@pytest.mark.parametrize("name", _parameters(NOT_YET))
+def test_a_step_trains_as_eagerly(name: str) -> None:
+    theirs, ours = run_case(name, "auto"), run_case(name, "spmd")
+    assert differences(ours, theirs) == []
+    assert theirs.runs == STEPS
+    if RUNS_ONCE:
+        assert ours.runs == STEPS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_eager_training_repeats_itself(name: str) -> None:
+    assert differences(run_case(name, "auto"), run_case(name, "auto")) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", _parameters(NOT_YET_ON_RANKS))
+def test_two_ranks_train_as_one_device(two_ranks: RankPool, name: str) -> None:
+    theirs, ours = run_case(name, "auto"), run_on_ranks(name, two_ranks)
+    assert disagreements(ours) == []
+    if not CASES[name].draws_rows:
+        assert differences(ours[0], theirs, NEAR) == []
