@@ -55,7 +55,7 @@ def _compared(name: str, pool: RankPool | None, strategy: str) -> tuple[Outcome,
         ours = run_case(name, strategy)
         return ours, differences(ours, theirs)
     outcomes = run_on_ranks(name, pool)
-    alike = [] if CASES[name].draws_rows else differences(outcomes[0], theirs, NEAR)
+    alike = [] if CASES[name].draws else differences(outcomes[0], theirs, NEAR)
     return outcomes[0], [*alike, *disagreements(outcomes)]
 
 

@@ -181,6 +181,8 @@ class Surgery(ByHand):
 class NoisyGradients(ByHand):
     """Gradients are changed in place: centered, made noisy, some set to zero."""
 
+    draws = True
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(*batch)
         self.optimizer.zero_grad()

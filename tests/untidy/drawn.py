@@ -56,6 +56,8 @@ class MixUp(Untidy):
 class CutMix(Untidy):
     """CutMix: a box with drawn corners is pasted from other rows; what it covers weighs the labels."""
 
+    draws = True
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         picture, order = x.view(-1, 2, 4).clone(), torch.randperm(len(x))
@@ -116,6 +118,8 @@ class NumpyShuffle(Untidy):
 class TorchCoin(Untidy):
     """A number of torch's is drawn and decided by."""
 
+    draws = True
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         if torch.rand(1) < 0.5:
@@ -126,7 +130,7 @@ class TorchCoin(Untidy):
 class TorchNoise(Untidy):
     """Noise of torch's on the batch and on a layer, weaker with each step."""
 
-    draws_rows = True
+    draws = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,6 +183,8 @@ class OwnRandom(Untidy):
 class SeededStep(Untidy):
     """The step seeds torch for a part of it, and leaves the state as it was."""
 
+    draws = True
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         with torch.random.fork_rng(devices=[]):
@@ -190,7 +196,7 @@ class SeededStep(Untidy):
 class ReplayedState(Untidy):
     """The state of torch's generator is read and set again: two passes with one mask."""
 
-    draws_rows = True
+    draws = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -252,7 +258,7 @@ class StochasticDepth(Untidy):
 class MaskedColumns(Untidy):
     """As masked words are: some columns are masked, some of these replaced by noise, the rest stays."""
 
-    draws_rows = True
+    draws = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +278,7 @@ class MaskedColumns(Untidy):
 class Policy(Untidy):
     """REINFORCE: an action is drawn, its log-probability weighed with its reward and a moving baseline."""
 
-    draws_rows = True
+    draws = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +299,7 @@ class Policy(Untidy):
 class Reparametrized(Untidy):
     """A variational layer: distributions check what they are given, and draw by reparametrization."""
 
-    draws_rows = True
+    draws = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,6 +318,8 @@ class Reparametrized(Untidy):
 class DrawnMixture(Untidy):
     """A Beta and a Dirichlet of torch's, read and not read."""
 
+    draws = True
+
     def __init__(self) -> None:
         super().__init__()
         self.beta = distributions.Beta(0.5, 0.5)
@@ -328,7 +336,7 @@ class DrawnMixture(Untidy):
 class Gumbel(Untidy):
     """A hard Gumbel softmax picks one of the classes, its temperature falls; multinomial picks rows."""
 
-    draws_rows = True
+    draws = True
 
     def __init__(self) -> None:
         super().__init__()

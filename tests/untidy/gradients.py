@@ -130,7 +130,7 @@ class CountsBackwards(Untidy):
 class Checkpointed(Untidy):
     """A checkpointed part that draws, counts its calls, and is called once more in the backward pass."""
 
-    draws_rows = True
+    draws = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -151,7 +151,7 @@ class NormalizedThenNot(Normalized):
 class DropoutScheduled(Untidy):
     """The probability of dropout rises by a little in each step."""
 
-    draws_rows = True
+    draws = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,6 +239,8 @@ class HookInTheStep(Untidy):
 
 class ResetHead(Untidy):
     """The head is initialized anew in the middle of the training."""
+
+    draws = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx in (7, 15):
@@ -387,7 +389,7 @@ class FunctionalCall(Untidy):
 class Modes(Untidy):
     """The module is put into evaluation for labels of its own, and back into training."""
 
-    draws_rows = True
+    draws = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -121,7 +121,8 @@ class CsvLogger(Untidy):
         return loss
 
     def kept(self) -> Any:
-        return (self.folder / "csv" / "version_0" / "metrics.csv").read_text()
+        file = self.folder / "csv" / "version_0" / "metrics.csv"
+        return file.read_text() if file.exists() else ""  # rank zero alone writes
 
 
 class SeveralLoggers(WithWriter):

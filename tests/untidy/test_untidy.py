@@ -17,7 +17,27 @@ from tests.untidy.untidy import STEPS, Untidy
 RUNS_ONCE = False
 """Whether Python runs ``training_step`` once in each step: not where it runs in a capture and in steps of no graph."""
 
-NOT_YET: dict[str, str] = {}
+NOT_YET: dict[str, str] = {
+    "WeakTensor": "raises: the attempt to capture leaves a fake tensor behind a weak reference",
+    "LruCache": "the cached function is not called",
+    "MethodReplaced": "the method that step 17 takes away stays",
+    "Queues": "what the attempt to capture put into an array stays",
+    "SeededStep": "manual_seed inside of fork_rng: other numbers from the first step on",
+    "LargeTable": "what the attempt to capture changed in the table stays",
+    "GlobalTable": "what the attempt to capture changed in the table stays",
+    "Converges": "torch.allclose of the loop is never true",
+    "OwnInfo": "a function of the user's is given a placeholder's text",
+    "PythonLogging": "the handler has no lines when the step counts them",
+    "Streams": "what the attempt to capture wrote stays",
+    "KeptWithHistory": "the tensor that is kept has no grad_fn",
+    "Frozen": "other losses from two steps behind the freezing on",
+    "UnfrozenByCount": "the layers stay frozen",
+    "Swapped": "the second exchange does not happen",
+    "NormalizedThenNot": "the norm stays in training",
+    "RetainedGradient": "the retained gradient is None",
+    "Heartbeat": "another thread draws other numbers than its generator has",
+    "WorkerQueue": "raises: another thread is given a placeholder",
+}
 """Cases that differ from eager training on one device, and in what."""
 
 NOT_YET_ON_RANKS: dict[str, str] = {}
@@ -62,5 +82,5 @@ def test_eager_training_repeats_itself(name: str) -> None:
 def test_two_ranks_train_as_one_device(two_ranks: RankPool, name: str) -> None:
     theirs, ours = run_case(name, "auto"), run_on_ranks(name, two_ranks)
     assert disagreements(ours) == []
-    if not CASES[name].draws_rows:
+    if not CASES[name].draws:
         assert differences(ours[0], theirs, NEAR) == []

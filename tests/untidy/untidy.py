@@ -24,10 +24,11 @@ class Untidy(L.LightningModule):
     run begins with a new module.
 
     Attributes:
-        draws_rows: it draws numbers of torch for the rows of a batch: ranks have other ones than one device.
+        draws: it draws from torch's own generator, of which ranks have others than one device: they are compared with
+            one another alone.
     """
 
-    draws_rows: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
