@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import math
 import os
 import random
@@ -162,7 +163,7 @@ def differences(ours: Outcome, theirs: Outcome, near: float = 0.0) -> list[str]:
     for name in ("losses", "logged", "to_logger", "final", "weights", "optimizer_state"):
         found += _first(getattr(ours.result, name), getattr(theirs.result, name), near, name)
     found += _first(ours.kept, theirs.kept, near, "kept")
-    found += _text(ours.text, theirs.text, near)
+    found += _text(ours.text, theirs.text, near, "text")
     for name, state in theirs.random_states.items():
         if (near == 0 or name != "torch") and ours.random_states[name] != state:
             found.append(f"state of {name}")
@@ -190,6 +191,8 @@ def _first(ours: Any, theirs: Any, near: float, path: str) -> list[str]:
             return [f"{path}: {len(ours)} items, not {len(theirs)}"]
         pairs = enumerate(zip(ours, theirs, strict=True))
         return next((found for i, (a, b) in pairs if (found := _first(a, b, near, f"{path}[{i}]"))), [])
+    if isinstance(theirs, str):
+        return _text(ours, theirs, near, path)
     same = _same_number(ours, theirs, near) if isinstance(theirs, float) else ours == theirs
     return [] if same else [f"{path}: {_short(ours)}, not {_short(theirs)}"]
 
@@ -200,13 +203,14 @@ def _same_number(ours: float, theirs: float, near: float) -> bool:
     return repr(ours) == repr(theirs)
 
 
-def _text(ours: str, theirs: str, near: float) -> list[str]:
+def _text(ours: str, theirs: str, near: float, path: str) -> list[str]:
     """Where two texts differ first; ranks may round a number in one otherwise."""
-    if not near:
-        return _first(ours.splitlines(), theirs.splitlines(), 0, "text")
-    words = _first(_NUMBER.split(ours), _NUMBER.split(theirs), 0, "text")
-    numbers = [[float(number) for number in _NUMBER.findall(text)] for text in (ours, theirs)]
-    return words or _first(*numbers, _ROUNDED, "text")
+    if near:
+        words = _first(_NUMBER.split(ours), _NUMBER.split(theirs), 0, path)
+        numbers = [[float(number) for number in _NUMBER.findall(text)] for text in (ours, theirs)]
+        return words or _first(*numbers, _ROUNDED, path)
+    lines = enumerate(itertools.zip_longest(ours.splitlines(), theirs.splitlines()), 1)
+    return next(([f"{path}, line {i}: {_short(a)}, not {_short(b)}"] for i, (a, b) in lines if a != b), [])
 
 
 def _kind(tensor: Tensor) -> str:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.ranks import RankPool
+from tests.helpers.training import Result
 from tests.untidy.cases import CASES, PARTS
-from tests.untidy.running import NEAR, differences, disagreements, run_case, run_on_ranks
+from tests.untidy.running import NEAR, Outcome, differences, disagreements, run_case, run_on_ranks
 from tests.untidy.untidy import STEPS, Untidy
 
 RUNS_ONCE = False
@@ -44,10 +46,10 @@ NOT_YET_ON_RANKS: dict[str, str] = {}
 """Likewise on two ranks, from one device."""
 
 
-def _parameters(faults: dict[str, str]) -> Iterator[object]:
-    for name in CASES:
-        marks = [pytest.mark.xfail(reason=faults[name], strict=False)] if name in faults else []
-        yield pytest.param(name, marks=marks)
+def _parameters(faults: dict[str, str]) -> list[Any]:
+    """All cases; those with a fault may fail."""
+    marks = {name: [pytest.mark.xfail(reason=reason, strict=False)] for name, reason in faults.items()}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in CASES]
 
 
 def test_every_case_is_in_the_list() -> None:
@@ -60,6 +62,36 @@ def test_every_case_is_in_the_list() -> None:
     assert found == set(CASES)
     assert set(NOT_YET) <= set(CASES)
     assert set(NOT_YET_ON_RANKS) <= set(CASES)
+
+
+def _outcome(**changed: Any) -> Outcome:
+    result = Result(losses=[1.0, 2.0], weights={"w": torch.ones(2)})
+    same: dict[str, Any] = {"kept": [{"a": 1, "b": 0.5}], "text": "loss 1.25\nbest 1", "random_states": {"torch": "a"}}
+    return Outcome(**{"result": result, **same, "runs": STEPS, "graph_steps": 0, "seconds": 0.0, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"result": Result([1.0, 2.0 + 1e-9], weights={"w": torch.ones(2)})}, "losses[1]"),
+        ({"result": Result([1.0, 2.0], weights={"w": torch.ones(3)})}, "weights.w"),
+        ({"kept": [{"a": 1.0, "b": 0.5}]}, "kept[0].a"),
+        ({"kept": [{"b": 0.5, "a": 1}]}, "kept[0]: keys"),
+        ({"kept": []}, "kept: 0 items"),
+        ({"text": "loss 1.25\nbest 2"}, "text, line 2"),
+        ({"random_states": {"torch": "b"}}, "state of torch"),
+    ],
+)
+def test_each_kind_of_difference_is_found(changed: dict[str, Any], found: str) -> None:
+    (difference,) = differences(_outcome(**changed), _outcome())
+    assert difference.startswith(found)
+
+
+def test_ranks_may_round_otherwise() -> None:
+    ours = _outcome(result=Result([1.0, 2.0 + 1e-6], weights={"w": torch.ones(2)}), text="loss 1.26\nbest 1")
+    assert differences(ours, _outcome(), NEAR) == []
+    assert differences(_outcome(text="loss 1.25\nworst 1"), _outcome(), NEAR) != []
+    assert differences(_outcome(text="loss 1.35\nbest 1"), _outcome(), NEAR) != []
 
 
 @pytest.mark.parametrize("name", _parameters(NOT_YET))
