@@ -1,0 +1,118 @@
+"""Untidy steps train bit for bit as without the strategy, in weights, in what Python keeps and in what it writes.
+
+``python -m tests.untidy`` says of each case how it ran.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import Result
+from tests.untidy.cases import CASES, PARTS
+from tests.untidy.running import NEAR, Outcome, differences, disagreements, run_case, run_on_ranks
+from tests.untidy.untidy import STEPS, Untidy
+
+RUNS_ONCE = False
+"""Whether Python runs ``training_step`` once in each step: not where it runs in a capture and in steps of no graph."""
+
+NOT_YET: dict[str, str] = {
+    "WeakTensor": "raises: the attempt to capture leaves a fake tensor behind a weak reference",
+    "LruCache": "the cached function is not called",
+    "MethodReplaced": "the method that step 17 takes away stays",
+    "Queues": "what the attempt to capture put into an array stays",
+    "SeededStep": "manual_seed inside of fork_rng: other numbers from the first step on",
+    "LargeTable": "what the attempt to capture changed in the table stays",
+    "GlobalTable": "what the attempt to capture changed in the table stays",
+    "Converges": "torch.allclose of the loop is never true",
+    "OwnInfo": "a function of the user's is given a placeholder's text",
+    "PythonLogging": "the handler has no lines when the step counts them",
+    "Streams": "what the attempt to capture wrote stays",
+    "KeptWithHistory": "the tensor that is kept has no grad_fn",
+    "Frozen": "other losses from two steps behind the freezing on",
+    "UnfrozenByCount": "the layers stay frozen",
+    "Swapped": "the second exchange does not happen",
+    "NormalizedThenNot": "the norm stays in training",
+    "RetainedGradient": "the retained gradient is None",
+    "Heartbeat": "another thread draws other numbers than its generator has",
+    "WorkerQueue": "raises: another thread is given a placeholder",
+}
+"""Cases that differ from eager training on one device, and in what."""
+
+NOT_YET_ON_RANKS: dict[str, str] = {}
+"""Likewise on two ranks, from one device."""
+
+
+def _parameters(faults: dict[str, str]) -> list[Any]:
+    """All cases; those with a fault may fail."""
+    marks = {name: [pytest.mark.xfail(reason=reason, strict=False)] for name, reason in faults.items()}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in CASES]
+
+
+def test_every_case_is_in_the_list() -> None:
+    found = {
+        kind.__name__
+        for part in PARTS
+        for kind in vars(part).values()
+        if isinstance(kind, type) and issubclass(kind, Untidy) and "training_step" in vars(kind)
+    }
+    assert found == set(CASES)
+    assert set(NOT_YET) <= set(CASES)
+    assert set(NOT_YET_ON_RANKS) <= set(CASES)
+
+
+def _outcome(**changed: Any) -> Outcome:
+    result = Result(losses=[1.0, 2.0], weights={"w": torch.ones(2)})
+    same: dict[str, Any] = {"kept": [{"a": 1, "b": 0.5}], "text": "loss 1.25\nbest 1", "random_states": {"torch": "a"}}
+    return Outcome(**{"result": result, **same, "runs": STEPS, "graph_steps": 0, "seconds": 0.0, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"result": Result([1.0, 2.0 + 1e-9], weights={"w": torch.ones(2)})}, "losses[1]"),
+        ({"result": Result([1.0, 2.0], weights={"w": torch.ones(3)})}, "weights.w"),
+        ({"kept": [{"a": 1.0, "b": 0.5}]}, "kept[0].a"),
+        ({"kept": [{"b": 0.5, "a": 1}]}, "kept[0]: keys"),
+        ({"kept": []}, "kept: 0 items"),
+        ({"text": "loss 1.25\nbest 2"}, "text, line 2"),
+        ({"random_states": {"torch": "b"}}, "state of torch"),
+    ],
+)
+def test_each_kind_of_difference_is_found(changed: dict[str, Any], found: str) -> None:
+    (difference,) = differences(_outcome(**changed), _outcome())
+    assert difference.startswith(found)
+
+
+def test_ranks_may_round_otherwise() -> None:
+    ours = _outcome(result=Result([1.0, 2.0 + 1e-6], weights={"w": torch.ones(2)}), text="loss 1.26\nbest 1")
+    assert differences(ours, _outcome(), NEAR) == []
+    assert differences(_outcome(text="loss 1.25\nworst 1"), _outcome(), NEAR) != []
+    assert differences(_outcome(text="loss 1.35\nbest 1"), _outcome(), NEAR) != []
+
+
+@pytest.mark.parametrize("name", _parameters(NOT_YET))
+def test_a_step_trains_as_eagerly(name: str) -> None:
+    theirs, ours = run_case(name, "auto"), run_case(name, "spmd")
+    assert differences(ours, theirs) == []
+    assert theirs.runs == STEPS
+    if RUNS_ONCE:
+        assert ours.runs == STEPS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_eager_training_repeats_itself(name: str) -> None:
+    assert differences(run_case(name, "auto"), run_case(name, "auto")) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", _parameters(NOT_YET_ON_RANKS))
+def test_two_ranks_train_as_one_device(two_ranks: RankPool, name: str) -> None:
+    theirs, ours = run_case(name, "auto"), run_on_ranks(name, two_ranks)
+    assert disagreements(ours) == []
+    if not CASES[name].draws:
+        assert differences(ours[0], theirs, NEAR) == []
