@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
+from torch._functorch import eager_transforms as _transforms
+from torch._functorch import vmap as _vmap_package
 
+_vmap = sys.modules["torch._functorch.vmap"] if callable(_vmap_package) else _vmap_package
 _KINDS = ("cpu", "cuda")
 no_torch_functions = DisableTorchFunction
 
@@ -53,6 +57,7 @@ def unseen_calls_replaced(
     for owner, name in (
         (torch, "manual_seed"),
         (torch, "seed"),
+        (torch, "load"),
         (torch, "get_rng_state"),
         (torch, "set_rng_state"),
         (torch.random, "manual_seed"),
@@ -61,6 +66,10 @@ def unseen_calls_replaced(
         (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
         (torch.autograd.graph.save_on_cpu, "__enter__"),
         (nn.Parameter, "__new__"),
+        (_vmap, "_vmap_increment_nesting"),
+        (_transforms, "_grad_increment_nesting"),
+        (_transforms, "_jvp_increment_nesting"),
+        (_transforms, "_func_increment_nesting"),
     ):
         places.append((owner, name, _after(runs_first, vars(owner).get(name, getattr(owner, name)), name)))
     before = [(owner, name, vars(owner).get(name, places)) for owner, name, _ in places]

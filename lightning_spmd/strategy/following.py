@@ -231,8 +231,8 @@ class Following:
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
         self._eager = self._graphs = 0
-        self._likely: dict[int, tuple[Program, Executable]] = {}
-        """The graph that ran last behind each first read."""
+        self._likely: dict[Any, dict[int, tuple[Program, Executable]]] = {}
+        """The graph that ran last behind each first read, by the part of the iteration."""
         self._told: set[str] = set()
         self._gone: dict[Any, int] = {}
         """How often steps went each way."""
@@ -254,13 +254,14 @@ class Following:
         return (part._buffers.get(last) if own is None else own) is tensor  # noqa: SLF001 - as above
 
     # ------------------------------------------------------------------ a step
-    def step(self, batch: Batch, arguments: Mapping[str, Any], method: str) -> FollowedStep:
+    def step(self, batch: Batch, arguments: Mapping[str, Any], method: str, part: Any) -> FollowedStep:
         """Run the user's Python.
 
         Args:
             batch: of the step.
             arguments: the method's other arguments.
             method: its name.
+            part: what else decides which graph is the step's: the part of the iteration.
         """
         context = self._context
         step = Step(self._follower, batch.tensor_values)
@@ -273,7 +274,7 @@ class Following:
                 return step.value_now(tensor)
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
 
-        talk = _Talk(step, self._likely, self._live, lambda e: self._begin(e, batch))
+        talk = _Talk(step, self._likely.setdefault(part, {}), self._live, lambda e: self._begin(e, batch))
         step.on_read, step.before_eager = talk.values, talk.drop
         queue = Queue(self._shadows_now(), want, step.eagerly)
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch)
@@ -311,11 +312,11 @@ class Following:
         self._flush()
         return Conversation(executable, batch.tensor_values)
 
-    def ran(self, program: Program, executable: Executable) -> None:
+    def ran(self, program: Program, executable: Executable, part: Any) -> None:
         """A graph was a step's: where the next one reads first, it may begin."""
         reads = program.reads()
         if reads:
-            self._likely[reads[0].number] = program, executable
+            self._likely[part][reads[0].number] = program, executable
 
     def _shadows_now(self) -> Shadows:
         module = self._context.module

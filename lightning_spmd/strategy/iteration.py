@@ -155,7 +155,8 @@ class TrainingIteration:
         """
         batch = Batch(batch_tree)
         with speaking_of(variant.method):
-            followed = following.step(batch, arguments, variant.method)
+            part = self.table.step_key(StepRequest(batch, variant, arguments))
+            followed = following.step(batch, arguments, variant.method, part)
             if followed.program is None:
                 raise RanEagerly(followed.returned, followed.reason or "")
             request = self._request(batch, arguments, variant, clip)
@@ -171,7 +172,7 @@ class TrainingIteration:
                 followed.for_good(str(error))
                 raise RanEagerly(followed.returned, str(error)) from None
         self._after(executable.captured)
-        following.ran(followed.program, executable)
+        following.ran(followed.program, executable, part)
         values = followed.fill(resolve(executable.captured.returned, outputs, ()))
         self.ran = Ran.of(executable, 0, self._found.split, (self.table, self._own.table))
         with self.context.step_context(variant.method):

@@ -118,6 +118,7 @@ class LateBranch(Quiet):
         return loss
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_falling_back_between_micro_batches_keeps_their_gradients() -> None:
     ours, theirs = (
         run(LateBranch, "spmd", accumulate_grad_batches=4),

@@ -54,6 +54,13 @@ _SIZES = frozenset(
 _PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "itemsize",
                          "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
 _DATA = {torch.tensor, torch.as_tensor, torch.asarray}
+_MEMORY = {Tensor.__reduce_ex__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
+           Tensor.share_memory_, Tensor.set_}  # fmt: skip
+"""What hands out the memory of a tensor, or exchanges it."""
+_READ_OPERATORS = {
+    getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")
+}
+_TEXTS = {Tensor.__repr__, Tensor.__format__}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
@@ -128,8 +135,12 @@ class _Below(private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         step = self._step
+        if step.is_eager and step.stale:  # C++ code above holds what placeholders were
+            args, kwargs = mapped(step.current, args), mapped(step.current, kwargs)
         if step.is_apart or step.is_eager or func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
+        if func in _READ_OPERATORS and step.concerns(args[0]):
+            return step.read(func, args, kwargs)
         if not any(step.concerns(t) for t in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
         return step.called(func, args, kwargs)
@@ -149,6 +160,7 @@ class Step(TorchFunctionMode):
         numbers: of the calls, those that differ from step to step, by depth and place.
         reason: why the step went on eagerly, with ``file:line``; None if it did not.
         is_apart: whether calls now are none of the user's code.
+        stale: tensors without memory, of a step that runs for good, and what they are now, by ``id``.
     """
 
     def __init__(self, follower: Follower, given: Sequence[Tensor]) -> None:
@@ -159,6 +171,7 @@ class Step(TorchFunctionMode):
         self.outside: list[Tensor] = []
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = False
+        self.stale: dict[int, tuple[Tensor, Tensor]] = {}
         self.module_path: Callable[[], str] = lambda: ""
         self.on_eager: Callable[[Callable[[Source], Tensor]], None] = lambda _: None
         self.before_eager: Callable[[], None] = lambda: None
@@ -188,6 +201,7 @@ class Step(TorchFunctionMode):
                 yield
             finally:
                 self.is_apart = True
+                self.stale.clear()
 
     @property
     def is_eager(self) -> bool:
@@ -292,6 +306,10 @@ class Step(TorchFunctionMode):
             kind = "read"
         elif func in _DATA:
             kind = "data"
+        elif func is Tensor.__deepcopy__:
+            kind = "copy"
+        elif func in _MEMORY:
+            kind = "set"
         elif name == "__get__" and owner in _PROPERTIES or name in _SIZES or name == "_set_grad_enabled":
             kind = "about"
         elif name == "__set__" or name in ("requires_grad_", "register_hook", "retain_grad", "backward", "grad"):
@@ -307,11 +325,13 @@ class Step(TorchFunctionMode):
 
     def _otherwise(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if kind == "read":
-            return self._read(func, args, kwargs)
+            return self.read(func, args, kwargs)
         if kind == "data":
             return self._data(func, args, kwargs)
         if kind == "history":
             return self._about_history(func, args, kwargs)
+        if kind == "copy":
+            return self._deepcopy(func, args, kwargs)
         return self._set(func, args, kwargs) if kind == "set" else self.called(func, args, kwargs)
 
     # ------------------------------------------------------------------ following and recording
@@ -426,6 +446,8 @@ class Step(TorchFunctionMode):
             t.layout is not torch.strided or not isinstance(t, private.FakeTensor) for t in new_tensors(out, given)
         ):
             raise _CannotBeFollowed(f"{note.name} makes a tensor of another kind")
+        if not tensors_in(out) and out is not None and recording.below.count != count:  # numbers: Python reads them
+            raise private.DataDependentOutputException(func)
         if not known_kind:
             is_question = not tensors_in(out) and recording.below.count == count
             self.follower.kinds[func] = "about" if is_question else "call"
@@ -517,9 +539,25 @@ class Step(TorchFunctionMode):
         if args and isinstance(args[0], Tensor):
             return self.called(func, args, kwargs)
         if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
-            return self._read(func, args, kwargs)
+            return self.read(func, args, kwargs)
         with self._beside():
             return func(*args, **kwargs)
+
+    def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``copy.deepcopy``, which keeps what it copied in a dictionary: a copy is a call of the graph's."""
+        tensor, memo = args
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        source = self._sources.get(id(tensor))
+        fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else tensor
+        if source is None or fake.requires_grad or type(tensor) is not Tensor:
+            if source is not None:
+                self.eagerly("a deep copy of a tensor with a gradient")
+            self.on_values()
+            with self._beside():
+                return func(*args, **kwargs)
+        memo[id(tensor)] = self.called(torch.clone, (tensor,), {})
+        return memo[id(tensor)]
 
     def _with_generator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A draw from a generator of the user's own happens when it is called."""
@@ -528,8 +566,8 @@ class Step(TorchFunctionMode):
         with self._beside():
             return func(*args, **kwargs)
 
-    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Python gets values: what was called so far is run, on copies of what it writes."""
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Python gets values: what was called so far is run, by a graph that goes on later, or on copies."""
         mine = tensors_in((args, kwargs))
         if not any(id(t) in self._sources for t in mine):
             self.on_values()
@@ -537,13 +575,19 @@ class Step(TorchFunctionMode):
                 self.eagerly(f"{getattr(func, '__name__', func)} of a tensor that shares memory with others of the step")
             with self._beside():
                 return func(*args, **kwargs)
+        source = self._sources.get(id(args[0])) if args else None
+        fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
+        history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
         try:
             self._take(self._read_note(func, args, kwargs), args, kwargs)
             args, kwargs = self._true((args, kwargs))
         except _CannotBeFollowed as error:
             self.eagerly(str(error))
         with self._beside():
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+        if func in _TEXTS and history is not None and not self.is_eager:
+            found = found.replace("requires_grad=True", f"grad_fn=<{history}>")
+        return found
 
     def _read_note(self, func: Any, args: Any, kwargs: Any) -> Note:
         for note in reversed(self._here.children):
@@ -561,11 +605,16 @@ class Step(TorchFunctionMode):
 
     def _asks_for_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that reads values, and may compute beside."""
-        found = self._read(func, args, kwargs)
+        found = self.read(func, args, kwargs)
         if self.is_eager or not tensors_in(found):
             return found
         self.eagerly(f"{getattr(func, '__name__', func)} reads the values of a tensor")
         return func(*args, **kwargs)
+
+    def current(self, value: Any) -> Any:
+        """What a tensor is, of a step that runs for good."""
+        found = self.stale.get(id(value))
+        return value if found is None else found[1]
 
     def value_now(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor that no call of the step has met."""
@@ -633,6 +682,10 @@ class Step(TorchFunctionMode):
                     private.exchange(placeholder, values.made[Made(note.depth, index)])
         handed = [list(note.handed) for note in self.notes]
         for note in self.notes:
+            for index, real in enumerate(note.handed):
+                was = values.made[Made(note.depth, index)]
+                self.stale[id(was)] = was, real
+        for note in self.notes:
             note.handed.clear()
         self._held.clear()
         self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
@@ -680,7 +733,7 @@ class Step(TorchFunctionMode):
     def fill(self, source: Made, value: Tensor) -> None:
         """Give a result that somebody has its value."""
         note = self.notes[source.depth]
-        placeholders.fill(note.handed[source.index], value)
+        placeholders.fill(note.handed[source.index], value, trained=note.fakes[source.index].requires_grad)
         note.handed[source.index] = note.moulds[source.index].detach()
 
 

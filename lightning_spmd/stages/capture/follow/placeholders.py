@@ -36,7 +36,14 @@ def is_kept(note: Note, index: int) -> bool:
     return sys.getrefcount(note.handed[index]) > _OURS
 
 
-def fill(placeholder: Tensor, value: Tensor) -> None:
-    """Give a placeholder that somebody has its value."""
+def fill(placeholder: Tensor, value: Tensor, *, trained: bool) -> None:
+    """Give a placeholder that somebody has its value; of its history only whether it has one is left.
+
+    Args:
+        placeholder: of a step that is over.
+        value: of it.
+        trained: whether it would ask for gradients.
+    """
     with torch.no_grad(), private.no_torch_functions():
         placeholder.data = value.detach()
+        placeholder.requires_grad_(trained)

@@ -229,6 +229,9 @@ class Queue:
                 raise ValueError(
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
+            if not self.calls and not isinstance(value, (Tensor, MetricResult, Metric)):  # the step may ask for it
+                type(module).log(module, name, value, *args, **kwargs)
+                return
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 
         return log
