@@ -1,4 +1,4 @@
-"""Cases that do not train as without the strategy yet, and in what; found by running them. Who mends one takes it out."""
+"""Cases that do not train as without the strategy yet, and in what, found by running them."""
 
 from __future__ import annotations
 
