@@ -9,4 +9,5 @@
     running.py       one case under one strategy -> Outcome; how two of them differ
     __main__.py      ``python -m tests.untidy``: the table
     test_untidy.py   the same as tests
+    not_yet.py       the cases that differ today
 """

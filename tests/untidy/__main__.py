@@ -40,7 +40,7 @@ def main() -> int:
                 ours, found = _compared(name, pool, "auto" if options.eager else "spmd")
                 how, runs = ours.how, ours.runs
             except Exception as error:
-                how, runs, found = "-", 0, [f"{type(error).__name__}: {str(error).strip()[-300:]}"]
+                how, runs, found = "-", 0, [f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[-1]}"]
             same = ("bitwise" if pool is None else "near") if not found else "DIFFERS"
             good += not found
             seconds = time.perf_counter() - begun

@@ -13,37 +13,12 @@ import torch
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import Result
 from tests.untidy.cases import CASES, PARTS
+from tests.untidy.not_yet import NOT_YET, NOT_YET_ON_RANKS
 from tests.untidy.running import NEAR, Outcome, differences, disagreements, run_case, run_on_ranks
 from tests.untidy.untidy import STEPS, Untidy
 
 RUNS_ONCE = False
 """Whether Python runs ``training_step`` once in each step: not where it runs in a capture and in steps of no graph."""
-
-NOT_YET: dict[str, str] = {
-    "WeakTensor": "raises: the attempt to capture leaves a fake tensor behind a weak reference",
-    "LruCache": "the cached function is not called",
-    "MethodReplaced": "the method that step 17 takes away stays",
-    "Queues": "what the attempt to capture put into an array stays",
-    "SeededStep": "manual_seed inside of fork_rng: other numbers from the first step on",
-    "LargeTable": "what the attempt to capture changed in the table stays",
-    "GlobalTable": "what the attempt to capture changed in the table stays",
-    "Converges": "torch.allclose of the loop is never true",
-    "OwnInfo": "a function of the user's is given a placeholder's text",
-    "PythonLogging": "the handler has no lines when the step counts them",
-    "Streams": "what the attempt to capture wrote stays",
-    "KeptWithHistory": "the tensor that is kept has no grad_fn",
-    "Frozen": "other losses from two steps behind the freezing on",
-    "UnfrozenByCount": "the layers stay frozen",
-    "Swapped": "the second exchange does not happen",
-    "NormalizedThenNot": "the norm stays in training",
-    "RetainedGradient": "the retained gradient is None",
-    "Heartbeat": "another thread draws other numbers than its generator has",
-    "WorkerQueue": "raises: another thread is given a placeholder",
-}
-"""Cases that differ from eager training on one device, and in what."""
-
-NOT_YET_ON_RANKS: dict[str, str] = {}
-"""Likewise on two ranks, from one device."""
 
 
 def _parameters(faults: dict[str, str]) -> list[Any]:
