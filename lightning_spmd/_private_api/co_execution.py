@@ -42,9 +42,7 @@ def exchange(one: Tensor, other: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def unseen_calls_replaced(
-    apply: Callable[..., Any], runs_first: Callable[[str], None]
-) -> Iterator[None]:
+def unseen_calls_replaced(apply: Callable[..., Any], runs_first: Callable[[str], None]) -> Iterator[None]:
     """What no mode of torch functions sees is replaced inside, in this thread's calls as in others'.
 
     Args:
@@ -92,7 +90,7 @@ def _after(first: Callable[[str], None], function: Any, name: str) -> Any:
         first(name)
         return original(*args, **kwargs)
 
-    replacement.__name__, replacement.__wrapped__ = name, original
+    replacement.__name__ = name
     return staticmethod(replacement) if isinstance(function, staticmethod) or name == "__new__" else replacement
 
 
@@ -106,4 +104,4 @@ _APPLY = vars(torch.autograd.Function)["apply"].__func__
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether it belongs to a transform of ``torch.func`` under way, or is no plain tensor."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]

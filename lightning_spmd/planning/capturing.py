@@ -29,9 +29,9 @@ from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.stages.capture.attempts import capture
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.bf16_updates import Updates
+from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.reads import ReadWanted
 from lightning_spmd.stages.capture.request import CaptureRequest
-from lightning_spmd.stages.capture.trace import parameter_names
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.run_context import RunContext
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy

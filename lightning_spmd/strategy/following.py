@@ -26,6 +26,8 @@ from lightning_spmd.strategy.run_context import RunContext
 
 MOST_EAGER = 8
 """After so many steps that had to go on eagerly the others are not followed either."""
+_ALWAYS_EAGER = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "retain_grad")
+"""A step that calls one of these is right as eager training's alone."""
 NEW_WAYS = 8
 """So many ways get a graph when a step goes them first; from then on when one goes them again."""
 
@@ -342,11 +344,11 @@ class Following:
         queue.done(replay(self._context.module, Recorded(calls, {}), values, batch.values, 0, is_global=False))
 
     def _count_eager(self, reason: str) -> None:
-        self._eager += 1
+        self._eager += not any(name in reason for name in _ALWAYS_EAGER)
         if reason not in self._told:
             self._told.add(reason)
             tell(f"strategy='spmd' ran a step eagerly: {reason}")
-        if not self._graphs or self._eager >= MOST_EAGER:
+        if self._eager >= (MOST_EAGER if self._graphs else 1):
             self.ended = "steps ran eagerly"
 
     @staticmethod

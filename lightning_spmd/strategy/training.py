@@ -369,7 +369,8 @@ class Training:
             result = closure()
         finally:
             self._stepping = False
-        if self.iteration is None or self._ran_eagerly:  # the closure fell back: its gradients are in p.grad, its step is still to come
+        # the closure ran eagerly: its gradients are in p.grad, its step is still to come
+        if self.iteration is None or self._ran_eagerly:
             ran = (lambda: result) if self._ranks.mesh is None else synced(lambda: result)
             return eager(optimizer, ran, model, **kwargs)
         if self._pauses is not None or self.mode is Mode.SPLIT:

@@ -54,7 +54,6 @@ PUBLIC_NAMES = {
     "VerificationError",
     "__version__",
 }
-LONGEST_FILE, LONGEST_FUNCTION, MOST_METHODS = 400, 60, 25
 
 
 def imports(name: str) -> Iterator[tuple[int, str]]:
@@ -112,15 +111,6 @@ def foreign_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield root.lineno, ".".join([bound[root.id], *chain])
 
 
-def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from ``def`` to the end, the docstring's left out."""
-    lines = (function.end_lineno or function.lineno) - function.lineno + 1
-    if ast.get_docstring(function, clean=False) is not None:
-        docstring = function.body[0]
-        lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
-    return lines
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_imports_go_down_the_layers(name: str) -> None:
     part = part_of(name)
@@ -143,24 +133,6 @@ def test_private_names_of_other_packages_are_used_in_one_file_only(name: str) ->
     foreign = [(line, dotted) for line, dotted in imports(name) if dotted.split(".")[0] in FOREIGN]
     for line, dotted in [*foreign, *foreign_attributes(TREES[name])]:
         assert not is_private(dotted), f"{name}:{line}: {dotted} belongs into lightning_spmd/_private_api"
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_files_and_functions_are_short(name: str) -> None:
-    lines = len(FILES[name].read_text().splitlines())
-    assert lines <= LONGEST_FILE, f"{name} has {lines} lines, the limit is {LONGEST_FILE}"
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = code_lines(node)
-            assert length <= LONGEST_FUNCTION, f"{name}:{node.lineno}: {node.name} has {length} lines of code"
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_classes_are_small(name: str) -> None:
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.ClassDef):
-            methods = sum(isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) for member in node.body)
-            assert methods <= MOST_METHODS, f"{name}:{node.lineno}: {node.name} has {methods} methods"
 
 
 def test_the_public_names_are_exactly_these() -> None:

@@ -1,4 +1,4 @@
-"""Capture of a step that was followed: the noted calls are made on fake tensors under the recorder, without the user's code."""
+"""Capture of a step that was followed: its noted calls are made on fake tensors under the recorder."""
 
 from __future__ import annotations
 
@@ -179,7 +179,9 @@ class _FollowedTrace(IterationTrace):
                 self._tell(told.get(note.depth + 1, ()))
         for index in told.get(None, ()):
             want = program.wants[index]
-            self._positions[index] = self.outputs.add(self._values.of(want.source).detach(), want.role, (), f"kept {index}")
+            self._positions[index] = self.outputs.add(
+                self._values.of(want.source).detach(), want.role, (), f"kept {index}"
+            )
         if program.loss is None:
             return None
         loss = self._values.of(program.loss)

@@ -18,8 +18,6 @@ from typing_extensions import override
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, none_swallowed
 from lightning_spmd.ir.guards import BatchGuard, Guards
-from lightning_spmd.ir.layout import densely
-from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep
@@ -33,7 +31,6 @@ from lightning_spmd.stages.capture.around_trace import (
     random_state_kept,
 )
 from lightning_spmd.stages.capture.batch import Looks
-from lightning_spmd.stages.capture.bf16_updates import in_float32
 from lightning_spmd.stages.capture.by_hand import ByHand, check_by_hand
 from lightning_spmd.stages.capture.counted_rows import refuse_counts
 from lightning_spmd.stages.capture.decisions import decision_program
@@ -42,34 +39,21 @@ from lightning_spmd.stages.capture.holders import Attributes
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
-from lightning_spmd.stages.capture.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.metric_values import with_loss
-from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
 from lightning_spmd.stages.capture.number_functions import numbers_followed
-from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, check_step
-from lightning_spmd.stages.capture.own_backward import check_backward
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps
 from lightning_spmd.stages.capture.own_batch import OwnBatch
 from lightning_spmd.stages.capture.packing import (
-    Outputs,
-    in_memory_order_of,
-    parameter_names,
     remove_dead_nodes,
     with_mutations,
 )
 from lightning_spmd.stages.capture.prefix import pack_prefix
 from lightning_spmd.stages.capture.python_state import PythonState
 from lightning_spmd.stages.capture.reads import ReadWanted, writes_apart
-from lightning_spmd.stages.capture.recorder import Recorder, in_section
 from lightning_spmd.stages.capture.request import CaptureRequest, Trace
 from lightning_spmd.stages.capture.returned_loss import loss_of
 from lightning_spmd.stages.capture.side_effects import complain_about_new_tensors
 from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
-from lightning_spmd.stages.capture.surroundings import (
-    hooks_guard,
-    settings_guard,
-    submodules_guard,
-    tensor_kinds_guard,
-)
 from lightning_spmd.stages.capture.trainer_view import learning_rates_followed, trainer_seen_as
 from lightning_spmd.stages.capture.weight_casts import share_weight_casts
 from lightning_spmd.stages.capture.wiring import connect

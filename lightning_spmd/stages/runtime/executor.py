@@ -182,7 +182,7 @@ class Executable:
 
     @property
     def can_talk(self) -> bool:
-        """Whether a run can hand values to Python and wait for it; first runs and lowered graphs begin when it is done."""
+        """Whether a run can hand values to Python and wait; first runs and lowered graphs begin when Python is done."""
         plain = self.is_final and self._cleanup is None and self.decides and not self.graphs.main.axes
         return plain and isinstance(self._main.run, FunctionType)
 

@@ -1,9 +1,11 @@
-"""Co-execution: the user's Python runs in every step, exactly once, on placeholders; what it computes is left to a graph.
+"""Co-execution: the user's Python runs in every step, once, on placeholders; what it computes is left to a graph.
 
 ``follower``      the modes of torch that see every call of a step: followed along a known path, or recorded
 ``notes``         what is known of a call: operands by where they come from, results, what is around it
 ``fitting``       whether a call is the one that was noted, compiled for each note
 ``placeholders``  tensors without memory in place of results, filled when a step is over
+``queue``         ``self.log`` and metric calls, made once the graph ran
+``program``       what a step showed once Python is done: its path, its numbers, which results somebody wants
 ``values``        notes made true: on fake tensors for capture, on real ones for a value that Python reads, or for good
 
 Lazy tensors (torch_xla; "LazyTensor", 2021) and co-execution (Terra, NeurIPS 2021) are where the idea is from.

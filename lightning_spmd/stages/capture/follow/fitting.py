@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_spmd.stages.capture.follow.notes import SOURCES, Given, Made, Note, Outside, Place, Source
 
-
 _ARITHMETIC = frozenset(
     f"{prefix}{name}{suffix}"
     for name in ("add", "sub", "mul", "div", "truediv", "pow", "lerp", "clamp", "lt", "le", "gt", "ge", "eq", "ne")
@@ -69,8 +68,8 @@ def _compare(note: Note, noted: Any, value: Any, place: Place, step: Whereabouts
             raise Differs
         for i, (n, v) in enumerate(zip(noted, value, strict=True)):
             _compare(note, n, v, (*place, i), step, found)
-    elif kind is dict:
-        if list(value) != list(noted):
+    elif isinstance(value, dict):
+        if kind is not dict or list(value) != list(noted):
             raise Differs
         for key, v in value.items():
             _compare(note, noted[key], v, (*place, key), step, found)
@@ -98,7 +97,7 @@ def same_constant(one: Any, other: Any) -> bool:
 def compiled(
     note: Note, args: Any, kwargs: Any, sources: Mapping[int, Source], path: Sequence[Note], given: list[Tensor]
 ) -> Callable[[Any, Any], bool]:
-    """A function that says whether a call is a note's, with the very objects of this step, and placeholders as they come.
+    """A function that says whether a call is a note's, with the very objects of this step and new placeholders.
 
     What it refuses may be the note's all the same.
 
@@ -140,7 +139,7 @@ def compiled(
             yield f"type({way}) is {bind(kind)} and len({way}) == {len(value)}"
             for i, v in enumerate(value):
                 yield from checks(v, f"{way}[{i}]", (*place, i))
-        elif kind is dict:
+        elif isinstance(value, dict):
             yield f"type({way}) is dict and list({way}) == {bind(list(value))}"
             for k, v in value.items():
                 yield from checks(v, f"{way}[{bind(k)}]", (*place, k))
@@ -154,8 +153,10 @@ def compiled(
             yield f"{way} is {value}"
         elif kind in (int, str):
             yield f"type({way}) is {kind.__name__} and {way} == {value!r}"
-        elif kind is torch.dtype or kind is float:  # a float that is another object is compared in the slow way
-            yield f"{way} is {bind(value)}" if kind is torch.dtype else f"type({way}) is float and same({way}, {bind(value)})"
+        elif kind is torch.dtype:
+            yield f"{way} is {bind(value)}"
+        elif kind is float:
+            yield f"type({way}) is float and same({way}, {bind(value)})"
         else:
             known = bind(value)
             yield f"({way} is {known} or (type({way}) is type({known}) and same({way}, {known})))"
@@ -163,5 +164,5 @@ def compiled(
     names["same"] = same_constant
     terms = [*checks(args, "args", (0,)), *checks(kwargs, "kwargs", (1,))]
     source = "def fits(args, kwargs): return " + (" and ".join(terms) or "True")
-    exec(source, names)  # noqa: S102 - as dataclasses make their methods
+    exec(source, names)
     return names["fits"]

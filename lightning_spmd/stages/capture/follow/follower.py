@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.stages.capture.fake_calls import FakeCalls
 from lightning_spmd.stages.capture.follow import placeholders
@@ -33,10 +34,9 @@ from lightning_spmd.stages.capture.follow.notes import (
     leaves_by_place,
     mapped,
     tensors_in,
-    with_numbers,
 )
 from lightning_spmd.stages.capture.follow.queue import known
-from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of, surroundings
+from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
 from lightning_spmd.stages.capture.user_code import user_location
 
 MOST_WAYS = 32
@@ -44,8 +44,8 @@ MOST_WAYS = 32
 
 _READS = {
     Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.tolist,
-    Tensor.numpy, Tensor.__array__, Tensor.__contains__, Tensor.__format__, Tensor.__repr__, torch.equal, torch.allclose,
-    Tensor.equal, Tensor.allclose, torch.is_nonzero, Tensor.is_nonzero, Tensor.__reversed__,
+    Tensor.numpy, Tensor.__array__, Tensor.__contains__, Tensor.__format__, Tensor.__repr__, Tensor.__reversed__,
+    Tensor.equal, Tensor.allclose, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose,
 }  # fmt: skip
 _SIZES = frozenset(
     {"size", "dim", "stride", "is_floating_point", "is_complex", "numel", "__len__", "element_size", "is_contiguous",
@@ -405,7 +405,8 @@ class Step(TorchFunctionMode):
                         with recording.active():
                             recording.values.run(note, self._numbers_of(note))
             except Exception as error:
-                raise _CannotBeFollowed(f"{note.name} cannot be recorded again ({_first_line(error)})") from error
+                name = self.notes[recording.values.done].name
+                raise _CannotBeFollowed(f"{name} cannot be recorded again ({_first_line(error)})") from error
             self._recording = recording
         return self._recording
 
@@ -428,7 +429,11 @@ class Step(TorchFunctionMode):
         note.module, note.source = self.module_path(), user_location() or ""
         given = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
         operands = tensors_in(given)
-        before, count, known_kind = [TensorSpec.of(t) for t in operands], recording.below.count, func in self.follower.kinds
+        before, count, known_kind = (
+            [TensorSpec.of(t) for t in operands],
+            recording.below.count,
+            func in self.follower.kinds,
+        )
         try:
             with self._beside(), recording.active():
                 out = func(*given[0], **given[1])
@@ -572,7 +577,9 @@ class Step(TorchFunctionMode):
         if not any(id(t) in self._sources for t in mine):
             self.on_values()
             if any(self._shares(t, len(self.outside)) is not None for t in mine if t.layout is torch.strided):
-                self.eagerly(f"{getattr(func, '__name__', func)} of a tensor that shares memory with others of the step")
+                self.eagerly(
+                    f"{getattr(func, '__name__', func)} of a tensor that shares memory with others of the step"
+                )
             with self._beside():
                 return func(*args, **kwargs)
         source = self._sources.get(id(args[0])) if args else None
@@ -632,7 +639,7 @@ class Step(TorchFunctionMode):
             source = self._sources.get(id(item)) if isinstance(item, Tensor) else None
             if source is None:
                 return item
-            found = (next(told) if values is None else values.of(source)).detach()  # type: ignore[arg-type]
+            found = (first(told, "value") if values is None else values.of(source)).detach()  # type: ignore[arg-type]
             if values is None and found.numel() > 1:  # the graph goes on with its own
                 found = found.clone()
             fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
@@ -652,7 +659,8 @@ class Step(TorchFunctionMode):
                 for note in self.notes[values.done :]:
                     values.run(note, self._numbers_of(note))
         except Exception as error:
-            raise _CannotBeFollowed(f"{note.name} cannot be run for its value ({_first_line(error)})") from error
+            name = self.notes[values.done].name
+            raise _CannotBeFollowed(f"{name} cannot be run for its value ({_first_line(error)})") from error
         return values
 
     def _copied(self, source: Given | Outside) -> Tensor:

@@ -105,7 +105,7 @@ class Around(NamedTuple):
 
     Args:
         grad: whether autograd records.
-        autocast: the state of autocast where it is on: device type, dtype, whether casts are kept; None where it is off.
+        autocast: device types for which autocast is on, with its dtype; None where it is off.
         dtype: of what is made without one.
     """
 
@@ -221,7 +221,7 @@ def leaves_by_place(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         for i, part in enumerate(value):
             yield from leaves_by_place(part, (*place, i))
-    elif kind is dict:
+    elif isinstance(value, dict):
         for key, part in value.items():
             yield from leaves_by_place(part, (*place, key))
     elif kind is slice:
@@ -240,7 +240,7 @@ def with_numbers(value: Any, numbers: dict[Place, Any], place: Place = ()) -> An
     kind = type(value)
     if kind is slice:
         return slice(*(with_numbers(getattr(value, k), numbers, (*place, k)) for k in ("start", "stop", "step")))
-    if kind is dict:
+    if isinstance(value, dict):
         return {k: with_numbers(v, numbers, (*place, k)) for k, v in value.items()}
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         parts = [with_numbers(v, numbers, (*place, i)) for i, v in enumerate(value)]

@@ -1,4 +1,4 @@
-"""Placeholders: tensors of torch's own class without memory, new in every step, or the last step's if nobody has them."""
+"""Placeholders: tensors of torch's own class without memory; those of the last step if nobody has them."""
 
 from __future__ import annotations
 

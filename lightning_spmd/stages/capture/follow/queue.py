@@ -177,8 +177,9 @@ class Queue:
     def active(self) -> Iterator[None]:
         """Calls inside are queued."""
         for path, module in self._shadows.modules:
-            self._put(module, "log", self._log(path, module))
-            self._put(module, "log_dict", self._log_dict(path, module))
+            if "log" not in vars(module):  # which somebody else has put there
+                self._put(module, "log", self._log(path, module))
+                self._put(module, "log_dict", self._log_dict(path, module))
         for path, metric in self._shadows.metrics:
             for method in _METHODS:
                 self._put(metric, method, self._metric(path, metric, method))
