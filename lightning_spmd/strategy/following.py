@@ -28,8 +28,8 @@ MOST_EAGER = 8
 """After so many steps that had to go on eagerly the others are not followed either."""
 _ALWAYS_EAGER = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "retain_grad")
 """A step that calls one of these is right as eager training's alone."""
-NEW_WAYS = 8
-"""So many ways get a graph when a step goes them first; from then on when one goes them again."""
+NEW_PATHS = 8
+"""So many paths get a graph when a step takes them first; from then on when one takes them again."""
 
 
 class RanEagerly(Exception):
@@ -65,7 +65,7 @@ class FollowedStep:
         returned: by the step method.
         queue: calls of ``self.log`` and metrics.
         wants: the results that they, or anybody else, have.
-        program: the step's way; None of a step that ran for good.
+        program: the step's path; None of a step that ran for good.
         talk: the graph that has begun already.
     """
 
@@ -121,7 +121,7 @@ class FollowedStep:
 
 
 class _Talk:
-    """A graph that runs while the Python of a step does, as long as that goes the graph's way.
+    """A graph that runs while the Python of a step does, as long as that takes the graph's path.
 
     Args:
         step: the step.
@@ -150,7 +150,7 @@ class _Talk:
         if first and not self._can_begin():
             self._is_over = True
             return None
-        if self._program is None or self.conversation is None or not self._goes_its_way():
+        if self._program is None or self.conversation is None or not self._takes_its_path():
             self.drop()
             return None
         return self.conversation.values(None if first else self._numbers())
@@ -158,7 +158,7 @@ class _Talk:
     def end(self, program: Program, executable: Executable) -> Sequence[Any] | None:
         """Python is done: the outputs of the graph, if it is the step's; else it has not run."""
         conversation = self.conversation
-        if conversation is None or conversation.executable is not executable or not self._goes_its_way():
+        if conversation is None or conversation.executable is not executable or not self._takes_its_path():
             self.drop()
             return None
         self.conversation = None
@@ -178,7 +178,7 @@ class _Talk:
         if program is None or executable is None or not executable.can_talk:
             return False
         self._program = program
-        if not self._goes_its_way() or any(number >= len(self._step.outside) for number in _unnamed(program)):
+        if not self._takes_its_path() or any(number >= len(self._step.outside) for number in _unnamed(program)):
             return False
         self._live.outside = self._step.outside
         numbers = self._step.numbers_between(0, len(notes))
@@ -190,7 +190,7 @@ class _Talk:
         self.conversation = self._begin(executable)
         return True
 
-    def _goes_its_way(self) -> bool:
+    def _takes_its_path(self) -> bool:
         notes, program = self._step.notes, self._program
         return (
             program is not None
@@ -236,8 +236,8 @@ class Following:
         self._likely: dict[Any, dict[int, tuple[Program, Executable]]] = {}
         """The graph that ran last behind each first read, by the part of the iteration."""
         self._told: set[str] = set()
-        self._gone: dict[Any, int] = {}
-        """How often steps went each way."""
+        self._taken: dict[Any, int] = {}
+        """How often steps took each path."""
 
     # ------------------------------------------------------------------ names of the module's tensors
     def _names(self) -> dict[int, str]:
@@ -300,13 +300,13 @@ class Following:
         for made in step.kept():
             wants.setdefault(Want(made, OutputRole.LOGGED), len(wants))
         free = frozenset(step.numbers)
-        all_wants = self._wants.setdefault((step.way, free), {})
+        all_wants = self._wants.setdefault((step.path, free), {})
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers = step.outside, step.numbers
-        program = Program(step.notes, step.way, tuple(all_wants), source, free, self._live)
-        self._gone[step.way] = self._gone.get(step.way, 0) + 1
-        if self._gone[step.way] == 1 and len(self._gone) > NEW_WAYS:
-            step.eagerly("it goes a way that no step went before")
+        program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live)
+        self._taken[step.path] = self._taken.get(step.path, 0) + 1
+        if self._taken[step.path] == 1 and len(self._taken) > NEW_PATHS:
+            step.eagerly("it takes a path that no step took before")
             return FollowedStep(step, _resolved(returned), queue, (), None)
         return FollowedStep(step, returned, queue, list(wants), program, talk)
 

@@ -31,7 +31,7 @@ MOST_GRAPHS = 64
 MANY_SHAPES = 16
 
 
-class WayKey(tuple[Any, ...]):
+class PathKey(tuple[Any, ...]):
     """What a graph of a step that was followed is filed under."""
 
 
@@ -96,7 +96,7 @@ class GraphTable:
         shapes = None if batch is None else batch.own_key() if request.variant.own_batch else batch.cache_key()
         key = (*step, shapes, split, *([request.needed] if request.needed else []))
         if request.program is not None:
-            key = (*key, WayKey(request.program.key))
+            key = (*key, PathKey(request.program.key))
         index, reason = self._fitting(key, batch)
         if index is not None or batch is None or request.program is not None:
             return Found(key, split, index, None if index is not None else reason)
@@ -233,7 +233,7 @@ class GraphTable:
                 f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({found.reason}); make "
                 "that value a tensor, or stop reading it in training_step"
             )
-        shapes = {key for key in self._indices if not _is_of_a_way(key)}
+        shapes = {key for key in self._indices if not _is_of_a_path(key)}
         if len(shapes) >= MANY_SHAPES and not self._told_about_shapes:
             self._told_about_shapes = True
             warn(
@@ -247,9 +247,9 @@ class GraphTable:
         return all(creates_state(self._executables[i].captured) for i in self._indices.get(key, ()))
 
 
-def _is_of_a_way(key: tuple[Any, ...]) -> bool:
-    """Whether graphs under a key are of one way that steps were followed."""
-    return isinstance(key[-1], WayKey)
+def _is_of_a_path(key: tuple[Any, ...]) -> bool:
+    """Whether graphs under a key are of one path that steps were followed along."""
+    return isinstance(key[-1], PathKey)
 
 
 def creates_state(step: CapturedStep) -> bool:

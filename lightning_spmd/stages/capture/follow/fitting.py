@@ -96,8 +96,10 @@ def same_constant(one: Any, other: Any) -> bool:
 
 def compiled(
     note: Note, args: Any, kwargs: Any, sources: Mapping[int, Source], path: Sequence[Note], given: list[Tensor]
-) -> Callable[[Any, Any], bool]:
+) -> tuple[Callable[[Any, Any], bool], Callable[[Any, Any], tuple[Tensor, ...]]]:
     """A function that says whether a call is a note's, with the very objects of this step and new placeholders.
+
+    And one that gives the tensors from outside which a step meets there.
 
     What it refuses may be the note's all the same.
 
@@ -110,59 +112,68 @@ def compiled(
         given: the tensors of the batch; the live list, which has those of each step.
     """
     names: dict[str, Any] = {}
+    met: dict[int, str] = {}
 
     def bind(value: Any) -> str:
         names[name := f"v{len(names)}"] = value
         return name
 
-    def tensor(value: Tensor, way: str) -> Iterator[str]:
+    def tensor(value: Tensor, there: str) -> Iterator[str]:
         source = sources.get(id(value))
         if type(source) is Made:
-            yield f"{way} is {bind(path[source.depth].handed)}[{source.index}]"
+            yield f"{there} is {bind(path[source.depth].handed)}[{source.index}]"
         elif type(source) is Outside:
+            if source.number in note.met:
+                met.setdefault(source.number, there)
             known = bind(value)
-            yield f"{way} is {known} and {known}.requires_grad is {value.requires_grad}"
+            yield f"{there} is {known} and {known}.requires_grad is {value.requires_grad}"
         elif type(source) is Given:
-            yield f"{way} is {bind(given)}[{source.position}]"
+            yield f"{there} is {bind(given)}[{source.position}]"
         else:
             yield "False"
 
-    def checks(value: Any, way: str, place: Place) -> Iterator[str]:
+    def checks(value: Any, there: str, place: Place) -> Iterator[str]:
         kind = type(value)
         if isinstance(value, Tensor):
-            yield from tensor(value, way)
+            yield from tensor(value, there)
         elif kind in (tuple, list):
-            yield f"type({way}) is {kind.__name__} and len({way}) == {len(value)}"
+            yield f"type({there}) is {kind.__name__} and len({there}) == {len(value)}"
             for i, v in enumerate(value):
-                yield from checks(v, f"{way}[{i}]", (*place, i))
+                yield from checks(v, f"{there}[{i}]", (*place, i))
         elif isinstance(value, tuple) and kind is not torch.Size:
-            yield f"type({way}) is {bind(kind)} and len({way}) == {len(value)}"
+            yield f"type({there}) is {bind(kind)} and len({there}) == {len(value)}"
             for i, v in enumerate(value):
-                yield from checks(v, f"{way}[{i}]", (*place, i))
+                yield from checks(v, f"{there}[{i}]", (*place, i))
         elif isinstance(value, dict):
-            yield f"type({way}) is dict and list({way}) == {bind(list(value))}"
+            yield f"type({there}) is dict and list({there}) == {bind(list(value))}"
             for k, v in value.items():
-                yield from checks(v, f"{way}[{bind(k)}]", (*place, k))
+                yield from checks(v, f"{there}[{bind(k)}]", (*place, k))
         elif kind is slice:
-            yield f"type({way}) is slice"
+            yield f"type({there}) is slice"
             for key in ("start", "stop", "step"):
-                yield from checks(getattr(value, key), f"{way}.{key}", (*place, key))
+                yield from checks(getattr(value, key), f"{there}.{key}", (*place, key))
         elif place in note.free:
-            yield f"type({way}) is {kind.__name__}" if keeps_shapes(note.func) else "False"
+            yield f"type({there}) is {kind.__name__}" if keeps_shapes(note.func) else "False"
         elif value is None or value is True or value is False:
-            yield f"{way} is {value}"
+            yield f"{there} is {value}"
         elif kind in (int, str):
-            yield f"type({way}) is {kind.__name__} and {way} == {value!r}"
+            yield f"type({there}) is {kind.__name__} and {there} == {value!r}"
         elif kind is torch.dtype:
-            yield f"{way} is {bind(value)}"
+            yield f"{there} is {bind(value)}"
         elif kind is float:
-            yield f"type({way}) is float and same({way}, {bind(value)})"
+            yield f"type({there}) is float and same({there}, {bind(value)})"
         else:
             known = bind(value)
-            yield f"({way} is {known} or (type({way}) is type({known}) and same({way}, {known})))"
+            yield f"({there} is {known} or (type({there}) is type({known}) and same({there}, {known})))"
 
     names["same"] = same_constant
     terms = [*checks(args, "args", (0,)), *checks(kwargs, "kwargs", (1,))]
     source = "def fits(args, kwargs): return " + (" and ".join(terms) or "True")
+    source += f"\ndef new(args, kwargs): return ({''.join(met[number] + ', ' for number in sorted(met))})"
     exec(source, names)
-    return names["fits"]
+    return names["fits"], names["new"]
+
+
+def never(args: Any, kwargs: Any) -> bool:
+    """No call is known by its objects."""
+    return False

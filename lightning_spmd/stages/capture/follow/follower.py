@@ -19,7 +19,7 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.stages.capture.fake_calls import FakeCalls
 from lightning_spmd.stages.capture.follow import placeholders
-from lightning_spmd.stages.capture.follow.fitting import compiled, keeps_shapes, numbers_that_differ
+from lightning_spmd.stages.capture.follow.fitting import compiled, keeps_shapes, never, numbers_that_differ
 from lightning_spmd.stages.capture.follow.notes import (
     Fresh,
     Given,
@@ -39,7 +39,7 @@ from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
 from lightning_spmd.stages.capture.user_code import user_location
 
-MOST_WAYS = 32
+MOST_NEXT = 32
 """A call behind which more than that many others have come next is one that no graph will know."""
 
 _READS = {
@@ -269,17 +269,17 @@ class Step(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         kind = self.follower.kinds.get(func)
         if kind == "call":
+            kwargs = kwargs or {}
             for note in reversed(self._here.children):
-                if (
-                    note.func is func
-                    and note.fits is not None
-                    and note.around.grad is torch.is_grad_enabled()
-                    and note.fits(args, kwargs or {})
-                    and note.around.autocast == private.autocast_state()
-                    and note.around.dtype is torch.get_default_dtype()
-                ):
-                    return self._take(note, args, kwargs or {})
-            return self.called(func, args, kwargs or {})
+                if note.func is func and note.fits is not None and note.fits(args, kwargs):
+                    around = note.around
+                    if (
+                        around.grad is torch.is_grad_enabled()
+                        and around.autocast == private.autocast_state()
+                        and around.dtype is torch.get_default_dtype()
+                    ):
+                        return self._take(note, args, kwargs)
+            return self.called(func, args, kwargs)
         if kind is None:
             kind = self._kind_of(func)
         kwargs = kwargs or {}
@@ -352,11 +352,13 @@ class Step(TorchFunctionMode):
                 if found and not found.keys() <= note.free:
                     note.free |= found.keys()
                     note.fits = None
+                elif note.fits is not None and not found:  # of other objects each time: none are kept to compare with
+                    note.fits, note.new = never, None
                 return self._take(note, args, kwargs)
             for tensor in self.outside[known:]:
                 del self._sources[id(tensor)]
             del self.outside[known:]
-        if len(self._here.children) >= MOST_WAYS:
+        if len(self._here.children) >= MOST_NEXT:
             self.eagerly(f"{getattr(func, '__name__', func)} is called with other arguments in every step")
             return func(*args, **kwargs)
         try:
@@ -462,6 +464,7 @@ class Step(TorchFunctionMode):
         note.fakes = new_tensors(out, given)
         note.results = structure_of(out, given)
         note.moulds = self._apart(lambda: placeholders.moulds_of(note.fakes))
+        note.made = [Made(note.depth, index) for index in range(len(note.fakes))]
         self._here.children.append(note)
         self.follower.recorded += 1
         return note
@@ -474,12 +477,13 @@ class Step(TorchFunctionMode):
         return self.source_of(value) if isinstance(value, Tensor) else value
 
     def _take(self, note: Note, args: Any, kwargs: Any) -> Any:
-        handed = placeholders.handed_out(note) if self.is_apart else self._apart(lambda: placeholders.handed_out(note))
-        depth, sources = note.depth, self._sources
-        for index, placeholder in enumerate(handed):
-            sources[id(placeholder)] = Made(depth, index)
-        if note.met and len(self.outside) < max(note.met) + 1:
-            for tensor in tensors_in((args, kwargs)):
+        handed, sources = note.handed, self._sources
+        if not placeholders.are_free(note):
+            self._apart(lambda: placeholders.handed_out(note))
+        for placeholder, source in zip(handed, note.made, strict=True):
+            sources[id(placeholder)] = source
+        if note.met and note.last_met >= len(self.outside):
+            for tensor in tensors_in((args, kwargs)) if note.new is None else note.new(args, kwargs):
                 self.source_of(tensor)
         self.notes.append(note)
         self._held.append((args, kwargs))
@@ -600,7 +604,7 @@ class Step(TorchFunctionMode):
         for note in reversed(self._here.children):
             if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, self) == {}:
                 return note
-        if len(self._here.children) >= MOST_WAYS:
+        if len(self._here.children) >= MOST_NEXT:
             raise _CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), reads=True)
@@ -716,15 +720,15 @@ class Step(TorchFunctionMode):
         self._numbers = {(n.depth, p): v for n in self.notes if n.free for p, v in self._numbers_of(n).items()}
         for note, (args, kwargs) in zip(self.notes, self._held, strict=True):
             if note.fits is None:
-                note.fits = compiled(note, args, kwargs, self._sources, self.notes, self.follower.given)
+                note.fits, note.new = compiled(note, args, kwargs, self._sources, self.notes, self.follower.given)
 
     def source_if_known(self, tensor: Tensor) -> Source | None:
         """Where a tensor comes from that the step made, was given or met; None for others."""
         return self._sources.get(id(tensor))
 
     @property
-    def way(self) -> int:
-        """The number of the way that the step went."""
+    def path(self) -> int:
+        """The number of the path that the step took."""
         return self._here.number
 
     def kept(self) -> list[Made]:

@@ -1,7 +1,8 @@
-"""What is known of the calls of a step: a tree, for steps may go different ways; a path in it is a program."""
+"""What is known of the calls of a step: a tree, for steps may take different paths; a path in it is a program."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -140,6 +141,8 @@ class Note:
         results: the structure of what it returned.
         children: the calls that came next, the likeliest last.
         fits: compiled comparison with the objects of the last step; None where there is none.
+        new: compiled too: gives the tensors from outside that a step meets here.
+        made: what its results are as sources.
         handed: placeholders of the last step.
         moulds: what placeholders are copies of.
     """
@@ -160,8 +163,15 @@ class Note:
     results: Any = None
     children: list[Note] = field(default_factory=list["Note"])
     fits: Callable[[Any, Any], bool] | None = None
+    new: Callable[[Any, Any], tuple[Tensor, ...]] | None = None
+    made: list[Made] = field(default_factory=list[Made])
     handed: list[Tensor] = field(default_factory=list[Tensor])
     moulds: list[Tensor] = field(default_factory=list[Tensor])
+
+    @functools.cached_property
+    def last_met(self) -> int:
+        """The largest number of a tensor that a step meets here."""
+        return max(self.met)
 
     @property
     def name(self) -> str:

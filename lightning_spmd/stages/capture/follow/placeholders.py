@@ -15,6 +15,15 @@ _OURS = 2
 """References to a placeholder that nobody else has: that of its note, and the one of whoever counts."""
 
 
+def are_free(note: Note) -> bool:
+    """Whether the placeholders of the last step are there, and nobody else has one."""
+    handed = note.handed
+    if len(handed) != len(note.moulds):
+        return False
+    # not by a loop over the list: its variable would be a reference
+    return all([sys.getrefcount(handed[index]) <= _OURS for index in range(len(handed))])
+
+
 def handed_out(note: Note) -> list[Tensor]:
     """The placeholders of a call in this step."""
     handed = note.handed

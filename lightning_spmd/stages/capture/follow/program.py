@@ -42,15 +42,15 @@ class Live:
 
 @dataclass(frozen=True)
 class Program:
-    """One step's way.
+    """One step's path.
 
     Args:
         notes: its calls.
-        number: of the way, in this process.
+        number: of the path, in this process.
         wants: what leaves the graph.
         loss: what ``training_step`` returned as its loss.
         free: the numbers of its calls, by depth and place, that are others in other steps.
-        live: the tensors and numbers of this step, and of each later one that goes this way.
+        live: the tensors and numbers of this step, and of each later one that takes this path.
     """
 
     notes: Sequence[Note]
