@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch._functorch import eager_transforms as _transforms
 from torch._functorch import vmap as _vmap_package
+from torch.utils import checkpoint as _checkpoint
 
 _vmap = sys.modules["torch._functorch.vmap"] if callable(_vmap_package) else _vmap_package
 _KINDS = ("cpu", "cuda")
@@ -26,12 +27,15 @@ def autocast_state() -> tuple[tuple[str, torch.dtype], ...] | None:
 
 
 def without_memory(spec: Any) -> Tensor:
-    """A tensor of torch's own class with a size and no memory; whoever asks for its memory gets an error.
+    """A tensor of torch's own class with a size and memory for one element, which is an error to write to.
 
-    Kernels that only read do not ask; these a dispatch mode must catch.
+    Kernels that only read do not ask; these a dispatch mode must catch. In other threads, where there is none,
+    they read NaN (of integers the least one) over and over, and not memory that is nobody's.
     """
-    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    made.untyped_storage().resize_(0)
+    value = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
+    if not value and spec.dtype is not torch.bool:
+        value = torch.iinfo(spec.dtype).min
+    made = torch.full((1,), value, dtype=spec.dtype, device=spec.device).as_strided(spec.shape, (0,) * len(spec.shape))
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
 
@@ -61,6 +65,7 @@ def unseen_calls_replaced(apply: Callable[..., Any], runs_first: Callable[[str],
         (torch.random, "manual_seed"),
         (torch.random, "get_rng_state"),
         (torch.random, "set_rng_state"),
+        (_checkpoint, "_checkpoint_without_reentrant_generator"),
         (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
         (torch.autograd.graph.save_on_cpu, "__enter__"),
         (nn.Parameter, "__new__"),

@@ -19,7 +19,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "accumulated gradients are forgotten when they are applied",
         CAPTURE,
-        "stages/capture/trace.py",
+        "stages/capture/iteration_trace.py",
         "return held.clone() if gradient is None else held + gradient",
         "return held.clone() if gradient is None else gradient.clone()",
         (f"{ONE_DEVICE}::test_world_size_one_is_bitwise_the_eager_trainer",),
@@ -35,7 +35,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "gradients are clipped only where they were accumulated",
         CAPTURE,
-        "stages/capture/trace.py",
+        "stages/capture/iteration_trace.py",
         "if request.clip is not None:",
         "if request.clip is not None and variant.accumulated:",
         (f"{ONE_DEVICE}::test_world_size_one_is_bitwise_the_eager_trainer",),

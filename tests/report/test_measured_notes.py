@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 
 from lightning_spmd.report.measure import Amount, measure
@@ -34,6 +35,7 @@ def _measured(module: type[Quiet], options: dict[str, Any], devices: int) -> tup
     return result.rows, result.notes
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_a_fallback_is_among_the_notes() -> None:
     _, notes = _measured(ReadsTheLoss, {}, 1)
     assert any("trains eagerly from here on" in note and "test_measured_notes.py" in note for note in notes), notes

@@ -70,7 +70,7 @@ class TrainerCounters(Net):
 
 
 @pytest.mark.parametrize(
-    ("make", "most"), [(BatchIndexBranch, 4), (BatchIndexArithmetic, 2), (GlobalStep, 5), (TrainerCounters, 2)]
+    ("make", "most"), [(BatchIndexBranch, 4), (BatchIndexArithmetic, 3), (GlobalStep, 6), (TrainerCounters, 2)]
 )
 def test_counters_equal_eager_with_few_graphs(make: type[Net], most: int) -> None:
     """18 batches; a branch costs a graph for each outcome, arithmetic costs none."""

@@ -144,6 +144,7 @@ class Opaque(Quiet):
         return loss
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_an_array_that_is_looked_into_is_named() -> None:
     ours = assert_as_eager(Opaque, mode="eager")
     (told,) = [w for w in ours.warnings if "trains eagerly" in w]

@@ -122,6 +122,7 @@ def trained(strategy: Any, devices: int = 1) -> Result:
     )[0]
 
 
+@pytest.mark.usefixtures("captured_steps")
 def test_one_device_keeps_eagers_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = trained("spmd")
     assert ours.mode == "compiled"

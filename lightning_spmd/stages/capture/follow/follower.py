@@ -48,9 +48,10 @@ _READS = {
     Tensor.equal, Tensor.allclose, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose,
 }  # fmt: skip
 _SIZES = frozenset(
-    {"size", "dim", "stride", "is_floating_point", "is_complex", "numel", "__len__", "element_size", "is_contiguous",
-     "nelement", "ndimension", "is_signed"}
+    {"size", "dim", "is_floating_point", "is_complex", "numel", "__len__", "element_size", "nelement", "ndimension",
+     "is_signed"}
 )  # fmt: skip
+_STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense", "dim_order"})
 _PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "itemsize",
                          "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
 _DATA = {torch.tensor, torch.as_tensor, torch.asarray}
@@ -316,7 +317,7 @@ class Step(TorchFunctionMode):
             kind = "set"
         elif name == "__get__" and owner in ("T", "mT", "H", "mH", "data", "real", "imag"):
             kind = "call"
-        elif name == "__get__":
+        elif name == "__get__" or name in _STRIDES:
             kind = "history"
         else:
             return "unknown"
@@ -369,8 +370,7 @@ class Step(TorchFunctionMode):
         except private.DataDependentOutputException:
             return self._asks_for_values(func, args, kwargs)
         if note is None:
-            with self._beside():
-                return func(*args, **kwargs)
+            return self._about_history(func, args, kwargs)
         return self._take(note, args, kwargs)
 
     def _is_as_large(self, note: Note, args: Any, kwargs: Any) -> bool:
@@ -457,7 +457,7 @@ class Step(TorchFunctionMode):
             raise private.DataDependentOutputException(func)
         if not known_kind:
             is_question = not tensors_in(out) and recording.below.count == count
-            self.follower.kinds[func] = "about" if is_question else "call"
+            self.follower.kinds[func] = "history" if is_question else "call"
             if is_question:
                 return None
         recording.values.keep(note.depth, out, given)

@@ -21,7 +21,7 @@ def are_free(note: Note) -> bool:
     if len(handed) != len(note.moulds):
         return False
     # not by a loop over the list: its variable would be a reference
-    return all([sys.getrefcount(handed[index]) <= _OURS for index in range(len(handed))])
+    return all(sys.getrefcount(handed[index]) <= _OURS for index in range(len(handed)))
 
 
 def handed_out(note: Note) -> list[Tensor]:
