@@ -63,7 +63,7 @@ def plant(mutant: Mutant, folder: Path) -> None:
     """Copy package and tests into a folder, with the fault."""
     for name in (PACKAGE, "tests", "docs", "recipes", ".ci"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     file = folder / PACKAGE / mutant.file
     file.write_text(mutant.applied(file.read_text()))

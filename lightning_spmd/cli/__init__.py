@@ -1,1 +1,1 @@
-"""The command line: ``lightning-spmd fit --config recipes/gpt_bytes.yaml``."""
+"""The command line: ``lightning-spmd fit --config gpt_bytes``."""

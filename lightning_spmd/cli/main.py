@@ -4,25 +4,29 @@
 memory, communication and time (``cli.plan``).
 """
 
+import platform
 import sys
 import warnings
 from collections.abc import Sequence
 
+import lightning
+import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
-import lightning_spmd  # noqa: F401  (registers the strategies that a recipe names)
+import lightning_spmd  # registers the strategies that a recipe names
 from lightning_spmd.cli import compare, plan
 from lightning_spmd.cli.encodings import write_whatever_comes
 from lightning_spmd.cli.first_steps import refusals_in_one_line
 from lightning_spmd.cli.own_modules import classes_beside
 from lightning_spmd.cli.recipe_cli import RecipeCLI, with_class_for_name
 from lightning_spmd.cli.recipe_files import mistake_in_recipes
+from lightning_spmd.cli.recipe_names import named_recipes, with_files_for_names
 
 DESCRIPTION = (
     "Train, validate, test or predict what a recipe describes: lightning-spmd fit --config RECIPE; or train it under "
     "several strategies in turn: lightning-spmd compare --config RECIPE; or predict memory, communication and time for "
-    "any devices: lightning-spmd plan --config RECIPE"
+    "any devices: lightning-spmd plan --config RECIPE. RECIPE is a file, or a recipe of this package by name: "
 )
 
 
@@ -45,15 +49,16 @@ def main(args: Sequence[str] | None = None) -> None:
             "Install it with: pip install 'lightning-spmd[cli]', or by itself: pip install 'jsonargparse[signatures]'"
         )
     write_whatever_comes()
-    arguments = sys.argv[1:] if args is None else list(args)
+    written = sys.argv[1:] if args is None else list(args)
+    arguments = with_files_for_names(written)
     if (mistake := mistake_in_recipes(arguments)) is not None:
         sys.stderr.write(f"lightning-spmd: error: {mistake}\n")
         raise SystemExit(2)
     with classes_beside(arguments):
-        _command(arguments, of_process=args is None)
+        _command(arguments, as_the_process_has_them=args is None and arguments == written)
 
 
-def _command(arguments: list[str], of_process: bool) -> None:
+def _command(arguments: list[str], as_the_process_has_them: bool) -> None:
     if arguments[:1] == ["compare"]:
         with refusals_in_one_line("lightning-spmd compare"):
             compare.main(arguments[1:])
@@ -69,11 +74,22 @@ def _command(arguments: list[str], of_process: bool) -> None:
         warnings.filterwarnings("ignore", message=".*parameter is intended to run from within Python.*")
         with refusals_in_one_line("lightning-spmd " + "".join(arguments[:1])):
             RecipeCLI(
-                args=None if of_process and given == arguments else given,
+                args=None if as_the_process_has_them and given == arguments else given,
                 # A rerun into the same folder replaces the recipe that was saved beside the last run's results.
                 save_config_kwargs={"overwrite": True},
-                parser_kwargs={"prog": "lightning-spmd", "description": DESCRIPTION, **usage},
+                parser_kwargs={
+                    "prog": "lightning-spmd",
+                    "description": DESCRIPTION + ", ".join(named_recipes()),
+                    "version": version_text(),
+                    **usage,
+                },
             )
+
+
+def version_text() -> str:
+    """What ``--version`` says: everything that somebody who reads a report of a fault asks for first."""
+    versions = f"torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}"
+    return f"{lightning_spmd.__version__} ({versions})"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_spmd.cli.broken_modules import broken_module
+from lightning_spmd.cli.recipe_names import recipe_named
 
 _KEY = re.compile(r'Parser key "([^"]+)"')
 _EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: .*)?$", re.MULTILINE)
@@ -30,7 +31,7 @@ _BASES = ("lightning.LightningModule", "lightning.LightningDataModule", "lightni
 _NO_CLASS = re.compile(r"dot import path string: (\S+)|does not correspond to a subclass of (\w+)")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _ABSENT = re.compile(r"the following arguments are required: (\w+)")
-_PLACED = re.compile(r"unrecognized arguments: ([^-\s]\S*\.ya?ml)")
+_PLACED = re.compile(r"unrecognized arguments: ([^-\s]\S*)")
 _FLAG = re.compile(r"NestedArg\(key='[^']*', val='?(.*?)'?\)$", re.MULTILINE)
 _COMMAND = re.compile(r"argument subcommand: invalid choice: '(.*?)'|expected \"subcommand\" to be one of")
 _NOTHING = re.compile(r"the following arguments are required: (?:\w+\.)?model$")
@@ -63,7 +64,7 @@ def one_line(message: str, options: Iterable[str]) -> str:
     if _NOTHING.search(message.strip()) is not None:
         return "there is no model: name a recipe with --config RECIPE, or a class with --model my_project.MyModule"
     placed = _PLACED.search(message)
-    if placed is not None:
+    if placed is not None and (placed[1].endswith((".yaml", ".yml")) or recipe_named(placed[1]) is not None):
         return f"{placed[1]}: a recipe is named with --config {placed[1]}"
     unknown = _UNKNOWN.search(message)
     if unknown is not None:

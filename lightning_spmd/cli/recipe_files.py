@@ -14,6 +14,7 @@ import yaml
 from lightning.pytorch import callbacks
 
 from lightning_spmd.cli.encodings import misread
+from lightning_spmd.cli.recipe_names import named_recipes, near_recipes, recipe_named
 
 _OF_A_CLASS = ("class_path", "init_args")
 _KINDS = {"seq": "a list", "str": "a word", "int": "a number", "float": "a number", "bool": "true or false"}
@@ -51,9 +52,9 @@ def mistake_in_recipes(arguments: Sequence[str]) -> str | None:
 def _mistake_in(name: str) -> str | None:
     file = Path(name)
     if file.is_dir():
-        return f"--config {name}: this is a folder. Name a file in it{_recipes_in(file)}"
+        return f"--config {name}: this is a folder. Name a file in it{_recipes_in(file)}{_hidden_by(name)}"
     if not file.exists():
-        return f"--config {name}: there is no such file, seen from {Path.cwd()}{_near(file)}"
+        return f"--config {name}: {_not_there(name)}"
     try:
         if (wrong := misread(file.read_bytes())) is not None:
             return f"--config {name}: {wrong}"
@@ -129,12 +130,31 @@ def _of_another_kind(name: str, value: yaml.Node) -> str | None:
     return None
 
 
-def _near(file: Path) -> str:
-    """A file that was probably meant."""
-    if not file.parent.is_dir():
-        return ""
-    near = difflib.get_close_matches(file.name, [f.name for f in file.parent.iterdir()], n=1)
-    return f". Did you mean {file.with_name(near[0])}?" if near else _recipes_in(file.parent)
+def _not_there(name: str) -> str:
+    """That there is no such file, and what was probably meant: a file beside it, or a recipe of the package."""
+    file = Path(name)
+    here = f"there is no such file, seen from {Path.cwd()}"
+    beside = _near(file)
+    # A path was meant as a path; a word alone may be a name as well.
+    if len(file.parts) > 1:
+        near = beside or near_recipes(name)[:1]
+        ours = ", a recipe of this package" if near and not beside else ""
+        return f"{here}. Did you mean {near[0]}{ours}?" if near else here + _recipes_in(file.parent)
+    near = [*beside, *near_recipes(name)]
+    guess = f" Did you mean {' or '.join(near)}?" if near else ""
+    return f"{here}, and no recipe of this package has that name.{guess} The package has {', '.join(named_recipes())}"
+
+
+def _hidden_by(folder: str) -> str:
+    """How to name the package's recipe that a folder of the same name hides."""
+    hidden = recipe_named(folder)
+    return "" if hidden is None else f". The recipe {folder} of this package is --config {hidden}"
+
+
+def _near(file: Path) -> list[str]:
+    """The file of the same folder that was probably meant, if there is one."""
+    names = [f.name for f in file.parent.iterdir()] if file.parent.is_dir() else []
+    return [str(file.with_name(name)) for name in difflib.get_close_matches(file.name, names, n=1)]
 
 
 def _recipes_in(folder: Path) -> str:

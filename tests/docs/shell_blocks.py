@@ -166,7 +166,7 @@ def _file(name: str, folder: Path) -> None:
 
 
 def _check_module(name: str, arguments: list[str], folder: Path) -> None:
-    if name in ("pip", "venv"):
+    if name in ("build", "pip", "venv"):  # of which only pip is there in every environment
         return CHECKS["pip"](arguments, folder) if name == "pip" else None
     if name == "pytest":
         for word in arguments:

@@ -77,7 +77,7 @@ def _losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize(("nodes", "tasks"), [(2, 1), (2, 2)])
 def test_the_main_recipe_equals_one_device(jobs: Jobs, tmp_path: Path, nodes: int, tasks: int) -> None:
-    """``lightning-spmd fit --config recipes/gpt_bytes.yaml``, made small."""
+    """``lightning-spmd fit --config gpt_bytes``, made small."""
     many = _command(tmp_path / "job", 16 // (nodes * tasks), trainer__devices=tasks, trainer__num_nodes=nodes)
     number = jobs.submit(f"srun {shlex.join(many)}", f"--nodes={nodes}", f"--ntasks-per-node={tasks}")
     subprocess.run(_command(tmp_path / "alone", 16), check=True, timeout=PATIENCE)
