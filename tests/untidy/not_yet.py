@@ -3,6 +3,74 @@
 from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
+    "KeptWithHistory": "the tensor that is kept has no grad_fn",
+    "WorkerQueue": "another thread reads a value that there is none of yet",
+}
+"""On one device, where all bits must be eager's."""
+
+CAPTURED = frozenset(
+    [
+        "MaskedColumns",
+        "DrawnMixture",
+        "Masked",
+        "MaskedWrite",
+        "Experts",
+        "UniqueLabels",
+        "MomentumQueue",
+        "DataAssigned",
+        "Prototypes",
+        "Packed",
+        "PenaltyNowAndThen",
+        "OwnFunction",
+        "CountsBackwards",
+        "Checkpointed",
+        "ReentrantCheckpoint",
+        "HookOnATensor",
+        "HookThatNotes",
+        "PerSample",
+        "SavedTensorsPacked",
+        "InnerBackward",
+        "MetricWeighs",
+        "MetricCollections",
+        "Sharpness",
+        "TwoOptimizers",
+        "ClippedByValue",
+        "SkipsBadSteps",
+        "AccumulatedByHand",
+        "Surgery",
+        "NoisyGradients",
+        "OwnUpdate",
+        "Scheduled",
+        "SeveralSteps",
+    ]
+)
+"""Where Python does not run once in each step: what it does is not followed yet, and captured once instead."""
+
+PARTLY_EAGER = frozenset(
+    [
+        "HardestRows",
+        "SortedTensors",
+        "SeededStep",
+        "ReplayedState",
+        "SeveralReads",
+        "SavedTensors",
+        "GrowingTensor",
+        "Added",
+        "NewParameter",
+        "SmoothingScheduled",
+        "Tied",
+        "Bags",
+        "RetainedGradient",
+        "Focal",
+        "MetricLogged",
+    ]
+)
+"""Where Python runs once in each step and some steps, or all, are no graphs."""
+
+_EAGER = "eager: DDP, rows of a rank"
+_SOON_EAGER = "eager after some graphs: DDP, rows of a rank"
+NOT_YET_ON_RANKS: dict[str, str] = {
+    **NOT_YET,
     "WeakTensor": "raises: the attempt to capture leaves a fake tensor behind a weak reference",
     "LruCache": "the cached function is not called",
     "MethodReplaced": "the method that step 17 takes away stays",
@@ -14,21 +82,12 @@ NOT_YET: dict[str, str] = {
     "OwnInfo": "a function of the user's is given a placeholder's text",
     "PythonLogging": "the handler has no lines when the step counts them",
     "Streams": "what the attempt to capture wrote stays",
-    "KeptWithHistory": "the tensor that is kept has no grad_fn",
     "Frozen": "other losses from two steps behind the freezing on",
     "UnfrozenByCount": "the layers stay frozen",
     "Swapped": "the second exchange does not happen",
     "NormalizedThenNot": "the norm stays in training",
     "RetainedGradient": "the retained gradient is None",
     "Heartbeat": "another thread draws other numbers than its generator has",
-    "WorkerQueue": "raises: another thread is given a placeholder",
-}
-"""On one device, where all bits must be eager's."""
-
-_EAGER = "eager: DDP, rows of a rank"
-_SOON_EAGER = "eager after some graphs: DDP, rows of a rank"
-NOT_YET_ON_RANKS: dict[str, str] = {
-    **NOT_YET,
     "Slotted": _EAGER,
     "Dataclass": _EAGER,
     "MutableDefault": _EAGER,

@@ -13,12 +13,9 @@ import torch
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import Result
 from tests.untidy.cases import CASES, PARTS
-from tests.untidy.not_yet import NOT_YET, NOT_YET_ON_RANKS
+from tests.untidy.not_yet import CAPTURED, NOT_YET, NOT_YET_ON_RANKS, PARTLY_EAGER
 from tests.untidy.running import NEAR, Outcome, differences, disagreements, run_case, run_on_ranks
 from tests.untidy.untidy import STEPS, Untidy
-
-RUNS_ONCE = False
-"""Whether Python runs ``training_step`` once in each step: not where it runs in a capture and in steps of no graph."""
 
 
 def _parameters(faults: dict[str, str]) -> list[Any]:
@@ -74,8 +71,9 @@ def test_a_step_trains_as_eagerly(name: str) -> None:
     theirs, ours = run_case(name, "auto"), run_case(name, "spmd")
     assert differences(ours, theirs) == []
     assert theirs.runs == STEPS
-    if RUNS_ONCE:
-        assert ours.runs == STEPS
+    assert (ours.runs == STEPS) == (name not in CAPTURED)
+    if name not in CAPTURED:
+        assert (ours.graph_steps == STEPS) == (name not in PARTLY_EAGER)
 
 
 @pytest.mark.long
