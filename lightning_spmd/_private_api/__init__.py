@@ -32,6 +32,7 @@ from lightning_spmd._private_api.co_execution import (
     is_wrapped,
     no_torch_functions,
     unseen_calls_replaced,
+    version_of,
     without_memory,
 )
 from lightning_spmd._private_api.fake_tensors import (
@@ -160,6 +161,7 @@ __all__ = [
     "is_wrapped",
     "no_torch_functions",
     "unseen_calls_replaced",
+    "version_of",
     "without_memory",
     "ORIGINAL_PACKING",
     "packing_replaced",

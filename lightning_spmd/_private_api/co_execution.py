@@ -40,6 +40,11 @@ def without_memory(spec: Any) -> Tensor:
     return made
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to."""
+    return tensor._version
+
+
 def exchange(one: Tensor, other: Tensor) -> None:
     """Let two tensors be each other, with history and all. ``torch.utils.swap_tensors`` refuses weak references."""
     torch._C._swap_tensor_impl(one, other)

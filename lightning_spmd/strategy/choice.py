@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_spmd.errors import BatchError, RankDisagreementError
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.parallel.mesh import Mesh
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
+from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.strategy.graph_table import Found, GraphTable
 from lightning_spmd.strategy.places import Moment
 from lightning_spmd.strategy.run_context import StepRequest
@@ -26,18 +27,28 @@ class Ballot:
         table: the graphs.
         request: the step.
         moment: where in the run it is.
+        follows: whether this rank would run the step's Python, and choose a graph behind it; None: it chooses one now.
+            With an answer, the index that is found says no more than whether all would.
 
     Attributes:
         found: what this rank would run if all ranks have as many rows.
     """
 
     def __init__(
-        self, control: ControlPlane, mesh: Mesh, table: GraphTable, request: StepRequest, moment: Moment
+        self,
+        control: ControlPlane,
+        mesh: Mesh,
+        table: GraphTable,
+        request: StepRequest,
+        moment: Moment,
+        *,
+        follows: bool | None = None,
     ) -> None:
         self._control, self._mesh, self._table, self._request, self._moment = control, mesh, table, request, moment
+        self._follows = follows
         rows, self._problem = _rows(request.batch)
         self._own_rows = rows
-        self.found = table.find(request, (rows,) * mesh.batch_size)
+        self.found = self._find((rows,) * mesh.batch_size)
         self._count = control.cast(
             moment.place,
             None if self._problem else self.found.index,
@@ -67,12 +78,17 @@ class Ballot:
         if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
             _check_numbers(control, request.numbers)
             _reconcile(control, self._table, request, self._problem)
-            return Ballot(control, self._mesh, self._table, request, self._moment).result()
+            return Ballot(control, self._mesh, self._table, request, self._moment, follows=self._follows).result()
         if vote.rows[0] != vote.rows[1]:
-            found = self._table.find(request, self._mesh.split(control.gather(self._own_rows)))
+            found = self._find(self._mesh.split(control.gather(self._own_rows)))
             vote = control.vote(self._moment.place, found.index, 0, 0)
         same = not vote.missing and vote.graph[0] == vote.graph[1]
         return found if same else dataclasses.replace(found, index=None)
+
+    def _find(self, split: tuple[int, ...]) -> Found:
+        if self._follows is None:
+            return self._table.find(self._request, split)
+        return Found((), split, 0 if self._follows else None, None)
 
 
 def agreed(control: ControlPlane | None, index: int | None) -> int | None:

@@ -20,10 +20,10 @@ from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Shard
 from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import warn
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.runtime.control import stable_hash
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.places import Moment, evaluation_moment

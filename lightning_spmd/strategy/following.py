@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -11,17 +15,20 @@ from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.stable_hash import stable_hash
+from lightning_spmd.ir.steps import Variant
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Follower, Step
 from lightning_spmd.stages.capture.follow.notes import Made
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
-from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
+from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
-from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.strategy.replay import Recorded, replay
+from lightning_spmd.stages.runtime.executor import Executable, Pending
+from lightning_spmd.strategy.meeting import Fingerprints, Meeting
+from lightning_spmd.strategy.replay import Recorded, log_global, replay
 from lightning_spmd.strategy.run_context import RunContext
 
 MOST_EAGER = 8
@@ -67,6 +74,7 @@ class FollowedStep:
         wants: the results that they, or anybody else, have.
         program: the step's path; None of a step that ran for good.
         talk: the graph that has begun already.
+        mark: of the path, with its numbers and what else must be the same on all ranks.
     """
 
     def __init__(
@@ -77,20 +85,23 @@ class FollowedStep:
         wants: Sequence[Want],
         program: Program | None,
         talk: _Talk | None = None,
+        mark: int = 0,
     ) -> None:
-        self.returned, self.queue, self.program, self._talk = returned, queue, program, talk
-        self._step, self._wants = step, wants
+        self.returned, self.queue, self.program, self.mark = returned, queue, program, mark
+        self._step, self._wants, self._talk = step, wants, talk
 
     @property
     def reason(self) -> str | None:
         """Why the step ran for good; None if it did not."""
-        if self._step.reason is None:
-            return None
-        text, place = self._step.reason
-        return f"{text} ({place})" if place else text
+        return _in_words(self._step)
 
-    def outputs(self, executable: Executable) -> Sequence[Any] | None:
-        """The outputs of a graph that has begun already; None if it is to be run."""
+    @property
+    def has_begun(self) -> bool:
+        """Whether a graph runs already."""
+        return self._talk is not None and self._talk.conversation is not None
+
+    def outputs(self, executable: Executable) -> tuple[Sequence[Any], Pending | None] | None:
+        """The outputs of a graph that has begun already, and what it leaves undone; None if it is to be run."""
         if self._talk is None or self.program is None:
             return None
         return self._talk.end(self.program, executable)
@@ -120,6 +131,21 @@ class FollowedStep:
         self.returned = _resolved(self.returned)
 
 
+@dataclass(frozen=True)
+class Likely:
+    """A graph that ran.
+
+    Args:
+        program: the path whose graph it is.
+        executable: the graph.
+        index: of it, among those of the run.
+    """
+
+    program: Program
+    executable: Executable
+    index: int | None
+
+
 class _Talk:
     """A graph that runs while the Python of a step does, as long as that takes the graph's path.
 
@@ -128,34 +154,41 @@ class _Talk:
         known: the graphs that ran last, by the first call that read.
         live: what graphs take of this step.
         begin: starts one.
+        meeting: of the ranks; None on one device.
     """
 
     def __init__(
         self,
         step: Step,
-        known: Mapping[int, tuple[Program, Executable]],
+        known: Mapping[int, Likely],
         live: Live,
         begin: Callable[[Executable], Conversation],
+        meeting: Meeting | None,
     ) -> None:
         self._step, self._known, self._live, self._begin = step, known, live, begin
-        self._program: Program | None = None
+        self._meeting = meeting
+        self._likely: Likely | None = None
         self._is_over = False
         self.conversation: Conversation | None = None
 
     def values(self) -> Sequence[Tensor] | None:
-        """What Python reads now, if a graph gives it."""
-        if self._is_over:
-            return None
+        """What Python reads now, if a graph gives it.
+
+        Raises:
+            CannotBeFollowed: another rank goes on eagerly.
+        """
         first = self.conversation is None
-        if first and not self._can_begin():
-            self._is_over = True
-            return None
-        if self._program is None or self.conversation is None or not self._takes_its_path():
+        gives = not self._is_over and (self._can_begin() if first else self._takes_its_path())
+        if self._meeting is not None:
+            gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
+        if not gives or self._likely is None:
             self.drop()
             return None
+        if self.conversation is None:
+            self.conversation = self._begin(self._likely.executable)
         return self.conversation.values(None if first else self._numbers())
 
-    def end(self, program: Program, executable: Executable) -> Sequence[Any] | None:
+    def end(self, program: Program, executable: Executable) -> tuple[Sequence[Any], Pending | None] | None:
         """Python is done: the outputs of the graph, if it is the step's; else it has not run."""
         conversation = self.conversation
         if conversation is None or conversation.executable is not executable or not self._takes_its_path():
@@ -174,10 +207,10 @@ class _Talk:
 
     def _can_begin(self) -> bool:
         notes = self._step.notes
-        program, executable = self._known.get(notes[-1].number, (None, None))
-        if program is None or executable is None or not executable.can_talk:
+        likely = self._likely = self._known.get(notes[-1].number)
+        if likely is None or not likely.executable.can_talk:
             return False
-        self._program = program
+        program, executable = likely.program, likely.executable
         if not self._takes_its_path() or any(number >= len(self._step.outside) for number in _unnamed(program)):
             return False
         self._live.outside = self._step.outside
@@ -185,13 +218,10 @@ class _Talk:
         if numbers.keys() != {key for key in program.free if key[0] < len(notes)}:
             return False
         self._live.numbers = numbers
-        if any(guard.failure() is not None for guard in executable.captured.guards.values):
-            return False
-        self.conversation = self._begin(executable)
-        return True
+        return not any(guard.failure() is not None for guard in executable.captured.guards.values)
 
     def _takes_its_path(self) -> bool:
-        notes, program = self._step.notes, self._program
+        notes, program = self._step.notes, None if self._likely is None else self._likely.program
         return (
             program is not None
             and len(notes) <= len(program.notes)
@@ -200,12 +230,12 @@ class _Talk:
 
     def _numbers(self) -> list[Any]:
         """What Python has computed since it read last."""
-        if self._program is None:
+        if self._likely is None:
             return []
         reads = [note for note in self._step.notes if note.reads]
         last = reads[-2]
         numbers = self._step.numbers_between(last.depth + 1, reads[-1].depth)
-        wanted = self._program.numbers_behind(last)
+        wanted = self._likely.program.numbers_behind(last)
         return [numbers[key] for key in wanted]
 
 
@@ -233,9 +263,10 @@ class Following:
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
         self._eager = self._graphs = 0
-        self._likely: dict[Any, dict[int, tuple[Program, Executable]]] = {}
+        self._likely: dict[Any, dict[int, Likely]] = {}
         """The graph that ran last behind each first read, by the part of the iteration."""
         self._told: set[str] = set()
+        self._fingerprints = Fingerprints()
         self._taken: dict[Any, int] = {}
         """How often steps took each path."""
 
@@ -256,7 +287,9 @@ class Following:
         return (part._buffers.get(last) if own is None else own) is tensor  # noqa: SLF001 - as above
 
     # ------------------------------------------------------------------ a step
-    def step(self, batch: Batch, arguments: Mapping[str, Any], method: str, part: Any) -> FollowedStep:
+    def step(
+        self, batch: Batch, arguments: Mapping[str, Any], method: str, part: Any, meeting: Meeting | None = None
+    ) -> FollowedStep:
         """Run the user's Python.
 
         Args:
@@ -264,9 +297,12 @@ class Following:
             arguments: the method's other arguments.
             method: its name.
             part: what else decides which graph is the step's: the part of the iteration.
+            meeting: of the ranks; None on one device.
         """
         context = self._context
-        step = Step(self._follower, batch.tensor_values)
+        tree, given = (batch.tree, batch.tensor_values) if meeting is None else (meeting.tree, meeting.given)
+        step = Step(self._follower, given)
+        step.whole = None if meeting is None else meeting.whole
         step.on_values = self._flush
         wants: dict[Want, int] = {}
 
@@ -276,13 +312,28 @@ class Following:
                 return step.value_now(tensor)
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
 
-        talk = _Talk(step, self._likely.setdefault(part, {}), self._live, lambda e: self._begin(e, batch))
-        step.on_read, step.before_eager = talk.values, talk.drop
+        talk = _Talk(step, self._likely.setdefault(part, {}), self._live, lambda e: self._begin(e, batch), meeting)
+
+        def before_eager() -> None:
+            talk.drop()
+            if meeting is not None:
+                meeting.goes_eagerly(_in_words(step) or "")
+
+        step.on_read, step.before_eager = talk.values, before_eager
         queue = Queue(self._shadows_now(), want, step.eagerly)
-        step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch)
-        with self._module_paths(step), context.step_context(method), queue.active(), step.active():
+        if meeting is not None:
+            queue.log_now = functools.partial(log_global, rows=meeting.rows)
+            queue.part = meeting.part
+        step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
+        with contextlib.ExitStack() as around:
+            if meeting is not None:
+                around.enter_context(meeting.active())
+            around.enter_context(self._module_paths(step))
+            around.enter_context(context.step_context(method))
+            around.enter_context(queue.active())
+            around.enter_context(step.active())
             try:
-                returned = with_loss(getattr(context.module, method)(batch.tree, *arguments.values()))
+                returned = with_loss(getattr(context.module, method)(tree, *arguments.values()))
             except BaseException as error:
                 talk.drop()
                 step.end()
@@ -308,17 +359,37 @@ class Following:
         if self._taken[step.path] == 1 and len(self._taken) > NEW_PATHS:
             step.eagerly("it takes a path that no step took before")
             return FollowedStep(step, _resolved(returned), queue, (), None)
-        return FollowedStep(step, returned, queue, list(wants), program, talk)
+        mark = step.mark if meeting is None else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
+        return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
+
+    def united(self, followed: FollowedStep) -> Program:
+        """The program of a step with all that any rank has of it; all ranks are here together.
+
+        Args:
+            followed: the step.
+        """
+        program, control = followed.program, self._context.control
+        if program is None:
+            raise ValueError("a step that ran for good has no program")
+        if control is None:
+            return program
+        wants = self._wants[program.number, program.free]
+        for side in control.gather(program.wants):
+            wants.update(dict.fromkeys(side))
+        in_order = sorted(wants, key=repr)  # of all ranks alike
+        self._wants[program.number, program.free] = dict.fromkeys(in_order)
+        followed.program = dataclasses.replace(program, wants=tuple(in_order))
+        return followed.program
 
     def _begin(self, executable: Executable, batch: Batch) -> Conversation:
         self._flush()
         return Conversation(executable, batch.tensor_values)
 
-    def ran(self, program: Program, executable: Executable, part: Any) -> None:
+    def ran(self, program: Program, executable: Executable, part: Any, index: int | None) -> None:
         """A graph was a step's: where the next one reads first, it may begin."""
         reads = program.reads()
         if reads:
-            self._likely[part][reads[0].number] = program, executable
+            self._likely[part][reads[0].number] = Likely(program, executable, index)
 
     def _shadows_now(self) -> Shadows:
         module = self._context.module
@@ -338,10 +409,16 @@ class Following:
             step.module_path = path
             yield
 
-    def _work_off(self, queue: Queue, values: Sequence[Tensor], batch: Batch) -> None:
+    def _work_off(self, queue: Queue, values: Sequence[Tensor], batch: Batch, meeting: Meeting | None) -> None:
         """The step goes on eagerly: what was queued is done, and from here on nothing is."""
         calls = queue.close()
-        queue.done(replay(self._context.module, Recorded(calls, {}), values, batch.values, 0, is_global=False))
+        rows = 0
+        if meeting is not None:
+            rows = meeting.rows
+            taken = {position for call in calls if call.method in METHODS for position in wanted_by(call)}
+            values = [meeting.part(v) if i in taken else v for i, v in enumerate(values)]
+        recorded, is_global = Recorded(calls, {}), meeting is not None
+        queue.done(replay(self._context.module, recorded, values, batch.values, rows, is_global=is_global))
 
     def _count_eager(self, reason: str) -> None:
         self._eager += not any(name in reason for name in _ALWAYS_EAGER)
@@ -352,12 +429,19 @@ class Following:
             self.ended = "steps ran eagerly"
 
     @staticmethod
-    def reason_not_to(context: RunContext) -> str | None:
+    def reason_not_to(context: RunContext, variant: Variant) -> str | None:
         """Why the steps of a run are not followed, or None.
 
         What runs behind ``training_step`` is captured, and does not run: it must be code that is known.
         """
-        module, optimizer = context.module, context.optimizer
+        module, optimizer, mesh = context.module, context.optimizer, context.mesh
+        in_parts = mesh is not None and mesh.batch_size != math.prod(mesh.sizes.values())
+        if in_parts or (mesh is not None and context.plan(variant).shards_parameters):
+            return "parameters or sequences are in parts"
+        if mesh is not None and context.plan(variant).needs_graphs and not variant.apply:
+            return "gradients in parts are held"
+        if variant.pauses:
+            return "hooks look at gradients"
         if context.bf16_updates != "plain":  # no step of which may run eagerly
             return "weights of bfloat16 are updated in float32"
         kind = type(optimizer)
@@ -371,6 +455,22 @@ class Following:
         """There is no graph of a step that was followed."""
         self._graphs -= 1
         self._count_eager(reason)
+
+
+def _in_words(step: Step) -> str | None:
+    """Why a step ran for good; None if it did not."""
+    if step.reason is None:
+        return None
+    text, place = step.reason
+    return f"{text} ({place})" if place else text
+
+
+def _unnamed_tensors(step: Step) -> Iterator[Tensor]:
+    """Tensors from outside that are none of the module's: each rank has made its own."""
+    for note in step.notes:
+        for number, kind in note.met.items():
+            if kind.name is None:
+                yield step.outside[number]
 
 
 def _resolved(returned: Any) -> Any:

@@ -18,6 +18,7 @@ from lightning_spmd.ir.reads import Number, ReadMiss
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, tell, warn
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
 from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
@@ -26,9 +27,10 @@ from lightning_spmd.strategy.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
 from lightning_spmd.strategy.choice import Ballot, agreed
-from lightning_spmd.strategy.following import Following, RanEagerly
+from lightning_spmd.strategy.following import FollowedStep, Following, RanEagerly
 from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
 from lightning_spmd.strategy.last_resort import train_eagerly
+from lightning_spmd.strategy.meeting import Done, Meeting, all_are_rows, may_be_of_all_ranks
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.own_graphs import OwnBallot, OwnGraphs
@@ -37,6 +39,10 @@ from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import Recorded, replay, resolve
 from lightning_spmd.strategy.run_context import Ran, RunContext, StepRequest
 from lightning_spmd.strategy.shared_leaves import newly_shared
+
+
+class _NotFollowed(Exception):
+    """Control flow, on all ranks: a graph stands for the step's Python."""
 
 
 class TrainingIteration:
@@ -61,8 +67,9 @@ class TrainingIteration:
         self.ran = Ran()  # the micro-batch before
         self.rechecks = Rechecks(context, self._builder)
         self.own_batches = OwnBatches(context.batch)
-        follows = context.mesh is None and context.optimizer is not None and self.follows
+        follows = context.optimizer is not None and self.follows
         self.following = Following(context, self.flush) if follows else None
+        self._met = False
         self._own = OwnGraphs(
             context,
             self._builder,
@@ -97,10 +104,10 @@ class TrainingIteration:
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
         if self.following is not None and variant.backward and not variant.by_hand:
-            self.following.ended = self.following.ended or Following.reason_not_to(self.context)
-            if self.following.ended is None and not self._sizes_vary(batch_tree, variant):
+            try:
                 return self._run_followed(self.following, batch_tree, arguments, variant, clip)
-            self.following = None
+            except _NotFollowed:
+                self.following = None
         if isinstance(self.gradients, LiveGradients):
             self.gradients.look_again(self._builder.state_mesh)
         with speaking_of(variant.method):
@@ -134,11 +141,16 @@ class TrainingIteration:
             self.table.used(found.key, found.index)
         return executable, outputs, batch, sum(found.split)
 
-    def _sizes_vary(self, batch_tree: Any, variant: Variant) -> bool:
-        """Whether one graph should be made for batches of many sizes, which is not done for steps that are followed."""
-        batch = Batch(batch_tree)
+    def _can_be_followed(self, following: Following, request: StepRequest, batch: Batch) -> bool:
+        """Whether this rank could run the step's Python as every step's."""
+        if following.ended is not None or self.own_batches.are_used:
+            return False
+        if Following.reason_not_to(self.context, request.variant) is not None:
+            return False
         self.table.open.note(batch)
-        return bool(self.table.open.wanted(batch, self.table.step_key(StepRequest(batch, variant))))
+        if self.table.open.wanted(batch, self.table.step_key(request)):  # one graph is made for all sizes
+            return False
+        return self.context.mesh is None or may_be_of_all_ranks(batch)
 
     def _run_followed(
         self,
@@ -152,33 +164,83 @@ class TrainingIteration:
 
         Raises:
             RanEagerly: it ran as eager training's.
+            _NotFollowed: on all ranks; it has not run.
         """
-        batch = Batch(batch_tree)
+        batch = Batch(batch_tree, self._shared, part=self._has_part)
         with speaking_of(variant.method):
-            part = self.table.step_key(StepRequest(batch, variant, arguments))
-            followed = following.step(batch, arguments, variant.method, part)
+            request = self._request(batch, arguments, variant, clip)
+            part = self.table.step_key(request)
+            can = self._can_be_followed(following, request, batch)
+            if self.context.mesh is None and not can:
+                raise _NotFollowed
+            meeting = self._meeting(request, can)
+            followed = following.step(batch, arguments, variant.method, part, meeting)
             if followed.program is None:
                 raise RanEagerly(followed.returned, followed.reason or "")
-            request = self._request(batch, arguments, variant, clip)
             request = dataclasses.replace(request, program=followed.program)
             try:
-                executable = self._executable(request, None)
-                with self.context.whole.changing(self.context.trainer):
-                    outputs = followed.outputs(executable)
-                outputs = self._run(executable, batch.tensor_values) if outputs is None else outputs
-            except (CannotBeBuilt, FirstRunError) as error:
+                executable, outputs = self._graph_of_followed(following, followed, request, meeting)
+            except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
                 self.flush()
                 following.graph_failed(str(error))
                 followed.for_good(str(error))
                 raise RanEagerly(followed.returned, str(error)) from None
         self._after(executable.captured)
-        following.ran(followed.program, executable, part)
+        following.ran(followed.program, executable, part, self._found.index)
         values = followed.fill(resolve(executable.captured.returned, outputs, ()))
-        self.ran = Ran.of(executable, 0, self._found.split, (self.table, self._own.table))
+        rows, split = (0, self._found.split) if meeting is None else (meeting.rows, None)
+        self.ran = Ran.of(executable, rows, split, (self.table, self._own.table))
         with self.context.step_context(variant.method):
-            calls = Recorded(followed.queue.calls, {})
-            followed.logged(replay(self.context.module, calls, values, batch.values, 0, is_global=False))
+            calls, is_global = Recorded(followed.queue.calls, {}), meeting is not None
+            followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
         return followed.returned
+
+    def _meeting(self, request: StepRequest, can_be_followed: bool) -> Meeting | None:
+        """All ranks are at this step, with batches that are one; None on one device.
+
+        Raises:
+            _NotFollowed: on all ranks; one of them cannot.
+        """
+        control, mesh, batch = self.context.control, self.context.mesh, request.batch
+        if control is None or mesh is None or batch is None:
+            return None
+        moment = self._moment(request)
+        try:
+            found = Ballot(control, mesh, self.table, request, moment, follows=can_be_followed).result()
+        except BatchError:  # there may be another way
+            raise _NotFollowed from None
+        is_first, self._met = not self._met, True
+        if found.index is None or (is_first and not all_are_rows(control, batch)):
+            raise _NotFollowed
+        return Meeting(self.context, control, request, found.split, moment.place, is_first=is_first)
+
+    def _graph_of_followed(
+        self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
+    ) -> tuple[Executable, Sequence[Any]]:
+        """The graph of a step whose Python is done, and its outputs.
+
+        Raises:
+            CannotBeBuilt, FirstRunError: there is none.
+            CannotBeFollowed: the ranks go on eagerly.
+        """
+        tensors = [] if request.batch is None else request.batch.tensor_values
+        done = None
+        if meeting is not None:
+            done = meeting.done(followed.mark, self.table.find(request, meeting.split))
+            ahead = None if followed.has_begun else self._run_ahead(done, tensors)
+            if ahead is not None:
+                return ahead
+            if done.result().index is None:
+                request = dataclasses.replace(request, program=following.united(followed))
+                index = agreed(self.context.control, self.table.find(request, meeting.split).index)
+                done = done.of(dataclasses.replace(self.table.find(request, meeting.split), index=index))
+        executable = self._executable(request, done)
+        with self.context.whole.changing(self.context.trainer):
+            begun = followed.outputs(executable)
+        if begun is None:
+            return executable, self._run(executable, tensors)
+        outputs, self._pending = begun
+        return executable, outputs
 
     @ends_no_loop
     def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:
@@ -272,7 +334,7 @@ class TrainingIteration:
         return Ballot(context.control, context.mesh, self.table, request, self._moment(request))
 
     def _run_ahead(
-        self, ballot: Ballot | OwnBallot | None, tensors: Sequence[Tensor]
+        self, ballot: Ballot | OwnBallot | Done | None, tensors: Sequence[Tensor]
     ) -> tuple[Executable, Sequence[Any]] | None:
         """Begin to run what this rank would run while the others say what they would; None if that cannot be.
 
@@ -316,7 +378,7 @@ class TrainingIteration:
             except ReadMiss as again:
                 miss = again
 
-    def _executable(self, request: StepRequest, ballot: Ballot | OwnBallot | None) -> Executable:
+    def _executable(self, request: StepRequest, ballot: Ballot | OwnBallot | Done | None) -> Executable:
         """The graph of a step, found or built."""
         table = self.table
         if isinstance(ballot, OwnBallot):
@@ -334,6 +396,8 @@ class TrainingIteration:
         self._found = found
         if found.index is not None and self._is_up_to_date(found, request):
             return table.graph(found.index)
+        if request.program is not None:
+            return self._build(request, found, {})
         if shared := newly_shared(self.context.control, request, found.split, self._builder.capture):
             self._shared |= shared
             found = table.find(request, found.split)

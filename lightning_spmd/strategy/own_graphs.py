@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Callable
 
 from lightning_spmd.errors import StaleGraphError
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.runtime.agreement import exchanges
-from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
+from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.choice import check_same_part, hash_of_step

@@ -65,6 +65,7 @@ class Ranks:
         self.mesh: Mesh | None = None
         self.control: ControlPlane | None = None
         self.traced_split: tuple[int, ...] | None = None
+        self._is_followed = False
         self._processes: Processes | None = None
         self._flat: Mesh | None = None
         self._leases: list[Lease] = []
@@ -207,7 +208,7 @@ class Ranks:
         coordinates = self.mesh.coordinates_of_parts
         return RandomStreams(seed, coordinates if len(coordinates) > 1 else self._processes.rank)
 
-    # ------------------------------------------------------------------ while a step is traced
+    # ------------------------------------------------------------------ while a step is traced, or followed
     @contextlib.contextmanager
     def tracing(self, split: tuple[int, ...]) -> Iterator[None]:
         """While training_step is traced: it sees the global batch, and compiled submodules run as written.
@@ -223,9 +224,22 @@ class Ranks:
             self.traced_split = None
             torch.compiler.set_stance("default")
 
+    @contextlib.contextmanager
+    def followed(self, split: tuple[int, ...]) -> Iterator[None]:
+        """While the Python of a step runs, as in every step: it sees the global batch.
+
+        Args:
+            split: rows of each batch that is a part of it.
+        """
+        self.traced_split, self._is_followed = split, True
+        try:
+            yield
+        finally:
+            self.traced_split, self._is_followed = None, False
+
     def refuse_while_traced(self, method: str) -> None:
         """What the ranks exchange beside the graph would be exchanged once, at capture."""
-        if self.traced_split is not None:
+        if self.traced_split is not None and not self._is_followed:
             raise CaptureError(
                 f"{the_step()} calls strategy.{method}, which would happen once, at capture, and never again; call it "
                 f"in a hook such as {batch_hook('start')}",

@@ -160,7 +160,9 @@ class Answers:
         return dict(zip(wanted.numbers, outputs, strict=True))
 
 
-def whole_batch(context: RunContext, request: StepRequest, split: tuple[int, ...]) -> Sequence[Tensor] | None:
+def whole_batch(
+    context: RunContext, request: StepRequest, split: tuple[int, ...], most_bytes: int | None = _MOST_BYTES
+) -> Sequence[Tensor] | None:
     """The tensors of the global batch, the same on every rank; None where there is none, or it is too large.
 
     All ranks do this together.
@@ -169,11 +171,13 @@ def whole_batch(context: RunContext, request: StepRequest, split: tuple[int, ...
         context: of the run.
         request: the step.
         split: rows of the global batch by data rank.
+        most_bytes: what is too large; None: nothing.
     """
     batch, mesh, control = request.batch, context.mesh, context.control
     if batch is None or mesh is None or control is None:
         return None if batch is None else batch.tensor_values
-    if max(control.gather(sum(t.nbytes for t in batch.tensor_values))) * len(split) > _MOST_BYTES:
+    mine = sum(t.nbytes for t in batch.tensor_values)
+    if most_bytes is not None and max(control.gather(mine)) * len(split) > most_bytes:
         return None
     whole = [batch.is_shared(i) or batch.values[i].shape[0] == sum(split) for i in batch.tensors]
     own = [None if w else t.detach().cpu() for w, t in zip(whole, batch.tensor_values, strict=True)]

@@ -91,11 +91,11 @@ def replay(
         elif call.method == "append":
             results.append(_added(getattr(target, args[0]), args[1]))
         elif is_global and call.method == "log":
-            results.append(_log_global(target, args, kwargs, rows))
+            results.append(log_global(target, args, kwargs, rows))
         elif is_global and call.method == "log_dict":
             said = {**dict(zip(_LOG_DICT_ARGUMENTS, args, strict=False)), **kwargs}
             for name, value in said.pop("dictionary").items():
-                _log_global(target, (name, value), said, rows)
+                log_global(target, (name, value), said, rows)
             results.append(None)
         elif is_global and call.method == "forward":
             results.append(_forward_with_sync(target, args, kwargs))
@@ -137,7 +137,7 @@ _LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
 _LOG_DICT_ARGUMENTS = tuple(inspect.signature(LightningModule.log_dict).parameters)[1:]
 
 
-def _log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None) -> None:
+def log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None) -> None:
     """Log values that are the same on all ranks: "synced" as Lightning sees it, by a reduction that does nothing.
 
     Without ``sync_dist`` Lightning would recommend it, at every epoch's end.
@@ -181,7 +181,7 @@ def log_keys_kept(module: nn.Module, rows: int | None, batches: int) -> Iterator
                 total = int(reduce(torch.tensor(weight, device=owner.device), reduce_op="sum"))
                 value = value * weight / total
             said["value"] = reduce(value, reduce_op="sum" if operation == "mean" and weight is not None else operation)
-        _log_global(owner, (), {**said, "batch_size": total}, None)
+        log_global(owner, (), {**said, "batch_size": total}, None)
 
     owners = [m for m in module.modules() if isinstance(m, LightningModule)]
     for owner in owners:

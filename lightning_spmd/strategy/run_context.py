@@ -110,6 +110,7 @@ class RunContext:
         control: host messages among the ranks; None on one device.
         streams: random numbers of several ranks; None on one device.
         tracing_context: entered while tracing, given the rows of each part of the global batch.
+        following_context: likewise while the Python of a step runs.
         listeners: called with each BuildEvent.
         dump_dir: where every stage's graph is written, or None.
         options: pass list and bucket size.
@@ -130,6 +131,7 @@ class RunContext:
     control: ControlPlane | None
     streams: RandomStreams | None
     tracing_context: Callable[[tuple[int, ...]], contextlib.AbstractContextManager[Any]]
+    following_context: Callable[[tuple[int, ...]], contextlib.AbstractContextManager[Any]]
     listeners: Sequence[Callable[[BuildEvent], None]]
     dump_dir: Path | None
     options: BuildOptions
@@ -253,6 +255,7 @@ class GraphSettings:
             control=self.ranks.control,
             streams=streams,
             tracing_context=self.ranks.tracing,
+            following_context=self.ranks.followed,
             listeners=self.listeners,
             dump_dir=folder,
             options=dataclasses.replace(self.options, overlap_iterations=overlaps),

@@ -308,8 +308,13 @@ class Training:
         self._ran_eagerly = True
         parameters = dict(iteration.context.module.named_parameters())
         for name, gradient in iteration.gradients.items():
-            parameters[name].grad = gradient
+            parameters[name].grad = gradient if self._holders == 1 else gradient * self._holders
         iteration.gradients.clear()
+
+    @property
+    def _holders(self) -> int:
+        """How many ranks hold a share of a gradient; the eager path takes the mean over them."""
+        return 1 if self._ranks.mesh is None else torch.distributed.get_world_size()
 
     def _take_gradients(self, iteration: TrainingIteration) -> None:
         """Gradients of a micro-batch that ran eagerly are held as those of graphs, if they are to be added to."""
@@ -317,18 +322,17 @@ class Training:
         if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
             for name, parameter in iteration.context.module.named_parameters():
                 if parameter.grad is not None:
-                    iteration.gradients[name], parameter.grad = parameter.grad, None
+                    held, parameter.grad = parameter.grad, None
+                    iteration.gradients[name] = held if self._holders == 1 else held / self._holders
 
     def _leave_graphs(self, iteration: TrainingIteration) -> None:
         """From now on eagerly; gradients of micro-batches that already ran become ``p.grad``."""
         iteration.flush()
         self.mode = Mode.EAGER
         self.iteration = None
-        # each rank holds its share of the sum; the eager path takes the mean over the ranks
-        scale = torch.distributed.get_world_size() if self._ranks.mesh is not None else 1
         parameters = dict(iteration.context.module.named_parameters())
         for name, gradient in iteration.gradients.items():
-            parameters[name].grad = gradient * scale
+            parameters[name].grad = gradient if self._holders == 1 else gradient * self._holders
 
     # ------------------------------------------------------------------ backward
     def give_gradients(self, module: Any) -> bool:
@@ -369,6 +373,9 @@ class Training:
             result = closure()
         finally:
             self._stepping = False
+        if self._ran_eagerly and self._layout.plan.needs_graphs and self.iteration is not None:
+            self._apply(self.iteration, optimizer)
+            return result
         # the closure ran eagerly: its gradients are in p.grad, its step is still to come
         if self.iteration is None or self._ran_eagerly:
             ran = (lambda: result) if self._ranks.mesh is None else synced(lambda: result)

@@ -20,7 +20,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_spmd.errors import SPMDError
-from lightning_spmd.stages.runtime.control import stable_hash
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.stages.runtime.peers import Process
 
 _UNFINISHED = re.compile(r"\..+\.(?P<machine>[0-9a-f]+)-(?P<pid>\d+)\.unfinished")

@@ -16,11 +16,11 @@ from lightning_spmd.ir.layout import lies_as, walked
 from lightning_spmd.ir.node_info import TensorSpec, spec_of
 from lightning_spmd.ir.reads import checks_of
 from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages import finish
 from lightning_spmd.stages.runtime.agreement import describe, describe_capture, exchanges
-from lightning_spmd.stages.runtime.control import stable_hash
 from tests.cuda.ranks import Built, Wanted, build, process_groups
 from tests.cuda.stand_ins import gpus
 

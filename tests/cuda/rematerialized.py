@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lightning_spmd.ir.effects import draws_random
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import starts_collective
 from lightning_spmd.stages import BuildOptions
@@ -14,7 +15,6 @@ from lightning_spmd.stages import build as build_graphs
 from lightning_spmd.stages.passes.remat.plan import Planner
 from lightning_spmd.stages.passes.remat.values import Values
 from lightning_spmd.stages.runtime.agreement import describe
-from lightning_spmd.stages.runtime.control import stable_hash
 from tests.cuda.ranks import Wanted, build, process_groups
 from tests.cuda.stand_ins import gpus
 

@@ -277,6 +277,11 @@ class Batch:
 
         return ", ".join(one(self.paths[i], self.values[i]) for i in self.tensors) or "no tensor"
 
+    @property
+    def has_lists_of_rows(self) -> bool:
+        """Whether there are lists with an entry for each of this rank's rows, and the step sees more."""
+        return bool(self._lists)
+
     def counts_rows(self, value: Any) -> bool:
         """Whether a number is that of this rank's rows, and the step sees more."""
         return self._own is not None and is_count(value, self._own)

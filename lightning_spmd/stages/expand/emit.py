@@ -19,6 +19,7 @@ from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
 from lightning_spmd.ir.placement import REPLICATE, Chunk, Own, Placement, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.parallel.pieces import local_shape, local_spec
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
@@ -116,6 +117,8 @@ class Emitter:
                 self._getitem(node)
             elif any(node in plan.layouts for plan in self.plans):
                 self._operator(node)
+            elif hands_over(node):
+                self._hand_over(node)
             else:
                 new = self.program.call(
                     node.target, *fx.map_arg(node.args, self._number), **fx.map_arg(node.kwargs, self._number)
@@ -128,6 +131,14 @@ class Emitter:
         except Exception as error:
             raise EmissionError(node, f"{type(error).__name__}: {error}") from error
 
+    def _hand_over(self, node: fx.Node) -> None:
+        """Python is handed whole values, the same on all ranks."""
+        everywhere = (REPLICATE,) * len(self.axes)
+        values = [self._version(operand, everywhere) for operand in node.all_input_nodes]
+        new = self.program.call(node.target, *[values[node.all_input_nodes.index(a)] for a in node.args])  # type: ignore[arg-type]
+        new.meta["val"], new.meta["placements"] = node.meta["val"], everywhere
+        self.numbers[node], self.items[node] = new, [None] * len(node.meta["val"])
+
     def _number(self, node: fx.Node) -> fx.Node:
         return self.numbers[node]
 
@@ -138,6 +149,9 @@ class Emitter:
             item = self.program.call(operator.getitem, self.numbers[parent], index)  # type: ignore[index]
         if isinstance(node.meta["val"], TensorSpec):
             self._bind(node, item, self._placements(node))
+        elif isinstance(parent, fx.Node) and hands_over(parent):
+            item.meta["val"], item.meta["placements"] = node.meta["val"], (REPLICATE,) * len(self.axes)
+            self.numbers[node] = item
         else:
             self._bind_outputs(node, item)
 

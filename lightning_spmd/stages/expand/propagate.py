@@ -33,6 +33,7 @@ from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
 from lightning_spmd.ir.placement import OWN, REPLICATE, Partial, Placement, Replicate, Shard
+from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
@@ -75,7 +76,8 @@ class Propagation(Placing):
             elif node.op == "output":
                 self._results(node)
             elif node.target is operator.getitem:
-                self._getitem(node)
+                if not hands_over(node.args[0]):  # type: ignore[arg-type]  # a number that Python gives
+                    self._getitem(node)
             elif hasattr(node.target, "_schema"):
                 self._operator(node)
 

@@ -18,10 +18,11 @@ from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import SUBJECT, TERM, info_of, spec_of
 from lightning_spmd.ir.placement import Chunk
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import starts_collective
 from lightning_spmd.messages import the_step
-from lightning_spmd.stages.runtime.control import ControlPlane, stable_hash
+from lightning_spmd.stages.runtime.control import ControlPlane
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLACE = "  # "

@@ -10,7 +10,6 @@ from a collective that never ends.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.messages import warn
 from lightning_spmd.stages.runtime.peers import Peers, Process, lost
 from lightning_spmd.stages.runtime.shared_numbers import SharedNumbers, shared_numbers
@@ -39,11 +39,6 @@ _NEWS, _NEWS_OF_ONE = 0.5, 0.02
 
 THE_END = "the end"
 """How places begin that come after the last batch."""
-
-
-def stable_hash(value: Any) -> int:
-    """A 62-bit hash of ``repr(value)`` that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 2
 
 
 @dataclass(frozen=True)

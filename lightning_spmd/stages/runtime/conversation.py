@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.source import ErrorsNamePlaces
-from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.stages.runtime.executor import Executable, Pending
+from lightning_spmd.stages.runtime.undo import wait_for_tensors_of
 
 
 class Conversation:
@@ -24,7 +26,12 @@ class Conversation:
 
     def __init__(self, executable: Executable, batch: Sequence[Tensor]) -> None:
         self.executable = executable
-        self._random = _random_states() if executable.draws else None
+        streams = executable.state.streams
+        self._streams = streams
+        self._random = _random_states() if executable.draws and streams is None else None
+        self._stack = contextlib.ExitStack()
+        if streams is not None:  # from here to the end torch's generators are the run's
+            self._stack.enter_context(streams.active(draws=executable.draws))
         self._run: Generator[Sequence[Tensor], Any, Sequence[Any]] = executable.talk(batch)
         self._outputs: Sequence[Any] | None = None
 
@@ -42,19 +49,28 @@ class Conversation:
             raise VerificationError("a graph ended where Python reads a value")
         return found
 
-    def end(self, numbers: Sequence[Any]) -> Sequence[Any]:
-        """Run to the end: parameters, buffers and state are updated; gives the outputs of the captured graph.
+    def end(self, numbers: Sequence[Any]) -> tuple[Sequence[Any], Pending | None]:
+        """Run to the end: parameters, buffers and state are updated.
+
+        Gives the outputs of the captured graph, and what the iteration leaves undone.
 
         Args:
             numbers: that Python has computed since it read last.
         """
         if self._go_on(tuple(numbers)) is not None or self._outputs is None:
             raise VerificationError("a graph waits for Python to read, and Python is done")
+        self._stack.close()
         return self.executable.ended(self._outputs)
 
     def drop(self) -> None:
         """The run has not been: random numbers are those of before."""
+        frame = getattr(self._run, "gi_frame", None)
+        if frame is not None and self._streams is not None:  # what ranks began together all of them wait for
+            wait_for_tensors_of(frame)
         self._run.close()
+        self._stack.close()
+        if self._streams is not None:
+            self._streams.tick -= 1
         if self._random is not None:
             torch.default_generator.set_state(self._random[0])
             if self._random[1]:

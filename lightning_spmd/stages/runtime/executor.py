@@ -183,8 +183,7 @@ class Executable:
     @property
     def can_talk(self) -> bool:
         """Whether a run can hand values to Python and wait; first runs and lowered graphs begin when Python is done."""
-        plain = self.is_final and self._cleanup is None and self.decides and not self.graphs.main.axes
-        return plain and isinstance(self._main.run, FunctionType)
+        return self.is_final and self.decides and isinstance(self._main.run, FunctionType)
 
     @property
     def draws(self) -> bool:
@@ -201,10 +200,10 @@ class Executable:
             self._talking = function_of(self._main.step.graph_module, talks=True)
         return self._talking(*self._main.inputs(batch))
 
-    def ended(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Store what such a run gave."""
+    def ended(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], Pending | None]:
+        """Store what such a run gave; the outputs of the captured graph, and what is left undone."""
         self._store(outputs)
-        return outputs
+        return self._left_by(outputs)
 
     def run(
         self,

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.stages.capture.fake_calls import FakeCalls
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.fitting import compiled, keeps_shapes, never, numbers_that_differ
@@ -102,7 +103,8 @@ class _Recording:
 
     def _fake(self, source: Given | Outside) -> Tensor:
         if source not in self._outside:
-            live = self._step.tensor_of(source)
+            given = self._step.follower.given
+            live = given[source.position] if type(source) is Given else self._step.tensor_of(source)
             self._outside[source] = self.mode.from_tensor(live, static_shapes=True)
         return self._outside[source]
 
@@ -161,6 +163,8 @@ class Step(TorchFunctionMode):
         numbers: of the calls, those that differ from step to step, by depth and place.
         reason: why the step went on eagerly, with ``file:line``; None if it did not.
         is_apart: whether calls now are none of the user's code.
+        whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
+            have a part each.
         stale: tensors without memory, of a step that runs for good, and what they are now, by ``id``.
     """
 
@@ -172,6 +176,7 @@ class Step(TorchFunctionMode):
         self.outside: list[Tensor] = []
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = False
+        self.whole: Callable[[], Sequence[Tensor]] | None = None
         self.stale: dict[int, tuple[Tensor, Tensor]] = {}
         self.module_path: Callable[[], str] = lambda: ""
         self.on_eager: Callable[[Callable[[Source], Tensor]], None] = lambda _: None
@@ -234,7 +239,9 @@ class Step(TorchFunctionMode):
 
     def tensor_of(self, source: Given | Outside) -> Tensor:
         """The tensor itself."""
-        return self.follower.given[source.position] if type(source) is Given else self.outside[source.number]  # type: ignore[union-attr]
+        if type(source) is Given:
+            return (self.follower.given if self.whole is None else self.whole())[source.position]
+        return self.outside[source.number]  # type: ignore[union-attr]
 
     def accepts(self, note: Note, tensor: Tensor, number: int) -> bool:
         """Whether a tensor from outside may be what a note has under this number."""
@@ -256,9 +263,9 @@ class Step(TorchFunctionMode):
 
     def _kind(self, tensor: Tensor, number: int) -> Kind:
         if tensor.layout is not torch.strided or private.is_wrapped(tensor) or tensor.is_meta:
-            raise _CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
+            raise CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
         if tensor.grad_fn is not None:
-            raise _CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
+            raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
         if self._names is None:
             self._names = self.follower.names()
         name = self._names.get(id(tensor))
@@ -364,7 +371,7 @@ class Step(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             note = self._record(func, args, kwargs, around)
-        except _CannotBeFollowed as error:
+        except CannotBeFollowed as error:
             self.eagerly(str(error))
             return func(*args, **kwargs)
         except private.DataDependentOutputException:
@@ -408,7 +415,7 @@ class Step(TorchFunctionMode):
                             recording.values.run(note, self._numbers_of(note))
             except Exception as error:
                 name = self.notes[recording.values.done].name
-                raise _CannotBeFollowed(f"{name} cannot be recorded again ({_first_line(error)})") from error
+                raise CannotBeFollowed(f"{name} cannot be recorded again ({_first_line(error)})") from error
             self._recording = recording
         return self._recording
 
@@ -423,7 +430,7 @@ class Step(TorchFunctionMode):
         """A new call behind the path so far; None of a question that computes nothing."""
         recording = self._recorded_so_far()
         if recording is None:
-            raise _CannotBeFollowed("nothing is recorded")
+            raise CannotBeFollowed("nothing is recorded")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), around)
         for number in range(known, len(self.outside)):
@@ -442,17 +449,17 @@ class Step(TorchFunctionMode):
         except private.DataDependentOutputException:
             if not known_kind:
                 raise
-            raise _CannotBeFollowed(f"{note.name} reads the values of a tensor") from None
+            raise CannotBeFollowed(f"{note.name} reads the values of a tensor") from None
         except private.DynamicOutputShapeException as error:
-            raise _CannotBeFollowed(f"what {note.name} returns is as large as the data say") from error
+            raise CannotBeFollowed(f"what {note.name} returns is as large as the data say") from error
         except Exception as error:  # the user's own mistake shows when it runs for good
-            raise _CannotBeFollowed(f"{note.name} could not be recorded ({_first_line(error)})") from error
+            raise CannotBeFollowed(f"{note.name} could not be recorded ({_first_line(error)})") from error
         if before != [TensorSpec.of(t) for t in operands]:
-            raise _CannotBeFollowed(f"{note.name} changes the size of a tensor in place")
+            raise CannotBeFollowed(f"{note.name} changes the size of a tensor in place")
         if isinstance(out, torch.nn.utils.rnn.PackedSequence) or any(
             t.layout is not torch.strided or not isinstance(t, private.FakeTensor) for t in new_tensors(out, given)
         ):
-            raise _CannotBeFollowed(f"{note.name} makes a tensor of another kind")
+            raise CannotBeFollowed(f"{note.name} makes a tensor of another kind")
         if not tensors_in(out) and out is not None and recording.below.count != count:  # numbers: Python reads them
             raise private.DataDependentOutputException(func)
         if not known_kind:
@@ -465,6 +472,7 @@ class Step(TorchFunctionMode):
         note.results = structure_of(out, given)
         note.moulds = self._apart(lambda: placeholders.moulds_of(note.fakes))
         note.made = [Made(note.depth, index) for index in range(len(note.fakes))]
+        note.marked(self._here)
         self._here.children.append(note)
         self.follower.recorded += 1
         return note
@@ -592,7 +600,7 @@ class Step(TorchFunctionMode):
         try:
             self._take(self._read_note(func, args, kwargs), args, kwargs)
             args, kwargs = self._true((args, kwargs))
-        except _CannotBeFollowed as error:
+        except CannotBeFollowed as error:
             self.eagerly(str(error))
         with self._beside():
             found = func(*args, **kwargs)
@@ -605,12 +613,13 @@ class Step(TorchFunctionMode):
             if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, self) == {}:
                 return note
         if len(self._here.children) >= MOST_NEXT:
-            raise _CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
+            raise CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), reads=True)
         for number in range(known, len(self.outside)):
             note.met[number] = self._kind(self.outside[number], number)
         note.module, note.source = self.module_path(), user_location() or ""
+        note.marked(self._here)
         self._here.children.append(note)
         return note
 
@@ -664,7 +673,9 @@ class Step(TorchFunctionMode):
                     values.run(note, self._numbers_of(note))
         except Exception as error:
             name = self.notes[values.done].name
-            raise _CannotBeFollowed(f"{name} cannot be run for its value ({_first_line(error)})") from error
+            raise CannotBeFollowed(f"{name} cannot be run for its value ({_first_line(error)})") from error
+        if self.whole is not None and not _is_now(self._generators):  # which ranks draw otherwise, each its part
+            raise CannotBeFollowed("a value is read behind random numbers")
         return values
 
     def _copied(self, source: Given | Outside) -> Tensor:
@@ -678,13 +689,14 @@ class Step(TorchFunctionMode):
     # ------------------------------------------------------------------ the other end: for good, as eager training
     def eagerly(self, why: str) -> None:
         """Run what was called so far for good; from here on the step is eager training's."""
-        self.before_eager()
         self.reason = why, user_location()
+        self.before_eager()
         self._preview, self._recording = None, None
         self._copies.clear()
         if self._generators is not None:
             _put(self._generators)
         self.on_values()
+        self._given_becomes_real()
         values = Values(self.tensor_of)
         with private.disable_dispatch_modes():
             for note in self.notes:
@@ -701,6 +713,15 @@ class Step(TorchFunctionMode):
             note.handed.clear()
         self._held.clear()
         self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
+
+    def _given_becomes_real(self) -> None:
+        if self.whole is None:
+            return
+        whole, self.whole = self.whole(), None
+        for given, real in zip(self.follower.given, whole, strict=True):
+            if given is not real:
+                private.exchange(given, real)
+                self.stale[id(real)] = real, given
 
     # ------------------------------------------------------------------ the end
     @property
@@ -731,6 +752,12 @@ class Step(TorchFunctionMode):
         """The number of the path that the step took."""
         return self._here.number
 
+    @property
+    def mark(self) -> int:
+        """A hash of the path so far, and of the numbers in it that are others in other steps."""
+        numbers = self.numbers_between(0, len(self.notes)) if self._numbers is None else self._numbers
+        return stable_hash((self._here.mark, sorted(numbers.items(), key=repr))) if numbers else self._here.mark
+
     def kept(self) -> list[Made]:
         """The results that somebody still has."""
         self._held.clear()
@@ -749,7 +776,7 @@ class Step(TorchFunctionMode):
         note.handed[source.index] = note.moulds[source.index].detach()
 
 
-class _CannotBeFollowed(Exception):
+class CannotBeFollowed(Exception):
     """Control flow: the step goes on eagerly."""
 
 
@@ -777,6 +804,13 @@ def _first_line(error: BaseException) -> str:
 
 def _random_states() -> tuple[Tensor, list[Tensor]]:
     return torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def _is_now(state: tuple[Tensor, list[Tensor]] | None) -> bool:
+    now = _random_states()
+    return state is None or (
+        torch.equal(state[0], now[0]) and all(torch.equal(a, b) for a, b in zip(state[1], now[1], strict=True))
+    )
 
 
 def _put(state: tuple[Tensor, list[Tensor]]) -> None:

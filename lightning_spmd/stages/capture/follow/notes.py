@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.stable_hash import stable_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,11 @@ class Kind(NamedTuple):
         """Whether it is found by its name."""
         return self.name is not None and issubclass(self.type, nn.Parameter)
 
+    def in_words(self) -> str:
+        """It, the same on all ranks."""
+        spec = self.spec
+        return repr((self.name, self.type.__name__, spec.shape, spec.stride, spec.dtype, self.trained, self.shares))
+
 
 class Around(NamedTuple):
     """What torch's switches were when a call was made.
@@ -135,6 +142,7 @@ class Note:
 
     Attributes:
         number: its own, in this process.
+        mark: a hash of the path from the beginning to here, the same on all ranks that take it.
         free: places of numbers that differ from step to step.
         plain: places of numbers that torch wants as they are; another number is another call.
         fakes: what the call made, as fake tensors of the recording.
@@ -157,6 +165,7 @@ class Note:
     module: str = ""
     source: str = ""
     number: int = field(default_factory=_numbers.__next__)
+    mark: int = 0
     free: set[Place] = field(default_factory=set[Place])
     plain: set[Place] = field(default_factory=set[Place])
     fakes: list[Tensor] = field(default_factory=list[Tensor])
@@ -177,6 +186,30 @@ class Note:
     def name(self) -> str:
         """What was called, for the user."""
         return getattr(self.func, "__name__", str(self.func))
+
+    def marked(self, before: Note) -> None:
+        """It comes behind another one.
+
+        Args:
+            before: that.
+        """
+        self.mark = stable_hash((before.mark, self.in_words()))
+
+    def in_words(self) -> str:
+        """What was called and with what, the same on all ranks."""
+        owner = getattr(getattr(self.func, "__self__", None), "__name__", "")
+        met = [(number, kind.in_words()) for number, kind in sorted(self.met.items())]
+        name = f"{owner}.{self.name}" if owner else str(self.name)
+        return repr((name, mapped(_in_words, self.args), mapped(_in_words, self.kwargs), self.around, met, self.reads))
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def _in_words(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):  # ranks have devices of their own
+        return leaf.type
+    return leaf if isinstance(leaf, SOURCES) else _ADDRESS.sub("", repr(leaf))
 
 
 def around_now() -> Around:

@@ -19,7 +19,8 @@ from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 
-_METHODS = ("update", "forward", "compute", "reset")
+METHODS = ("update", "forward", "compute", "reset")
+"""Of metrics."""
 _OPERATORS = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "floordiv", "rfloordiv", "mod",
     "rmod", "matmul", "rmatmul", "neg", "abs", "round", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "len", "iter",
@@ -159,6 +160,8 @@ class Queue:
 
     Attributes:
         is_open: whether calls are queued; else they are made at once.
+        log_now: makes a call of ``log`` at once, given the module and the arguments.
+        part: on several ranks, what of a tensor a metric of this rank takes that is not queued.
     """
 
     def __init__(
@@ -169,6 +172,8 @@ class Queue:
     ) -> None:
         self.calls: list[RecordedCall] = []
         self.is_open = True
+        self.log_now: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.part: Callable[[Any], Any] | None = None
         self._results: list[MetricResult] = []
         self._shadows, self._want, self._run_for_good = shadows, want, run_for_good
         self._before: list[tuple[dict[str, Any], str, Any]] = []
@@ -181,7 +186,7 @@ class Queue:
                 self._put(module, "log", self._log(path, module))
                 self._put(module, "log_dict", self._log_dict(path, module))
         for path, metric in self._shadows.metrics:
-            for method in _METHODS:
+            for method in METHODS:
                 self._put(metric, method, self._metric(path, metric, method))
         try:
             yield
@@ -224,13 +229,17 @@ class Queue:
     def _log(self, path: str, module: Any) -> Callable[..., None]:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if not self.is_open:
-                type(module).log(module, name, known(value), *args, **kwargs)
+                if self.log_now is None:
+                    type(module).log(module, name, known(value), *args, **kwargs)
+                else:
+                    self.log_now(module, (name, known(value), *args), kwargs)
                 return
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
-            if not self.calls and not isinstance(value, (Tensor, MetricResult, Metric)):  # the step may ask for it
+            is_known = not isinstance(value, (Tensor, MetricResult, Metric))
+            if not self.calls and is_known and self.log_now is None:  # the step may ask for it
                 type(module).log(module, name, value, *args, **kwargs)
                 return
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
@@ -239,8 +248,12 @@ class Queue:
 
     def _log_dict(self, path: str, module: Any) -> Callable[..., None]:
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
-            if isinstance(dictionary, MetricResult) and self.is_open:  # with the names that it will have
+            is_queued = isinstance(dictionary, MetricResult) or self.log_now is not None
+            if is_queued and self.is_open:  # with the names that it will have
                 self.record(path, "log_dict", OutputRole.LOGGED, (dictionary, *args), kwargs)
+            elif self.log_now is not None:
+                for name, value in known(dictionary).items():
+                    self.log_now(module, (name, known(value), *args), kwargs)
             else:
                 type(module).log_dict(module, known(dictionary), *args, **kwargs)
 
@@ -251,7 +264,8 @@ class Queue:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.is_open:
-                return own(*map(known, args), **{name: known(value) for name, value in kwargs.items()})
+                part = known if self.part is None else lambda value: self.part(known(value))  # type: ignore[misc]
+                return own(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
             position = self.record(path, method, OutputRole.METRIC_INPUT, args, kwargs)
             if method not in ("forward", "compute"):
                 return None
@@ -280,11 +294,24 @@ class Queue:
 _ABSENT = object()
 
 
+def wanted_by(call: RecordedCall) -> list[int]:
+    """Which wanted results a queued call takes."""
+    found: list[int] = []
+
+    def leaf(_: str, value: Any) -> Any:
+        if type(value) is OutputRef:
+            found.append(value.position)
+        return value
+
+    map_leaves(leaf, (call.args, call.kwargs))
+    return found
+
+
 def _of_this_batch(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a metric without any history gives."""
     fresh: Metric = type(metric).__new__(type(metric))  # copy.copy makes torchmetrics print it, and that reads tensors
     fresh.__setstate__(metric.__getstate__())
-    for name in _METHODS[1::2]:  # the copy has made the others anew
+    for name in METHODS[1::2]:  # the copy has made the others anew
         vars(fresh).pop(name, None)
     for name, state in fresh.metric_state.items():
         if isinstance(state, list):

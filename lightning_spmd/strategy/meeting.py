@@ -1,0 +1,250 @@
+"""Several ranks in one step whose Python runs on each of them: one batch for all, and where they meet.
+
+They meet where Python reads a value, where a step goes on eagerly, and where Python is done. Each says which path it is
+on, so nobody begins what needs the others while these do something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
+from lightning_spmd.stages.capture.inputs import global_spec
+from lightning_spmd.stages.runtime.control import ControlPlane, Place
+from lightning_spmd.strategy.graph_table import Found
+from lightning_spmd.strategy.reading import whole_batch
+from lightning_spmd.strategy.run_context import RunContext, StepRequest
+from lightning_spmd.strategy.same_draws import as_on_rank_zero
+
+_READS, _DONE, _EAGER = 1, 2, 3
+"""Why a rank meets the others."""
+_LARGE = 2**16
+"""Bytes; more are not read in every step."""
+_MOST_KNOWN = 1024
+
+
+class Meeting:
+    """One step.
+
+    Args:
+        context: of the run.
+        control: messages among the ranks.
+        request: the step; its batch is this rank's.
+        split: rows of the global batch by data rank.
+        place: where in the run it is.
+        is_first: no step of the run was one of this kind before.
+
+    Attributes:
+        given: what stands for the tensors of the batch: of those with rows, all ranks' rows.
+        tree: the batch with them.
+        rows: of all ranks.
+        split: by data rank.
+        is_eager: the ranks have agreed to go on eagerly.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        control: ControlPlane,
+        request: StepRequest,
+        split: tuple[int, ...],
+        place: Place,
+        *,
+        is_first: bool,
+    ) -> None:
+        if request.batch is None:
+            raise ValueError("a step without a batch has no Python that runs")
+        self.is_eager, self._is_first = False, is_first
+        self.rows, self.split = sum(split), split
+        self._context, self._control, self._request = context, control, request
+        self._place = dataclasses.replace(place, what=f"the step of {place.what}")
+        self._whole: list[Tensor] | None = None
+        self.given, self.tree = _for_all_ranks(request.batch, self.rows)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Python inside sees the batch of all ranks; torch's generators are as before afterwards, whatever it drew."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._context.following_context(self.split))
+            if self._is_first:
+                stack.enter_context(as_on_rank_zero(self._control))
+            yield
+
+    # ------------------------------------------------------------------ the batch
+    def whole(self) -> list[Tensor]:
+        """The tensors of the batch with the rows of all ranks, who all ask for them."""
+        if self._whole is None:
+            found = whole_batch(self._context, self._request, self.split, most_bytes=None)
+            if found is None:
+                raise ValueError("a step without a batch has no Python that runs")
+            pairs = zip(found, self.given, strict=True)
+            live = {id(t) for t in self._request.batch.tensor_values} if self._request.batch is not None else set[int]()
+            self._whole = [t.clone() if id(t) in live and t is not given else t for t, given in pairs]
+        return self._whole
+
+    def part(self, value: Any) -> Any:
+        """This rank's rows of a tensor that has those of all ranks; other values as they are."""
+        if (
+            not isinstance(value, Tensor)
+            or value.ndim == 0
+            or value.shape[0] != self.rows
+            or self._context.mesh is None
+        ):
+            return value
+        rank = self._context.mesh.batch_rank
+        begin = sum(self.split[:rank])
+        return value[begin : begin + self.split[rank]]
+
+    # ------------------------------------------------------------------ where the ranks meet
+    def reads(self, mark: int, graph: int | None) -> bool:
+        """Python reads a value; whether all ranks have one graph that gives it.
+
+        Args:
+            mark: of the path so far.
+            graph: that would give it on this rank.
+
+        Raises:
+            CannotBeFollowed: the ranks go on eagerly.
+        """
+        if self.is_eager:
+            return False
+        return self._met(self.cast(_READS, mark, graph))
+
+    def goes_eagerly(self, reason: str) -> None:
+        """This step goes on eagerly: the others learn it, if it is not theirs to say."""
+        if not self.is_eager:
+            self.cast(_EAGER, 0, None, reason)
+            self._meet_eagerly(reason)
+
+    def done(self, mark: int, found: Found) -> Done:
+        """Python is done: begin to ask whether the others are, on the same path.
+
+        Args:
+            mark: of the path.
+            found: the graph that this rank would run.
+        """
+        return Done(found, self.cast(_DONE, mark, found.index), self._met)
+
+    def cast(self, why: int, mark: int, graph: int | None, reason: str = "") -> Callable[[], Any]:
+        """Begin to say why this rank is here."""
+        self._reason = reason
+        return self._control.cast(self._place, graph, why, mark)
+
+    def _met(self, count: Callable[[], Any]) -> bool:
+        vote = count()
+        fewest, most = vote.rows
+        if most == _EAGER or fewest != most or vote.shape[0] != vote.shape[1]:
+            raise CannotBeFollowed(self._meet_eagerly(None))
+        return not vote.missing and vote.graph[0] == vote.graph[1]
+
+    def _meet_eagerly(self, reason: str | None) -> str:
+        """All ranks are here and learn why one of them cannot be followed."""
+        self.is_eager = True
+        reasons = [told for told in self._control.gather(reason) if told is not None]
+        return reasons[0] if reasons else "the ranks' steps call different things, or with different numbers"
+
+
+class Done:
+    """The choice of a graph for a step whose Python is done, begun.
+
+    Args:
+        found: what this rank would run.
+        count: waits for the others.
+        met: says whether they would run the same.
+
+    Attributes:
+        found: as above.
+    """
+
+    def __init__(self, found: Found, count: Callable[[], Any], met: Callable[[Callable[[], Any]], bool]) -> None:
+        self.found = found
+        self._count, self._met = count, met
+        self._answer: Found | None = None
+
+    def result(self) -> Found:
+        """What all ranks run; no graph if they would not run the same.
+
+        Raises:
+            CannotBeFollowed: the ranks go on eagerly.
+        """
+        if self._answer is None:
+            same = self._met(self._count)
+            self._answer = self.found if same else dataclasses.replace(self.found, index=None)
+        return self._answer
+
+    def of(self, found: Found) -> Done:
+        """The same once the ranks have looked again."""
+        self.found = self._answer = found
+        return self
+
+
+def may_be_of_all_ranks(batch: Batch) -> bool:
+    """Whether Python may be given a batch with the rows of all ranks in its tensors.
+
+    Not where something beside them counts this rank's rows, has an entry for each, or may hold tensors of its own.
+    """
+    others = [value for value in batch.values if not isinstance(value, Tensor)]
+    plain = all(value is None or isinstance(value, (str, bytes, bool, int, float, complex)) for value in others)
+    return plain and not batch.has_lists_of_rows and not any(map(batch.counts_rows, batch.values))
+
+
+def all_are_rows(control: ControlPlane, batch: Batch) -> bool:
+    """Whether no tensor is the same on all ranks while others differ: it may be none of rows."""
+    digests = zip(batch.tensors, batch.digests(), strict=True)
+    sides = control.gather([digest for index, digest in digests if not batch.is_shared(index)])
+    same = [len(set(seen)) == 1 for seen in zip(*sides, strict=True)]
+    return all(same) or not any(same)
+
+
+def _for_all_ranks(batch: Batch, rows: int) -> tuple[list[Tensor], Any]:
+    """What stands for the tensors of a batch, and the batch with them."""
+    stand_ins: dict[int, Tensor] = {}
+    for index in batch.tensors:
+        live = batch.values[index]
+        if batch.is_shared(index):
+            stand_ins[index] = live
+            continue
+        stand_in = private.without_memory(global_spec(live, rows))
+        stand_ins[index] = stand_in.requires_grad_() if live.requires_grad else stand_in
+    count = -1
+
+    def leaf(_: str, value: Any) -> Any:
+        nonlocal count
+        count += 1
+        return stand_ins.get(count, value)
+
+    tree = map_leaves(leaf, batch.tree)
+    return [stand_ins[index] for index in batch.tensors], tree
+
+
+class Fingerprints:
+    """What is the same of tensors with the same numbers: of those that the user's code makes on each rank itself."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+
+    def of(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+        """Of these tensors; numbers that were looked at before are not looked at again, nor large ones that changed."""
+        return tuple([self._of(tensor) for tensor in tensors])
+
+    def _of(self, tensor: Tensor) -> int:
+        reference, version, found = self._known.get(id(tensor), (None, -1, 0))
+        is_known = reference is not None and reference() is tensor
+        if is_known and (version == private.version_of(tensor) or tensor.nbytes > _LARGE):
+            return found
+        found = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        self._known[id(tensor)] = weakref.ref(tensor), private.version_of(tensor), found
+        if len(self._known) > _MOST_KNOWN:
+            self._known = {k: v for k, v in self._known.items() if v[0]() is not None}
+        return found
