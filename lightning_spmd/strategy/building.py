@@ -108,7 +108,7 @@ class GraphBuilder:
                 listener(event)
 
         if self._context.newcomers is not None:
-            self._context.newcomers.share()
+            self._context.newcomers.share(frozenset() if request.program is None else request.program.handed())
         executable, problem = known, None
         if known is None:
             tell("capture")

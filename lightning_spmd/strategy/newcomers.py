@@ -7,7 +7,7 @@ layer is on several the layer of rank 0, as at the start of the run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,13 +36,18 @@ class Newcomers:
         """Whether this rank has new parameters. Buffers are rebound by many an eager step."""
         return any(self._known.get(id(p)) is not p for p in self._module.parameters())
 
-    def share(self) -> None:
+    def share(self, later: Collection[int] = ()) -> None:
         """Give all ranks rank 0's values of what is new; all ranks together.
+
+        Args:
+            later: the ``id`` of tensors to which a graph will give their values, the same on all ranks.
 
         Raises:
             RankDisagreementError: on every rank, if they have not all got the same.
         """
-        new = {name: t for name, t in _tensors(self._module) if self._known.get(id(t)) is not t}
+        found = {name: t for name, t in _tensors(self._module) if self._known.get(id(t)) is not t}
+        new = {name: t for name, t in found.items() if id(t) not in later}
+        self._remember(found.items())
         everyone = self._control.gather([(name, tuple(t.shape), str(t.dtype)) for name, t in new.items()])
         other = next((rank for rank, side in enumerate(everyone) if side != everyone[0]), None)
         if other is not None:
@@ -55,7 +60,6 @@ class Newcomers:
             for tensor in new.values():
                 broadcast_from_first(tensor)
             tell(f"strategy='spmd' gave all ranks rank 0's values of what is new in the module: {', '.join(new)}")
-            self._remember(new.items())
 
     def _remember(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for _, tensor in tensors:

@@ -644,7 +644,8 @@ class Step(TorchFunctionMode):
 
     def _true(self, value: Any) -> Any:
         """A structure with the values of tensors in place of placeholders."""
-        given = self.on_read()
+        with self._beside():
+            given = self.on_read()
         told = None if given is None else iter(given)
         values = self._values_so_far() if told is None else None
 

@@ -64,6 +64,10 @@ class Program:
         """The calls by which Python gets values."""
         return [note for note in self.notes if note.reads]
 
+    def handed(self) -> frozenset[int]:
+        """The ``id`` of each result that Python was handed, and may have."""
+        return frozenset(id(placeholder) for note in self.notes for placeholder in note.handed)
+
     def numbers_behind(self, read: Note) -> list[tuple[int, Place]]:
         """The numbers that Python has computed when it has read, and before it reads again."""
         later = [note.depth for note in self.notes[read.depth + 1 :] if note.reads]

@@ -172,7 +172,7 @@ class Queue:
     ) -> None:
         self.calls: list[RecordedCall] = []
         self.is_open = True
-        self.log_now: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.log_now: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] = _log
         self.part: Callable[[Any], Any] | None = None
         self._results: list[MetricResult] = []
         self._shadows, self._want, self._run_for_good = shadows, want, run_for_good
@@ -229,18 +229,14 @@ class Queue:
     def _log(self, path: str, module: Any) -> Callable[..., None]:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if not self.is_open:
-                if self.log_now is None:
-                    type(module).log(module, name, known(value), *args, **kwargs)
-                else:
-                    self.log_now(module, (name, known(value), *args), kwargs)
+                self.log_now(module, (name, known(value), *args), kwargs)
                 return
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
-            is_known = not isinstance(value, (Tensor, MetricResult, Metric))
-            if not self.calls and is_known and self.log_now is None:  # the step may ask for it
-                type(module).log(module, name, value, *args, **kwargs)
+            if not self.calls and not isinstance(value, (Tensor, MetricResult, Metric)):  # the step may ask for it
+                self.log_now(module, (name, value, *args), kwargs)
                 return
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 
@@ -248,12 +244,8 @@ class Queue:
 
     def _log_dict(self, path: str, module: Any) -> Callable[..., None]:
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
-            is_queued = isinstance(dictionary, MetricResult) or self.log_now is not None
-            if is_queued and self.is_open:  # with the names that it will have
+            if isinstance(dictionary, MetricResult) and self.is_open:  # with the names that it will have
                 self.record(path, "log_dict", OutputRole.LOGGED, (dictionary, *args), kwargs)
-            elif self.log_now is not None:
-                for name, value in known(dictionary).items():
-                    self.log_now(module, (name, known(value), *args), kwargs)
             else:
                 type(module).log_dict(module, known(dictionary), *args, **kwargs)
 
@@ -292,6 +284,10 @@ class Queue:
 
 
 _ABSENT = object()
+
+
+def _log(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    type(module).log(module, *args, **kwargs)
 
 
 def wanted_by(call: RecordedCall) -> list[int]:
