@@ -15,7 +15,7 @@ from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.reads import Number
 from lightning_spmd.ir.sizes import has_sizes
-from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
+from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import build, finish, lowering
@@ -37,6 +37,7 @@ from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.stages.runtime.profile import agree
+from lightning_spmd.stages.runtime.undo import Before
 from lightning_spmd.strategy.checkpoints import placements_of_state
 from lightning_spmd.strategy.first_step import with_state
 from lightning_spmd.strategy.live import live_state, options_of
@@ -52,6 +53,38 @@ from lightning_spmd.strategy.telling import Telling
 
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """A graph of the beginning of a step, up to where Python reads.
+
+    Args:
+        executable: the graph.
+        run: runs it for a request; random numbers are those that the step itself will draw.
+    """
+
+    executable: Executable
+    run: Callable[[StepRequest, str | None], Sequence[Tensor]]
+
+    def values(self, request: StepRequest, place: str | None) -> Sequence[Tensor]:
+        """What Python reads of a step; nothing is changed.
+
+        Args:
+            request: the step.
+            place: ``file:line`` that reads.
+
+        Raises:
+            CaptureError: it cannot be run.
+        """
+        step = self.executable.graphs.main
+        tensors = [] if request.batch is None else request.batch.tensor_values
+        before = Before(step.signature.inputs, self.executable.inputs(tensors), all_of_them=True)
+        try:
+            outputs = self.run(request, place)
+        finally:
+            before.restore()
+        return [outputs[reference.position] for reference in self.executable.captured.returned]
 
 
 class GraphBuilder:
@@ -170,6 +203,27 @@ class GraphBuilder:
             return capture(self._capture_request(request, split, known or {}))
         except ReadWanted as wanted:
             raise UnknownValueError("the value of a tensor decides something", wanted.place) from None
+
+    def beginning(self, request: StepRequest, split: tuple[int, ...]) -> Beginning:
+        """What gives the values that Python reads in a step that is followed; all ranks together.
+
+        Args:
+            request: the step, whose program ends there.
+            split: rows of the global batch by data rank.
+
+        Raises:
+            SPMDError: on all ranks; it cannot be built.
+        """
+        variant = Variant.evaluation(request.variant.method)
+        request = dataclasses.replace(request, variant=variant, clip=None)
+
+        def captured() -> CapturedStep:
+            return capture_followed(
+                dataclasses.replace(self._capture_request(request, split, {}), optimizer=None, accumulators=frozenset())
+            )
+
+        executable = self._answers.built(captured, request, split)
+        return Beginning(executable, functools.partial(self._answers.run, executable))
 
     def check_same_batch(self, request: StepRequest) -> None:
         """Compare the batches of ranks that must have the same one; all ranks do so together.

@@ -21,7 +21,7 @@ from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Follower, Step
-from lightning_spmd.stages.capture.follow.notes import Made
+from lightning_spmd.stages.capture.follow.notes import Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
 from lightning_spmd.stages.capture.packing import parameter_names
@@ -155,6 +155,7 @@ class _Talk:
         live: what graphs take of this step.
         begin: starts one.
         meeting: of the ranks; None on one device.
+        run_beginning: gives what a program that ends where Python reads wants; it is read at ``file:line``.
     """
 
     def __init__(
@@ -164,7 +165,9 @@ class _Talk:
         live: Live,
         begin: Callable[[Executable], Conversation],
         meeting: Meeting | None,
+        run_beginning: Callable[[Program, str], Sequence[Tensor]],
     ) -> None:
+        self._run_beginning = run_beginning
         self._step, self._known, self._live, self._begin = step, known, live, begin
         self._meeting = meeting
         self._likely: Likely | None = None
@@ -183,7 +186,7 @@ class _Talk:
             gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
         if not gives or self._likely is None:
             self.drop()
-            return None
+            return None if self._meeting is None else self._of_the_beginning()
         if self.conversation is None:
             self.conversation = self._begin(self._likely.executable)
         return self.conversation.values(None if first else self._numbers())
@@ -204,6 +207,14 @@ class _Talk:
         conversation, self.conversation = self.conversation, None
         if conversation is not None:
             conversation.drop()
+
+    def _of_the_beginning(self) -> Sequence[Tensor]:
+        """What Python reads now, by a graph of the step so far."""
+        *notes, read = self._step.notes
+        self._live.outside, self._live.numbers = self._step.outside, self._step.numbers_between(0, len(notes))
+        wants = [Want(source, OutputRole.LOGGED) for source in sources_in((read.args, read.kwargs))]
+        free = frozenset(self._live.numbers)
+        return self._run_beginning(Program(notes, read.number, tuple(wants), None, free, self._live), read.source)
 
     def _can_begin(self) -> bool:
         notes = self._step.notes
@@ -288,7 +299,13 @@ class Following:
 
     # ------------------------------------------------------------------ a step
     def step(
-        self, batch: Batch, arguments: Mapping[str, Any], method: str, part: Any, meeting: Meeting | None = None
+        self,
+        batch: Batch,
+        arguments: Mapping[str, Any],
+        method: str,
+        part: Any,
+        meeting: Meeting | None,
+        run_beginning: Callable[[Program, str], Sequence[Tensor]],
     ) -> FollowedStep:
         """Run the user's Python.
 
@@ -298,6 +315,7 @@ class Following:
             method: its name.
             part: what else decides which graph is the step's: the part of the iteration.
             meeting: of the ranks; None on one device.
+            run_beginning: on several ranks, gives what Python reads before there is a graph of the step.
         """
         context = self._context
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else (meeting.tree, meeting.given)
@@ -312,7 +330,8 @@ class Following:
                 return step.value_now(tensor)
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
 
-        talk = _Talk(step, self._likely.setdefault(part, {}), self._live, lambda e: self._begin(e, batch), meeting)
+        known = self._likely.setdefault(part, {})
+        talk = _Talk(step, known, self._live, lambda e: self._begin(e, batch), meeting, run_beginning)
 
         def before_eager() -> None:
             talk.drop()

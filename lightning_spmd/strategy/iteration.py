@@ -7,24 +7,27 @@ rank that has none makes all of them build (``building.py``). ``graph_table.py``
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import BatchError, CannotShowError, StaleGraphError, VerificationError
+from lightning_spmd.errors import BatchError, CannotShowError, SPMDError, StaleGraphError, VerificationError
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.reads import Number, ReadMiss
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, tell, warn
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
+from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.strategy.boundary import ends_no_loop, lost_ranks_named
-from lightning_spmd.strategy.building import GraphBuilder
+from lightning_spmd.strategy.building import Beginning, GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
 from lightning_spmd.strategy.choice import Ballot, agreed
 from lightning_spmd.strategy.following import FollowedStep, Following, RanEagerly
@@ -39,6 +42,9 @@ from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import Recorded, replay, resolve
 from lightning_spmd.strategy.run_context import Ran, RunContext, StepRequest
 from lightning_spmd.strategy.shared_leaves import newly_shared
+
+MOST_BEGINNINGS = 16
+"""Graphs of beginnings of steps that are kept."""
 
 
 class _NotFollowed(Exception):
@@ -70,6 +76,7 @@ class TrainingIteration:
         follows = context.optimizer is not None and self.follows
         self.following = Following(context, self.flush) if follows else None
         self._met = False
+        self._beginnings: dict[Any, Beginning] = {}
         self._own = OwnGraphs(
             context,
             self._builder,
@@ -174,7 +181,8 @@ class TrainingIteration:
             if self.context.mesh is None and not can:
                 raise _NotFollowed
             meeting = self._meeting(request, can)
-            followed = following.step(batch, arguments, variant.method, part, meeting)
+            beginning = functools.partial(self._run_beginning, request, meeting)
+            followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
             if followed.program is None:
                 raise RanEagerly(followed.returned, followed.reason or "")
             request = dataclasses.replace(request, program=followed.program)
@@ -213,6 +221,27 @@ class TrainingIteration:
         if found.index is None or (is_first and not all_are_rows(control, batch)):
             raise _NotFollowed
         return Meeting(self.context, control, request, found.split, moment.place, is_first=is_first)
+
+    def _run_beginning(
+        self, request: StepRequest, meeting: Meeting | None, program: Program, place: str
+    ) -> Sequence[Tensor]:
+        """What Python reads in a step before there is a graph that gives it; all ranks together.
+
+        Raises:
+            CannotBeFollowed: on all ranks; it cannot be read so.
+        """
+        self.flush()
+        request = dataclasses.replace(request, program=program)
+        key = (program.key, None if meeting is None else meeting.split, self.table.find(request, ()).key)
+        try:
+            if key not in self._beginnings:
+                split = () if meeting is None else meeting.split
+                self._beginnings[key] = self._builder.beginning(request, split)
+                while len(self._beginnings) > MOST_BEGINNINGS:
+                    del self._beginnings[first(self._beginnings, "beginning of a step")]
+            return self._beginnings[key].values(request, place)
+        except SPMDError as error:
+            raise CannotBeFollowed(str(error)) from error
 
     def _graph_of_followed(
         self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None

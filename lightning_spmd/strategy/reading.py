@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,11 +128,26 @@ class Answers:
         )
 
     def _run(self, wanted: ReadWanted, request: StepRequest, split: tuple[int, ...]) -> dict[int, Number]:
-        context, prefix = self._context, wanted.prefix
+        prefix = wanted.prefix
         if prefix is None:
             raise RuntimeError("unreachable: a capture that wants a value packs what gives it")
-        executable, problem = None, None
+        outputs = self.run(self.built(lambda: prefix, request, split), request, wanted.place)
+        return dict(zip(wanted.numbers, outputs, strict=True))
+
+    def built(self, capture: Callable[[], CapturedStep], request: StepRequest, split: tuple[int, ...]) -> Executable:
+        """What runs the beginning of a step, for the values that Python reads; all ranks together.
+
+        Args:
+            capture: gives that beginning.
+            request: the step.
+            split: rows of the global batch by data rank.
+
+        Raises:
+            SPMDError: on all ranks; it cannot be built.
+        """
+        context, executable, problem = self._context, None, None
         try:
+            prefix = capture()
             graphs = build(
                 prefix,
                 () if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
@@ -147,17 +163,31 @@ class Answers:
         worst = next((p for p in problems if p is not None), None)
         if executable is None or worst is not None:
             raise worst or RuntimeError("unreachable: what could not be built has a reason")
+        return executable
+
+    def run(self, executable: Executable, request: StepRequest, place: str | None) -> Sequence[Any]:
+        """What it gives; random numbers are those that the step itself will draw.
+
+        Args:
+            executable: the beginning of the step.
+            request: the step.
+            place: ``file:line`` that reads.
+
+        Raises:
+            CaptureError: it cannot be run.
+        """
+        context = self._context
         streams = context.streams
         tick = None if streams is None else streams.tick
         try:
             with random_numbers_kept(draws=streams is None, always=True):
                 outputs, _ = executable.run(() if request.batch is None else request.batch.tensor_values)
         except FirstRunError as error:
-            raise CaptureError(str(error), wanted.place) from error
+            raise CaptureError(str(error), place) from error
         finally:
             if streams is not None and tick is not None:
                 streams.tick = tick
-        return dict(zip(wanted.numbers, outputs, strict=True))
+        return outputs
 
 
 def whole_batch(

@@ -83,18 +83,19 @@ class Before:
     Args:
         inputs: of the graph.
         values: of these inputs.
+        all_of_them: also what is too large where a graph updates parameters.
     """
 
-    def __init__(self, inputs: Sequence[GraphInput], values: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[GraphInput], values: Sequence[Any], *, all_of_them: bool = False) -> None:
         pairs = [(e, v) for e, v in zip(inputs, values, strict=True) if e.mutated and isinstance(v, Tensor)]
-        self._kept = [(value, value.clone()) for entry, value in pairs if can_be_undone(entry)]
+        self._kept = [(value, value.detach().clone()) for entry, value in pairs if all_of_them or can_be_undone(entry)]
         self._host = torch.get_rng_state()
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def restore(self) -> None:
         """Put them back."""
         for value, before in self._kept:
-            value.copy_(before)
+            value.detach().copy_(before)
         torch.set_rng_state(self._host)
         if self._devices:
             torch.cuda.set_rng_state_all(self._devices)

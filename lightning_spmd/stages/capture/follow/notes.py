@@ -258,6 +258,11 @@ def _collect(value: Any, found: list[Tensor]) -> None:
         _collect((value.start, value.stop, value.step), found)
 
 
+def sources_in(value: Any) -> list[Source]:
+    """Where the tensors in noted arguments come from, in order."""
+    return [leaf for _, leaf in leaves_by_place(value) if isinstance(leaf, SOURCES)]
+
+
 def leaves_by_place(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
     """(place, leaf) of arguments."""
     kind = type(value)
