@@ -6,6 +6,7 @@ rank that has none makes all of them build (``building.py``). ``graph_table.py``
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from lightning_spmd.ir.reads import Number, ReadMiss
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, tell, warn
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
 from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.control import Place
@@ -171,7 +172,7 @@ class TrainingIteration:
 
         Raises:
             RanEagerly: it ran as eager training's.
-            _NotFollowed: on all ranks; it has not run.
+            _NotFollowed: on all ranks; it has not run, or must run once more.
         """
         batch = Batch(batch_tree, self._shared, part=self._has_part)
         with speaking_of(variant.method):
@@ -182,17 +183,22 @@ class TrainingIteration:
                 raise _NotFollowed
             meeting = self._meeting(request, can)
             beginning = functools.partial(self._run_beginning, request, meeting)
-            followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
-            if followed.program is None:
-                raise RanEagerly(followed.returned, followed.reason or "")
-            request = dataclasses.replace(request, program=followed.program)
-            try:
-                executable, outputs = self._graph_of_followed(following, followed, request, meeting)
-            except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
-                self.flush()
-                following.graph_failed(str(error))
-                followed.for_good(str(error))
-                raise RanEagerly(followed.returned, str(error)) from None
+            with contextlib.nullcontext() if meeting is None else meeting.ends():
+                try:
+                    followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
+                    if followed.program is None:
+                        raise RanEagerly(followed.returned, followed.reason or "")
+                    request = dataclasses.replace(request, program=followed.program)
+                    try:
+                        executable, outputs = self._graph_of_followed(following, followed, request, meeting)
+                    except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
+                        self.flush()
+                        following.graph_failed(str(error))
+                        followed.for_good(str(error))
+                        raise RanEagerly(followed.returned, str(error)) from None
+                except Abandoned as abandoned:
+                    tell(f"strategy='spmd' runs training_step a second time for one batch: {abandoned}")
+                    raise _NotFollowed from None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
         values = followed.fill(resolve(executable.captured.returned, outputs, ()))

@@ -70,11 +70,18 @@ class Meeting:
         self._context, self._control, self._request = context, control, request
         self._place = dataclasses.replace(place, what=f"the step of {place.what}")
         self._whole: list[Tensor] | None = None
+        self._streams = contextlib.ExitStack()
         self.given, self.tree = _for_all_ranks(request.batch, self.rows)
 
     @contextlib.contextmanager
+    def ends(self) -> Iterator[None]:
+        """Behind it torch's generators are as before, whatever a step that went on eagerly drew."""
+        with self._streams:
+            yield
+
+    @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Python inside sees the batch of all ranks; torch's generators are as before afterwards, whatever it drew."""
+        """Python inside sees the batch of all ranks."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._context.following_context(self.split))
             if self._is_first:
@@ -151,7 +158,11 @@ class Meeting:
     def _meet_eagerly(self, reason: str | None) -> str:
         """All ranks are here and learn why one of them cannot be followed."""
         self.is_eager = True
-        reasons = [told for told in self._control.gather(reason) if told is not None]
+        sides = self._control.gather((reason, zlib.crc32(torch.get_rng_state().numpy().tobytes())))
+        if len({state for _, state in sides}) > 1 and self._context.streams is not None:  # all ranks draw the same
+            self._streams.enter_context(self._context.streams.active())
+            self._context.streams.select((), 0)
+        reasons = [told for told, _ in sides if told is not None]
         return reasons[0] if reasons else "the ranks' steps call different things, or with different numbers"
 
 

@@ -121,10 +121,11 @@ class _FakeBelow(private.TorchDispatchMode):
     def __init__(self, mode: Any) -> None:
         super().__init__()
         self._calls = FakeCalls(mode)
-        self.count = 0
+        self.count = self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags
         return self._calls.make(func, args, kwargs or {})
 
 
@@ -437,7 +438,7 @@ class Step(TorchFunctionMode):
             note.met[number] = self._kind(self.outside[number], number)
         note.module, note.source = self.module_path(), user_location() or ""
         given = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
-        operands = tensors_in(given)
+        operands, draws = tensors_in(given), recording.below.draws
         before, count, known_kind = (
             [TensorSpec.of(t) for t in operands],
             recording.below.count,
@@ -468,6 +469,7 @@ class Step(TorchFunctionMode):
             if is_question:
                 return None
         recording.values.keep(note.depth, out, given)
+        note.draws = recording.below.draws != draws
         note.fakes = new_tensors(out, given)
         note.results = structure_of(out, given)
         note.moulds = self._apart(lambda: placeholders.moulds_of(note.fakes))
@@ -675,8 +677,6 @@ class Step(TorchFunctionMode):
         except Exception as error:
             name = self.notes[values.done].name
             raise CannotBeFollowed(f"{name} cannot be run for its value ({_first_line(error)})") from error
-        if self.whole is not None and not _is_now(self._generators):  # which ranks draw otherwise, each its part
-            raise CannotBeFollowed("a value is read behind random numbers")
         return values
 
     def _copied(self, source: Given | Outside) -> Tensor:
@@ -697,6 +697,8 @@ class Step(TorchFunctionMode):
         if self._generators is not None:
             _put(self._generators)
         self.on_values()
+        if self.whole is not None and any(n.reads for n in self.notes) and any(n.draws for n in self.notes):
+            raise Abandoned(why)  # each rank has drawn its part: nobody can draw that again, whole
         self._given_becomes_real()
         values = Values(self.tensor_of)
         with private.disable_dispatch_modes():
@@ -777,6 +779,10 @@ class Step(TorchFunctionMode):
         note.handed[source.index] = note.moulds[source.index].detach()
 
 
+class Abandoned(BaseException):
+    """Control flow: Python must run again, for what it was told it would not be told again."""
+
+
 class CannotBeFollowed(Exception):
     """Control flow: the step goes on eagerly."""
 
@@ -805,13 +811,6 @@ def _first_line(error: BaseException) -> str:
 
 def _random_states() -> tuple[Tensor, list[Tensor]]:
     return torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-
-def _is_now(state: tuple[Tensor, list[Tensor]] | None) -> bool:
-    now = _random_states()
-    return state is None or (
-        torch.equal(state[0], now[0]) and all(torch.equal(a, b) for a, b in zip(state[1], now[1], strict=True))
-    )
 
 
 def _put(state: tuple[Tensor, list[Tensor]]) -> None:

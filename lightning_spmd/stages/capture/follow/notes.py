@@ -137,6 +137,7 @@ class Note:
         around: torch's switches.
         met: tensors from outside that a step meets here for the first time, by number.
         reads: whether Python gets values by this call.
+        draws: whether it draws random numbers.
         module: path of the module whose ``forward`` called.
         source: ``file:line`` of the user's code.
 
@@ -162,6 +163,7 @@ class Note:
     around: Around = Around(True, None, torch.float32)
     met: dict[int, Kind] = field(default_factory=dict[int, Kind])
     reads: bool = False
+    draws: bool = False
     module: str = ""
     source: str = ""
     number: int = field(default_factory=_numbers.__next__)
