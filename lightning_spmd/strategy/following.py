@@ -20,14 +20,14 @@ from lightning_spmd.ir.steps import Variant
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import Follower, Step
+from lightning_spmd.stages.capture.follow.follower import Abandoned, Follower, Step
 from lightning_spmd.stages.capture.follow.notes import Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
-from lightning_spmd.strategy.meeting import Fingerprints, Meeting
+from lightning_spmd.strategy.meeting import Call, Fingerprints, Meeting
 from lightning_spmd.strategy.replay import Recorded, log_global, replay
 from lightning_spmd.strategy.run_context import RunContext
 
@@ -321,6 +321,9 @@ class Following:
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else (meeting.tree, meeting.given)
         step = Step(self._follower, given)
         step.whole = None if meeting is None else meeting.whole
+        if meeting is not None:
+            meeting.calls = lambda: self._calls_of(step)
+            meeting.was_told_draws = lambda: step.was_told_draws
         step.on_values = self._flush
         wants: dict[Want, int] = {}
 
@@ -337,6 +340,8 @@ class Following:
             talk.drop()
             if meeting is not None:
                 meeting.goes_eagerly(_in_words(step) or "")
+                if meeting.runs_again:
+                    raise Abandoned(_in_words(step))
 
         step.on_read, step.before_eager = talk.values, before_eager
         queue = Queue(self._shadows_now(), want, step.eagerly)
@@ -380,6 +385,17 @@ class Following:
             return FollowedStep(step, _resolved(returned), queue, (), None)
         mark = step.mark if meeting is None else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
         return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
+
+    def _calls_of(self, step: Step) -> list[Call]:
+        """The calls of a step, for the other ranks."""
+        found: list[Call] = []
+        for note in step.notes:
+            unnamed = [step.outside[number] for number, kind in sorted(note.met.items()) if kind.name is None]
+            numbers = sorted(step.numbers_between(note.depth, note.depth + 1).items(), key=repr)
+            told = [repr(value) for _, value in numbers]
+            told += [f"a tensor ({digest:08x})" for digest in self._fingerprints.of(unnamed)]
+            found.append(Call(note.in_words(), ", ".join(told), note.name, note.source))
+        return found
 
     def united(self, followed: FollowedStep) -> Program:
         """The program of a step with all that any rank has of it; all ranks are here together.

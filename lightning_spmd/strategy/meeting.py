@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
@@ -51,6 +53,10 @@ class Meeting:
         rows: of all ranks.
         split: by data rank.
         is_eager: the ranks have agreed to go on eagerly.
+        calls: gives those of the step so far.
+        was_told_draws: says whether Python has read something behind random numbers.
+        runs_again: on some rank it has, and the step cannot go on: each rank has drawn its part of these numbers, and
+            nobody can draw them again.
     """
 
     def __init__(
@@ -66,6 +72,9 @@ class Meeting:
         if request.batch is None:
             raise ValueError("a step without a batch has no Python that runs")
         self.is_eager, self._is_first = False, is_first
+        self.calls: Callable[[], list[Call]] = list
+        self.was_told_draws: Callable[[], bool] = bool
+        self.runs_again = False
         self.rows, self.split = sum(split), split
         self._context, self._control, self._request = context, control, request
         self._place = dataclasses.replace(place, what=f"the step of {place.what}")
@@ -152,18 +161,61 @@ class Meeting:
         vote = count()
         fewest, most = vote.rows
         if most == _EAGER or fewest != most or vote.shape[0] != vote.shape[1]:
-            raise CannotBeFollowed(self._meet_eagerly(None))
+            told = self._meet_eagerly(None)
+            raise CannotBeFollowed(told or self._difference())
         return not vote.missing and vote.graph[0] == vote.graph[1]
 
     def _meet_eagerly(self, reason: str | None) -> str:
         """All ranks are here and learn why one of them cannot be followed."""
         self.is_eager = True
-        sides = self._control.gather((reason, zlib.crc32(torch.get_rng_state().numpy().tobytes())))
-        if len({state for _, state in sides}) > 1 and self._context.streams is not None:  # all ranks draw the same
+        mine = reason, zlib.crc32(torch.get_rng_state().numpy().tobytes()), self.was_told_draws()
+        sides = self._control.gather(mine)
+        self.runs_again = any(told for _, _, told in sides)
+        if len({state for _, state, _ in sides}) > 1 and self._context.streams is not None:  # all ranks draw the same
             self._streams.enter_context(self._context.streams.active())
             self._context.streams.select((), 0)
-        reasons = [told for told, _ in sides if told is not None]
-        return reasons[0] if reasons else "the ranks' steps call different things, or with different numbers"
+        reasons = [told for told, _, _ in sides if told is not None]
+        return reasons[0] if reasons else ""
+
+    def _difference(self) -> str:
+        """What the ranks' steps do not have in common, in words.
+
+        Raises:
+            RankDisagreementError: on every rank; it is a number of one and the same call.
+        """
+        sides = self._control.gather(self.calls())
+        for rank, side in enumerate(sides):
+            for mine, its in itertools.zip_longest(sides[0], side):
+                if mine == its:
+                    continue
+                if mine is None or its is None or mine.what != its.what:
+                    return f"the ranks call different things: rank 0 {_told(mine)}, rank {rank} {_told(its)}"
+                raise RankDisagreementError(
+                    f"{mine.name} at {mine.place} is given {mine.numbers} on rank 0 and {its.numbers} on rank {rank}: "
+                    "numbers and tensors that training_step makes must be the same on all ranks, which train one model "
+                    "(compute them from tensors of the batch, from what is logged, or from self.all_gather)"
+                )
+        return "the ranks' steps differ in tensors that they made themselves"
+
+
+class Call(NamedTuple):
+    """A call of a step as the other ranks may be told of it.
+
+    Args:
+        what: all that ranks must have in common but for the numbers.
+        numbers: among its arguments, that are others in other steps; or what is the same of tensors with equal values.
+        name: of the function.
+        place: ``file:line``.
+    """
+
+    what: str
+    numbers: str
+    name: str
+    place: str
+
+
+def _told(call: Call | None) -> str:
+    return "is done" if call is None else f"calls {call.name} at {call.place}"
 
 
 class Done:

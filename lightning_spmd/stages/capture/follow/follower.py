@@ -164,6 +164,7 @@ class Step(TorchFunctionMode):
         numbers: of the calls, those that differ from step to step, by depth and place.
         reason: why the step went on eagerly, with ``file:line``; None if it did not.
         is_apart: whether calls now are none of the user's code.
+        was_told_draws: Python has read something behind random numbers.
         whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
             have a part each.
         stale: tensors without memory, of a step that runs for good, and what they are now, by ``id``.
@@ -176,7 +177,7 @@ class Step(TorchFunctionMode):
         self.notes: list[Note] = []
         self.outside: list[Tensor] = []
         self.reason: tuple[str, str | None] | None = None
-        self.is_apart = False
+        self.is_apart = self.was_told_draws = False
         self.whole: Callable[[], Sequence[Tensor]] | None = None
         self.stale: dict[int, tuple[Tensor, Tensor]] = {}
         self.module_path: Callable[[], str] = lambda: ""
@@ -648,6 +649,7 @@ class Step(TorchFunctionMode):
         """A structure with the values of tensors in place of placeholders."""
         with self._beside():
             given = self.on_read()
+        self.was_told_draws = self.was_told_draws or any(note.draws for note in self.notes)
         told = None if given is None else iter(given)
         values = self._values_so_far() if told is None else None
 
@@ -697,8 +699,6 @@ class Step(TorchFunctionMode):
         if self._generators is not None:
             _put(self._generators)
         self.on_values()
-        if self.whole is not None and any(n.reads for n in self.notes) and any(n.draws for n in self.notes):
-            raise Abandoned(why)  # each rank has drawn its part: nobody can draw that again, whole
         self._given_becomes_real()
         values = Values(self.tensor_of)
         with private.disable_dispatch_modes():
