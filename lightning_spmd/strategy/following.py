@@ -21,7 +21,7 @@ from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Abandoned, Follower, Step
-from lightning_spmd.stages.capture.follow.notes import Made, sources_in
+from lightning_spmd.stages.capture.follow.notes import Given, Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
 from lightning_spmd.stages.capture.packing import parameter_names
@@ -116,8 +116,10 @@ class FollowedStep:
             raise ValueError("a step that ran for good has nothing to fill")
         by_want = dict(zip(self.program.wants, values, strict=True))
         for want in self._wants:
-            if want.after is None and type(want.source) is Made:
-                self._step.fill(want.source, by_want[want])
+            source = want.source
+            stands = isinstance(source, Given) and source.position in self._step.stand_ins
+            if want.after is None and (stands or isinstance(source, Made)):
+                self._step.fill(source, by_want[want])  # type: ignore[arg-type]
         return [by_want[want] for want in self._wants]
 
     def logged(self, results: Sequence[Any]) -> None:
@@ -318,10 +320,12 @@ class Following:
             run_beginning: on several ranks, gives what Python reads before there is a graph of the step.
         """
         context = self._context
-        tree, given = (batch.tree, batch.tensor_values) if meeting is None else (meeting.tree, meeting.given)
+        tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
         step = Step(self._follower, given)
+        del given
         step.whole = None if meeting is None else meeting.whole
         if meeting is not None:
+            step.stand_ins = meeting.stand_ins
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
         step.on_values = self._flush
@@ -364,6 +368,7 @@ class Following:
                 if isinstance(error, StopIteration):
                     raise EndedByUser(error) from None
                 raise
+        del tree
         step.end()
         if step.is_eager:
             self._count_eager(FollowedStep(step, None, queue, (), None).reason or "")
@@ -437,7 +442,7 @@ class Following:
     @contextlib.contextmanager
     def _module_paths(self, step: Step) -> Any:
         """Notes know the module whose ``forward`` called, of steps that begin without a known way."""
-        if self._follower.root.children:
+        if not step.is_first:
             yield
             return
         with module_paths(self._context.module) as path:

@@ -380,7 +380,7 @@ class TrainingIteration:
         side = self._own if isinstance(ballot, OwnBallot) else self
         found, index = ballot.found, ballot.found.index
         executable = side.table.graph(index)
-        if not executable.can_ask or side.rechecks.is_due(index):
+        if not executable.can_ask or (not isinstance(ballot, Done) and side.rechecks.is_due(index)):
             return None
 
         def agree() -> None:

@@ -48,8 +48,6 @@ class Meeting:
         is_first: no step of the run was one of this kind before.
 
     Attributes:
-        given: what stands for the tensors of the batch: of those with rows, all ranks' rows.
-        tree: the batch with them.
         rows: of all ranks.
         split: by data rank.
         is_eager: the ranks have agreed to go on eagerly.
@@ -80,7 +78,7 @@ class Meeting:
         self._place = dataclasses.replace(place, what=f"the step of {place.what}")
         self._whole: list[Tensor] | None = None
         self._streams = contextlib.ExitStack()
-        self.given, self.tree = _for_all_ranks(request.batch, self.rows)
+        self._batch = request.batch
 
     @contextlib.contextmanager
     def ends(self) -> Iterator[None]:
@@ -98,15 +96,24 @@ class Meeting:
             yield
 
     # ------------------------------------------------------------------ the batch
+    @property
+    def stand_ins(self) -> frozenset[int]:
+        """Positions of the tensors of the batch of which this rank has a part of the rows."""
+        batch = self._batch
+        return frozenset(i for i, index in enumerate(batch.tensors) if not batch.is_shared(index))
+
+    def taken(self) -> tuple[Any, list[Tensor]]:
+        """The batch with what stands for its tensors, of those with rows for all ranks' rows; and these tensors."""
+        return _for_all_ranks(self._batch, self.rows)
+
     def whole(self) -> list[Tensor]:
         """The tensors of the batch with the rows of all ranks, who all ask for them."""
         if self._whole is None:
             found = whole_batch(self._context, self._request, self.split, most_bytes=None)
             if found is None:
                 raise ValueError("a step without a batch has no Python that runs")
-            pairs = zip(found, self.given, strict=True)
-            live = {id(t) for t in self._request.batch.tensor_values} if self._request.batch is not None else set[int]()
-            self._whole = [t.clone() if id(t) in live and t is not given else t for t, given in pairs]
+            live = [self._batch.is_shared(index) for index in self._batch.tensors]
+            self._whole = [t if is_live else t.clone() for t, is_live in zip(found, live, strict=True)]
         return self._whole
 
     def part(self, value: Any) -> Any:

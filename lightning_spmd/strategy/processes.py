@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -180,7 +181,8 @@ class ProcessStrategy(ParallelStrategy):
             if self._ranks.control is not None:
                 self._ranks.control.meet(Place(f"the barrier {name!r}" if name else "a barrier"))
             devices = [self.root_device.index] if dist.get_backend() == "nccl" else None
-            dist.barrier(device_ids=devices)
+            with private.no_torch_functions(), private.disable_dispatch_modes():
+                dist.barrier(device_ids=devices)
 
     @override
     @names_lost_ranks
@@ -190,9 +192,10 @@ class ProcessStrategy(ParallelStrategy):
         self._ranks.refuse_while_traced("broadcast")
         if self._ranks.control is not None:
             self._ranks.control.meet(Place(f"a broadcast from rank {src}"))
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+        objects = [pickle.dumps(obj)]  # in a step that is followed this may be the first to ask for values
+        with private.no_torch_functions(), private.disable_dispatch_modes():
+            dist.broadcast_object_list(objects, src)
+        return pickle.loads(objects[0])
 
     @override
     @names_lost_ranks
@@ -212,7 +215,9 @@ class ProcessStrategy(ParallelStrategy):
         if self._ranks.control is None:
             return decision
         self._ranks.refuse_while_traced("reduce_boolean_decision")
-        decisions = self._ranks.control.gather(bool(decision), Place("a decision of all ranks"))
+        decision = bool(decision)
+        with private.no_torch_functions(), private.disable_dispatch_modes():
+            decisions = self._ranks.control.gather(decision, Place("a decision of all ranks"))
         return False not in decisions if all else True in decisions
 
     @override

@@ -221,6 +221,7 @@ class Training:
             output = iteration.run(batch, arguments, variant, self._clip)
         except RanEagerly as ran:
             self._finish_eagerly(iteration)
+            self._steps.add("training_step")
             return ran.returned
         except EndedByUser as ended:
             raise ended.error from None

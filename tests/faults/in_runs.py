@@ -127,8 +127,8 @@ IN_RUNS: tuple[Mutant, ...] = (
         "the eager path takes over a rank's share of a sum as if it were its mean",
         STRATEGY,
         "strategy/training.py",
-        "        scale = torch.distributed.get_world_size() if self._ranks.mesh is not None else 1\n",
-        "        scale = 1\n",
+        "        return 1 if self._ranks.mesh is None else torch.distributed.get_world_size()\n",
+        "        return 1\n",
         ("tests/strategy/test_messages.py", "tests/strategy"),
     ),
     Mutant(

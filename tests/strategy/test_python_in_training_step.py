@@ -12,7 +12,7 @@ import torchmetrics
 from torch import Tensor
 
 from lightning_spmd.errors import SPMDError
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankPool, with_captured_steps
 from tests.strategy.small import Net, Quiet, assert_as_eager, run
 
 Step = Callable[[Net, Any, int], Tensor]
@@ -157,20 +157,33 @@ def test_a_stop_iteration_around_a_graph_does_not_end_the_run_mutely() -> None:
         run(StoppingMetric)
 
 
-def _exchanging(method: str) -> list[str]:
+def _exchanging(method: str) -> tuple[str, list[Any], list[str]]:
+    answers: list[Any] = []
+
     class Exchanges(Quiet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             strategy: Any = self.trainer.strategy
-            getattr(strategy, method)(*([] if method == "barrier" else [True]))
+            mine = self.global_rank + batch_idx if method == "broadcast" else batch_idx % 2 == 1
+            answers.append(getattr(strategy, method)(*([] if method == "barrier" else [mine])))
             return super().training_step(batch, batch_idx)
 
     result = run(Exchanges, "spmd", 2, max_epochs=1)
-    assert result.mode == "eager"
-    return [text for text in result.warnings if "eagerly from here on" in text]
+    return result.mode, answers, [text for text in result.warnings if "eagerly from here on" in text]
 
 
-def test_exchanges_beside_the_graph_are_not_frozen(two_ranks: RankPool) -> None:
+def test_ranks_exchange_what_a_step_asks_for_in_each_step(two_ranks: RankPool) -> None:
     for method in ("barrier", "broadcast", "reduce_boolean_decision"):
-        first, _ = two_ranks.run(_exchanging, method)
+        for mode, answers, _ in two_ranks.run(_exchanging, method):
+            numbers = range(len(answers))
+            wanted = {"barrier": [None for _ in numbers], "broadcast": list(numbers)}
+            assert mode == "compiled"
+            assert len(answers) > 2
+            assert answers == wanted.get(method, [i % 2 == 1 for i in numbers])
+
+
+def test_exchanges_beside_a_captured_graph_are_not_frozen(two_ranks: RankPool) -> None:
+    for method in ("barrier", "broadcast", "reduce_boolean_decision"):
+        (mode, _, first), _ = two_ranks.run(with_captured_steps, _exchanging, method)
+        assert mode == "eager"
         assert f"training_step calls strategy.{method}, which would happen once" in first[0]
         assert "test_python_in_training_step.py:" in first[0]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_spmd.errors import ConfigurationError, StaleGraphError
 from lightning_spmd.strategy import recheck
 from lightning_spmd.strategy.recheck import Schedule
-from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.ranks import RankError, RankPool, with_captured_steps
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.hidden_values import HIDDEN, line_of, look_at_every_use
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, loader_of, rows, run
@@ -407,7 +407,7 @@ class WithAdam(Quiet):
 
 @pytest.mark.parametrize("plan", ["replicate", "zero3"])
 def test_two_ranks_look_together(two_ranks: RankPool, plan: str) -> None:
-    answers = two_ranks.run(plans_at_every_use, WithAdam, {"data_parallel": plan})
+    answers = two_ranks.run(with_captured_steps, plans_at_every_use, WithAdam, {"data_parallel": plan})
     assert_compiled(*[result for result, _ in answers])
     reference = run(WithAdam, "auto", data=lambda: InOrder(rows(), ROWS))
     assert_equals_one_device([result for result, _ in answers], reference)
@@ -432,7 +432,7 @@ def run_without_limit(make: type[Net], strategy: Any, **settings: Any) -> Result
 
 def test_a_difference_on_one_rank_ends_all_ranks(two_ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
-        two_ranks.run(run_without_limit, OneRankHides, "spmd")
+        two_ranks.run(with_captured_steps, run_without_limit, OneRankHides, "spmd")
     assert caught.value.type_names == ["StaleGraphError"] * 2
     assert str(caught.value).count("does something else than its graph (on rank 1)") == 2
 

@@ -7,7 +7,7 @@ others. What cannot be followed is run for good, up to there and from there on, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,16 +75,21 @@ class Follower:
     """
 
     def __init__(self, names: Callable[[], dict[int, str]], is_named: Callable[[str, Tensor], bool]) -> None:
-        self.root = Note(-1)
         self.given: list[Tensor] = []
+        self._roots: dict[Any, Note] = {}
         self.names, self.is_named = names, is_named
         self.kinds: dict[Any, str] = {}
         self.recorded = 0
         """Calls that were recorded, of all steps."""
 
-    def forget(self) -> None:
-        """All that is known of steps is given up."""
-        self.root = Note(-1)
+    def root(self) -> Note:
+        """The beginning of steps with tensors like those that are given."""
+        key = tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.given])
+        found = self._roots.get(key)
+        if found is None:
+            found = self._roots[key] = Note(-1)
+            found.marked(found)
+        return found
 
 
 class _Recording:
@@ -147,6 +152,9 @@ class _Below(private.TorchDispatchMode):
             return step.read(func, args, kwargs)
         if not any(step.concerns(t) for t in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
+        if func.namespace == "c10d":  # what torch.distributed does cannot be tried out, and computes nothing
+            step.eagerly(f"torch.distributed's {func.name().partition('::')[2].strip('_')} in the step")
+            return func(*mapped(step.current, args), **mapped(step.current, kwargs))
         return step.called(func, args, kwargs)
 
 
@@ -164,6 +172,7 @@ class Step(TorchFunctionMode):
         numbers: of the calls, those that differ from step to step, by depth and place.
         reason: why the step went on eagerly, with ``file:line``; None if it did not.
         is_apart: whether calls now are none of the user's code.
+        stand_ins: positions of tensors of the batch that only stand for them.
         was_told_draws: Python has read something behind random numbers.
         whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
             have a part each.
@@ -179,13 +188,14 @@ class Step(TorchFunctionMode):
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.was_told_draws = False
         self.whole: Callable[[], Sequence[Tensor]] | None = None
+        self.stand_ins: Collection[int] = ()
         self.stale: dict[int, tuple[Tensor, Tensor]] = {}
         self.module_path: Callable[[], str] = lambda: ""
         self.on_eager: Callable[[Callable[[Source], Tensor]], None] = lambda _: None
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
         self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
-        self._here = follower.root
+        self._here = follower.root()
         self._held: list[tuple[Any, Any]] = []
         self._sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
         self._below = _Below(self)
@@ -761,19 +771,29 @@ class Step(TorchFunctionMode):
         numbers = self.numbers_between(0, len(self.notes)) if self._numbers is None else self._numbers
         return stable_hash((self._here.mark, sorted(numbers.items(), key=repr))) if numbers else self._here.mark
 
-    def kept(self) -> list[Made]:
-        """The results that somebody still has."""
+    @property
+    def is_first(self) -> bool:
+        """Whether no step before showed anything."""
+        return not self._here.children
+
+    def kept(self) -> list[Made | Given]:
+        """The results that somebody still has, and on several ranks what stands for tensors of the batch."""
         self._held.clear()
         self._sources.clear()
-        return [
+        given = [Given(i) for i in placeholders.kept(self.follower.given) if i in self.stand_ins]
+        return given + [
             Made(note.depth, index)
             for note in self.notes
             for index in range(len(note.handed))
             if placeholders.is_kept(note, index)
         ]
 
-    def fill(self, source: Made, value: Tensor) -> None:
-        """Give a result that somebody has its value."""
+    def fill(self, source: Made | Given, value: Tensor) -> None:
+        """Give a result that somebody has, or what stands for a tensor of the batch, its value."""
+        if isinstance(source, Given):
+            given = self.follower.given[source.position]
+            placeholders.fill(given, value, trained=given.requires_grad)
+            return
         note = self.notes[source.depth]
         placeholders.fill(note.handed[source.index], value, trained=note.fakes[source.index].requires_grad)
         note.handed[source.index] = note.moulds[source.index].detach()

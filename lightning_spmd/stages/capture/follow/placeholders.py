@@ -40,6 +40,11 @@ def moulds_of(fakes: list[Tensor]) -> list[Tensor]:
     return [private.without_memory(TensorSpec.of(fake)) for fake in fakes]
 
 
+def kept(given: list[Tensor]) -> list[int]:
+    """Positions of those that somebody has beside this list."""
+    return [index for index in range(len(given)) if sys.getrefcount(given[index]) > _OURS]
+
+
 def is_kept(note: Note, index: int) -> bool:
     """Whether somebody else has a placeholder of this step."""
     return sys.getrefcount(note.handed[index]) > _OURS
