@@ -104,9 +104,12 @@ from lightning_spmd._private_api.operator_names import (
 from lightning_spmd._private_api.optimization_by_hand import (
     attributes_kept,
     backward_replaced,
+    copy_of_optimizer,
     count_step,
     optimization_replaced,
     step_replaced,
+    step_without_hooks,
+    true_backward,
 )
 from lightning_spmd._private_api.packing import (
     ORIGINAL_PACKING,

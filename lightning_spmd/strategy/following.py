@@ -6,18 +6,22 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Follower, Step
 from lightning_spmd.stages.capture.follow.notes import Made
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
+from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable
@@ -107,6 +111,8 @@ class FollowedStep:
         for want in self._wants:
             if want.after is None and type(want.source) is Made:
                 self._step.fill(want.source, by_want[want])
+        if self._step.by_hand is not None:
+            self._step.by_hand.settle()
         return [by_want[want] for want in self._wants]
 
     def logged(self, results: Sequence[Any]) -> None:
@@ -229,6 +235,10 @@ class Following:
         self.ended: str | None = None
         self._context, self._flush = context, flush
         self._follower = Follower(self._names, self._is_named)
+        optimizer = context.optimizer
+        self._by_hand = None
+        if optimizer is not None and not context.module.automatic_optimization:
+            self._by_hand = ByHand(parts_of(optimizer))
         self._live = Live()
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
@@ -280,11 +290,15 @@ class Following:
         step.on_read, step.before_eager = talk.values, talk.drop
         queue = Queue(self._shadows_now(), want, step.eagerly)
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch)
-        with self._module_paths(step), context.step_context(method), queue.active(), step.active():
+        hand = None if self._by_hand is None else self._by_hand.of(step)
+        by_hand = contextlib.nullcontext() if hand is None else hand.active()
+        with self._module_paths(step), context.step_context(method), queue.active(), by_hand, step.active():
             try:
                 returned = with_loss(getattr(context.module, method)(batch.tree, *arguments.values()))
             except BaseException as error:
                 talk.drop()
+                if hand is not None and not step.is_eager:  # what it did before has been, as without the strategy
+                    step.eagerly("the step raised an exception")
                 step.end()
                 if isinstance(error, StopIteration):
                     raise EndedByUser(error) from None
@@ -295,7 +309,7 @@ class Following:
             return FollowedStep(step, _resolved(returned), queue, (), None)
         self._graphs += 1
         loss = returned.get("loss") if isinstance(returned, dict) else returned
-        source = step.source_if_known(loss) if isinstance(loss, Tensor) else None
+        source = step.source_if_known(loss) if isinstance(loss, Tensor) and hand is None else None
         del loss
         for made in step.kept():
             wants.setdefault(Want(made, OutputRole.LOGGED), len(wants))
@@ -360,9 +374,15 @@ class Following:
         module, optimizer = context.module, context.optimizer
         if context.bf16_updates != "plain":  # no step of which may run eagerly
             return "weights of bfloat16 are updated in float32"
-        kind = type(optimizer)
-        if not kind.__module__.startswith("torch.optim") or set(vars(optimizer)) & {"step", "zero_grad"}:
-            return f"{kind.__name__} is no optimizer of torch's own"
+        by_hand = not module.automatic_optimization
+        for part in () if optimizer is None else parts_of(optimizer):
+            kind, own = type(part), set(vars(part)) & {"step", "zero_grad"}
+            if by_hand and not has_step_of_its_own(part):  # a scheduler's counter
+                own.discard("step")
+            if not kind.__module__.startswith("torch.optim") or own or by_hand and kind is torch.optim.LBFGS:
+                return f"{kind.__name__} is no optimizer of torch's own"
+        if by_hand:
+            return None
         if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
             return "the module clips gradients itself"
         return None

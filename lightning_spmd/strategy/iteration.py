@@ -96,7 +96,7 @@ class TrainingIteration:
         """
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
-        if self.following is not None and variant.backward and not variant.by_hand:
+        if self.following is not None and variant.backward:
             self.following.ended = self.following.ended or Following.reason_not_to(self.context)
             if self.following.ended is None and not self._sizes_vary(batch_tree, variant):
                 return self._run_followed(self.following, batch_tree, arguments, variant, clip)

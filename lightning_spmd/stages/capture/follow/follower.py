@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 )
 from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
+from lightning_spmd.stages.capture.follow.worlds import World
 from lightning_spmd.stages.capture.user_code import user_location
 
 MOST_NEXT = 32
@@ -63,6 +64,50 @@ _READ_OPERATORS = {
 }
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+
+
+class CannotBeFollowed(Exception):
+    """Control flow: the step goes on eagerly."""
+
+
+class HandStep(Protocol):
+    """What a step does that optimizes by hand; ``by_hand.py`` has it."""
+
+    def handles(self, name: str, owner: str) -> bool:
+        """Whether a function of torch is about optimization by hand."""
+        ...
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of such a function."""
+        ...
+
+    def trained_at_first(self, tensor: Tensor) -> bool:
+        """Whether a live tensor asked for gradients when the step met it."""
+        ...
+
+    def refuse_state(self, tensor: Tensor) -> None:
+        """Raise if a tensor is of the state of an optimizer that steps in this step."""
+        ...
+
+    def on_fakes(self, others: Callable[[], Any]) -> World:
+        """The world of a recording."""
+        ...
+
+    def on_copies(self, values: Values) -> World:
+        """The world in which values are told before Python goes on."""
+        ...
+
+    def live(self) -> World:
+        """The world of a step that runs for good."""
+        ...
+
+    def let_go(self, sources: dict[int, Source]) -> None:
+        """Gradients of tensors that the step made, and nobody has any more, are nobody's."""
+        ...
+
+    def settle(self) -> None:
+        """What ``.grad`` was in the step it is now for all."""
+        ...
 
 
 class Follower:
@@ -97,14 +142,18 @@ class _Recording:
         self._step = step
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.below = _FakeBelow(self.mode)
-        self._outside: dict[Source, Tensor] = {}
+        self.outside: dict[Source, Tensor] = {}
         self.values = Values(self._fake)
+        if step.by_hand is not None:
+            self.values.world = step.by_hand.on_fakes(lambda: self.values.made.values())
 
     def _fake(self, source: Given | Outside) -> Tensor:
-        if source not in self._outside:
+        if source not in self.outside:
             live = self._step.tensor_of(source)
-            self._outside[source] = self.mode.from_tensor(live, static_shapes=True)
-        return self._outside[source]
+            self.outside[source] = fake = self.mode.from_tensor(live, static_shapes=True)
+            if self._step.by_hand is not None and fake.is_leaf:
+                fake.requires_grad_(self._step.by_hand.trained_at_first(live))
+        return self.outside[source]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -178,6 +227,7 @@ class Step(TorchFunctionMode):
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
         self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
+        self.by_hand: HandStep | None = None
         self._here = follower.root
         self._held: list[tuple[Any, Any]] = []
         self._sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
@@ -256,13 +306,53 @@ class Step(TorchFunctionMode):
 
     def _kind(self, tensor: Tensor, number: int) -> Kind:
         if tensor.layout is not torch.strided or private.is_wrapped(tensor) or tensor.is_meta:
-            raise _CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
+            raise CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
         if tensor.grad_fn is not None:
-            raise _CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
+            raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
+        if self.by_hand is not None:
+            self.by_hand.refuse_state(tensor)
         if self._names is None:
             self._names = self.follower.names()
         name = self._names.get(id(tensor))
         return Kind(name, type(tensor), TensorSpec.of(tensor), tensor.requires_grad, self._shares(tensor, number))
+
+    # ------------------------------------------------------------------ for optimization by hand
+    @property
+    def next_notes(self) -> Sequence[Note]:
+        """The calls that came next in other steps, the likeliest last."""
+        return self._here.children
+
+    def tensor_now(self, source: Source) -> Tensor:
+        """The user's tensor that comes from there."""
+        return self.notes[source.depth].handed[source.index] if type(source) is Made else self.tensor_of(source)  # type: ignore[arg-type]
+
+    def is_leaf(self, tensor: Tensor) -> bool:
+        """Whether autograd puts gradients into the tensor."""
+        source = self._sources.get(id(tensor))
+        return (self.notes[source.depth].fakes[source.index] if type(source) is Made else tensor).is_leaf
+
+    def recorded_tensors(self) -> list[Tensor]:
+        """What the calls so far made, on fake tensors."""
+        return [] if self._recording is None else list(self._recording.values.made.values())
+
+    def recorded_leaves(
+        self, roots: Sequence[Any], leaves_of: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor] | None:
+        """The tensors on which others depend; None if there are some that the step does not know.
+
+        Args:
+            roots: where the others come from.
+            leaves_of: gives them, on fake tensors.
+
+        Raises:
+            CannotBeFollowed: what was called so far cannot be recorded again.
+        """
+        recording = self._recorded_so_far()
+        if recording is None:
+            return None
+        sources = {id(fake): source for known in (recording.outside, recording.values.made) for source, fake in known.items()}
+        found = [sources.get(id(leaf)) for leaf in leaves_of([recording.values.of(root) for root in roots])]
+        return None if None in found else [self.tensor_now(source) for source in found if source is not None]
 
     # ------------------------------------------------------------------ calls
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -291,7 +381,7 @@ class Step(TorchFunctionMode):
         return self._otherwise(kind, func, args, kwargs)
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
+    def beside(self) -> Iterator[None]:
         """What is called inside is none of the user's calls."""
         before, self.is_apart = self.is_apart, True
         try:
@@ -303,7 +393,9 @@ class Step(TorchFunctionMode):
         """What is to be done with calls of a function: known ones at once, of others the first call shows it."""
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if func in _READS:
+        if self.by_hand is not None and self.by_hand.handles(name, owner):
+            kind = "by hand"
+        elif func in _READS:
             kind = "read"
         elif func in _DATA:
             kind = "data"
@@ -312,6 +404,8 @@ class Step(TorchFunctionMode):
         elif func in _MEMORY:
             kind = "set"
         elif name == "__get__" and owner in _PROPERTIES or name in _SIZES or name == "_set_grad_enabled":
+            kind = "about"
+        elif getattr(func, "__module__", "") == "torch._ops.profiler":  # ``record_function``, which all optimizers call
             kind = "about"
         elif name == "__set__" or name in ("requires_grad_", "register_hook", "retain_grad", "backward", "grad"):
             kind = "set"
@@ -333,6 +427,8 @@ class Step(TorchFunctionMode):
             return self._about_history(func, args, kwargs)
         if kind == "copy":
             return self._deepcopy(func, args, kwargs)
+        if kind == "by hand" and self.by_hand is not None:
+            return self.by_hand.called(func, args, kwargs)
         return self._set(func, args, kwargs) if kind == "set" else self.called(func, args, kwargs)
 
     # ------------------------------------------------------------------ following and recording
@@ -364,7 +460,7 @@ class Step(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             note = self._record(func, args, kwargs, around)
-        except _CannotBeFollowed as error:
+        except CannotBeFollowed as error:
             self.eagerly(str(error))
             return func(*args, **kwargs)
         except private.DataDependentOutputException:
@@ -388,7 +484,7 @@ class Step(TorchFunctionMode):
             return recording.values.of(source) if source is not None else value
 
         try:
-            with self._beside():
+            with self.beside():
                 given = mapped(fake, (args, kwargs))
                 with recording.active(), torch.no_grad():
                     out = note.func(*given[0], **given[1])
@@ -402,13 +498,13 @@ class Step(TorchFunctionMode):
         if self._recording is None:
             recording = _Recording(self)
             try:
-                with self._beside():
+                with self.beside():
                     for note in self.notes:
                         with recording.active():
                             recording.values.run(note, self._numbers_of(note))
             except Exception as error:
                 name = self.notes[recording.values.done].name
-                raise _CannotBeFollowed(f"{name} cannot be recorded again ({_first_line(error)})") from error
+                raise CannotBeFollowed(f"{name} cannot be recorded again ({_first_line(error)})") from error
             self._recording = recording
         return self._recording
 
@@ -423,7 +519,7 @@ class Step(TorchFunctionMode):
         """A new call behind the path so far; None of a question that computes nothing."""
         recording = self._recorded_so_far()
         if recording is None:
-            raise _CannotBeFollowed("nothing is recorded")
+            raise CannotBeFollowed("nothing is recorded")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), around)
         for number in range(known, len(self.outside)):
@@ -437,22 +533,22 @@ class Step(TorchFunctionMode):
             func in self.follower.kinds,
         )
         try:
-            with self._beside(), recording.active():
+            with self.beside(), recording.active():
                 out = func(*given[0], **given[1])
         except private.DataDependentOutputException:
             if not known_kind:
                 raise
-            raise _CannotBeFollowed(f"{note.name} reads the values of a tensor") from None
+            raise CannotBeFollowed(f"{note.name} reads the values of a tensor") from None
         except private.DynamicOutputShapeException as error:
-            raise _CannotBeFollowed(f"what {note.name} returns is as large as the data say") from error
+            raise CannotBeFollowed(f"what {note.name} returns is as large as the data say") from error
         except Exception as error:  # the user's own mistake shows when it runs for good
-            raise _CannotBeFollowed(f"{note.name} could not be recorded ({_first_line(error)})") from error
+            raise CannotBeFollowed(f"{note.name} could not be recorded ({_first_line(error)})") from error
         if before != [TensorSpec.of(t) for t in operands]:
-            raise _CannotBeFollowed(f"{note.name} changes the size of a tensor in place")
+            raise CannotBeFollowed(f"{note.name} changes the size of a tensor in place")
         if isinstance(out, torch.nn.utils.rnn.PackedSequence) or any(
             t.layout is not torch.strided or not isinstance(t, private.FakeTensor) for t in new_tensors(out, given)
         ):
-            raise _CannotBeFollowed(f"{note.name} makes a tensor of another kind")
+            raise CannotBeFollowed(f"{note.name} makes a tensor of another kind")
         if not tensors_in(out) and out is not None and recording.below.count != count:  # numbers: Python reads them
             raise private.DataDependentOutputException(func)
         if not known_kind:
@@ -470,7 +566,7 @@ class Step(TorchFunctionMode):
         return note
 
     def _apart(self, function: Callable[[], Any]) -> Any:
-        with self._beside():
+        with self.beside():
             return function()
 
     def _noted(self, value: Any) -> Any:
@@ -526,7 +622,7 @@ class Step(TorchFunctionMode):
         """A question about how a tensor came about: asked of the recorded one, for a placeholder has no history."""
         source = self._sources.get(id(args[0])) if args else None
         subject = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
-        with self._beside():
+        with self.beside():
             return func(*args, **kwargs) if subject is None else func(subject, *args[1:], **kwargs)
 
     def _set(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -540,7 +636,7 @@ class Step(TorchFunctionMode):
         if mine or name in ("backward",):
             owner = getattr(getattr(func, "__self__", None), "__name__", "")
             self.eagerly(f"{name} of {owner or 'a tensor'} in the step")
-        with self._beside():
+        with self.beside():
             return func(*args, **kwargs)
 
     def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -549,7 +645,7 @@ class Step(TorchFunctionMode):
             return self.called(func, args, kwargs)
         if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
             return self.read(func, args, kwargs)
-        with self._beside():
+        with self.beside():
             return func(*args, **kwargs)
 
     def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -563,7 +659,7 @@ class Step(TorchFunctionMode):
             if source is not None:
                 self.eagerly("a deep copy of a tensor with a gradient")
             self.on_values()
-            with self._beside():
+            with self.beside():
                 return func(*args, **kwargs)
         memo[id(tensor)] = self.called(torch.clone, (tensor,), {})
         return memo[id(tensor)]
@@ -572,7 +668,7 @@ class Step(TorchFunctionMode):
         """A draw from a generator of the user's own happens when it is called."""
         if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
             self.eagerly(f"{getattr(func, '__name__', func)} draws into a tensor of the step")
-        with self._beside():
+        with self.beside():
             return func(*args, **kwargs)
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -584,7 +680,7 @@ class Step(TorchFunctionMode):
                 self.eagerly(
                     f"{getattr(func, '__name__', func)} of a tensor that shares memory with others of the step"
                 )
-            with self._beside():
+            with self.beside():
                 return func(*args, **kwargs)
         source = self._sources.get(id(args[0])) if args else None
         fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
@@ -592,9 +688,9 @@ class Step(TorchFunctionMode):
         try:
             self._take(self._read_note(func, args, kwargs), args, kwargs)
             args, kwargs = self._true((args, kwargs))
-        except _CannotBeFollowed as error:
+        except CannotBeFollowed as error:
             self.eagerly(str(error))
-        with self._beside():
+        with self.beside():
             found = func(*args, **kwargs)
         if func in _TEXTS and history is not None and not self.is_eager:
             found = found.replace("requires_grad=True", f"grad_fn=<{history}>")
@@ -605,7 +701,7 @@ class Step(TorchFunctionMode):
             if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, self) == {}:
                 return note
         if len(self._here.children) >= MOST_NEXT:
-            raise _CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
+            raise CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), reads=True)
         for number in range(known, len(self.outside)):
@@ -630,7 +726,7 @@ class Step(TorchFunctionMode):
     def value_now(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor that no call of the step has met."""
         self.on_values()
-        with self._beside(), torch.no_grad():
+        with self.beside(), torch.no_grad():
             return tensor.detach().clone()
 
     def _true(self, value: Any) -> Any:
@@ -650,21 +746,23 @@ class Step(TorchFunctionMode):
             trained = item.requires_grad if fake is None else fake.requires_grad
             return found.requires_grad_() if trained else found
 
-        with self._beside():
+        with self.beside():
             return mapped(leaf, value)
 
     def _values_so_far(self) -> Values:
         self.on_values()
         if self._preview is None:
             self._preview, self._generators = Values(self._copied), _random_states()
+            if self.by_hand is not None:
+                self._preview.world = self.by_hand.on_copies(self._preview)
         values = self._preview
         try:
-            with self._beside(), private.disable_dispatch_modes():
+            with self.beside(), private.disable_dispatch_modes():
                 for note in self.notes[values.done :]:
                     values.run(note, self._numbers_of(note))
         except Exception as error:
             name = self.notes[values.done].name
-            raise _CannotBeFollowed(f"{name} cannot be run for its value ({_first_line(error)})") from error
+            raise CannotBeFollowed(f"{name} cannot be run for its value ({_first_line(error)})") from error
         return values
 
     def _copied(self, source: Given | Outside) -> Tensor:
@@ -672,7 +770,8 @@ class Step(TorchFunctionMode):
             live = self.tensor_of(source)
             with torch.no_grad():
                 copy = live.detach().clone()
-            self._copies[source] = copy.requires_grad_(live.requires_grad)
+            trained = live.requires_grad if self.by_hand is None else self.by_hand.trained_at_first(live)
+            self._copies[source] = copy.requires_grad_(trained)
         return self._copies[source]
 
     # ------------------------------------------------------------------ the other end: for good, as eager training
@@ -686,6 +785,8 @@ class Step(TorchFunctionMode):
             _put(self._generators)
         self.on_values()
         values = Values(self.tensor_of)
+        if self.by_hand is not None:
+            values.world = self.by_hand.live()
         with private.disable_dispatch_modes():
             for note in self.notes:
                 values.run(note, self._numbers_of(note))
@@ -700,6 +801,8 @@ class Step(TorchFunctionMode):
         for note in self.notes:
             note.handed.clear()
         self._held.clear()
+        if self.by_hand is not None:
+            self.by_hand.settle()
         self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ the end
@@ -734,6 +837,8 @@ class Step(TorchFunctionMode):
     def kept(self) -> list[Made]:
         """The results that somebody still has."""
         self._held.clear()
+        if self.by_hand is not None:
+            self.by_hand.let_go(self._sources)
         self._sources.clear()
         return [
             Made(note.depth, index)
@@ -747,10 +852,6 @@ class Step(TorchFunctionMode):
         note = self.notes[source.depth]
         placeholders.fill(note.handed[source.index], value, trained=note.fakes[source.index].requires_grad)
         note.handed[source.index] = note.moulds[source.index].detach()
-
-
-class _CannotBeFollowed(Exception):
-    """Control flow: the step goes on eagerly."""
 
 
 def _index(index: Any) -> Any:
