@@ -32,16 +32,6 @@ CAPTURED = frozenset(
         "InnerBackward",
         "MetricWeighs",
         "MetricCollections",
-        "Sharpness",
-        "TwoOptimizers",
-        "ClippedByValue",
-        "SkipsBadSteps",
-        "AccumulatedByHand",
-        "Surgery",
-        "NoisyGradients",
-        "OwnUpdate",
-        "Scheduled",
-        "SeveralSteps",
     ]
 )
 """Where Python does not run once in each step: what it does is not followed yet, and captured once instead."""

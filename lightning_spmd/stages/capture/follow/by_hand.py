@@ -85,6 +85,8 @@ class HandStep:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside, ``backward`` and steps of optimizers are noted."""
+        step = self.step
+        step.on_read, step.on_values = self._unwatched(step.on_read), self._unwatched(step.on_values)
         with contextlib.ExitStack() as stack:
             for index, optimizer in enumerate(self._common.optimizers):
                 stack.enter_context(self._step_replaced(index, optimizer))
@@ -106,6 +108,17 @@ class HandStep:
                     del attributes["step"]
                 else:
                     attributes["step"] = before
+
+    def _unwatched(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """A function that is none of the user's, which may look at the states of optimizers."""
+
+        def unwatched() -> Any:
+            with contextlib.ExitStack() as stack:
+                for state in self._states:
+                    stack.enter_context(state.not_watching())
+                return function()
+
+        return unwatched
 
     # ------------------------------------------------------------------ gradients
     def handles(self, name: str, owner: str) -> bool:
@@ -316,6 +329,7 @@ class _Watched(MutableMapping[Any, Any]):
     def __init__(self, optimizer: Any, looked: Callable[[], None]) -> None:
         self._optimizer, self._looked = optimizer, looked
         self.real: Any = optimizer.state
+        self._is_over = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -326,8 +340,22 @@ class _Watched(MutableMapping[Any, Any]):
         finally:
             self.watch_no_more()
 
+    @contextlib.contextmanager
+    def not_watching(self) -> Iterator[None]:
+        """The optimizer has its own state inside."""
+        if vars(self._optimizer).get("state") is not self:
+            yield
+            return
+        self._optimizer.state = self.real
+        try:
+            yield
+        finally:
+            if not self._is_over:
+                self._optimizer.state = self
+
     def watch_no_more(self) -> None:
         """The optimizer has its own state, or what the step put in its place."""
+        self._is_over = True
         if vars(self._optimizer).get("state") is self:
             self._optimizer.state = self.real
 
