@@ -288,7 +288,7 @@ class Following:
 
         talk = _Talk(step, self._likely.setdefault(part, {}), self._live, lambda e: self._begin(e, batch))
         step.on_read, step.before_eager = talk.values, talk.drop
-        queue = Queue(self._shadows_now(), want, step.eagerly)
+        queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch)
         hand = None if self._by_hand is None else self._by_hand.of(step)
         by_hand = contextlib.nullcontext() if hand is None else hand.active()

@@ -1,6 +1,7 @@
 """Gradients as ``backward`` leaves them in ``p.grad``, made by ``torch.autograd.grad``.
 
-Autograd's own accumulation decides by reference counts whether ``p.grad`` is a copy, and whoever records holds references.
+Autograd's own accumulation decides by reference counts whether ``p.grad`` is a copy, and whoever records holds
+references.
 """
 
 from __future__ import annotations
@@ -59,7 +60,5 @@ def gradients_behind(
     made: list[Tensor | None] = []
     with torch.set_grad_enabled(create):
         for leaf, before, gradient in zip(leaves, held, found, strict=True):
-            made.append(
-                before if gradient is None else accumulated(leaf, before, gradient, taken, in_place=not create)
-            )
+            made.append(before if gradient is None else accumulated(leaf, before, gradient, taken, in_place=not create))
     return tuple(made)

@@ -125,7 +125,7 @@ class _FollowedTrace(IterationTrace):
         if number not in self._outside:
             with private.disable_dispatch_modes():
                 fake = self._outside[number] = self._from_outside(number)
-                if self.by_hand is not None and fake.is_leaf:  # Python may have frozen it since
+                if self.by_hand is not None and fake.is_leaf and number in self._trained:  # it may be frozen since
                     fake.requires_grad_(self._trained[number])
         return self._outside[number]
 

@@ -1,13 +1,14 @@
-"""Steps that optimize by hand, followed: ``.grad`` of a step under way, ``backward`` and optimizers' steps as noted calls.
+"""Steps that optimize by hand, followed: ``.grad`` of a step under way, ``backward`` and ``step`` as noted calls.
 
-Until Python is done ``.grad`` of live tensors is as it was before the step; what the step sees of them, and puts there, is
-kept here. A backward pass is one noted call, which gives what ``.grad`` of its leaves is then. So is a step of an optimizer
-of torch's own: its settings are numbers of the call, its state is not looked at.
+Until Python is done ``.grad`` of live tensors is as it was before the step; what the step sees of them, and puts there,
+is kept here. A backward pass is one noted call, which gives what ``.grad`` of its leaves is then. So is a step of an
+optimizer of torch's own: its settings are numbers of the call, its state is not looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -123,7 +124,9 @@ class HandStep:
     # ------------------------------------------------------------------ gradients
     def handles(self, name: str, owner: str) -> bool:
         """Whether a function of torch is about optimization by hand."""
-        return owner == "grad" or name in ("backward", "requires_grad_") or (owner, name) == ("requires_grad", "__set__")
+        return (
+            owner == "grad" or name in ("backward", "requires_grad_") or (owner, name) == ("requires_grad", "__set__")
+        )
 
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call of such a function."""
@@ -142,7 +145,7 @@ class HandStep:
         known = self._gradients.get(id(tensor))
         if known is not None:
             return known[1]
-        with self.step.beside():
+        with private.no_torch_functions():
             return tensor.grad
 
     def _set_gradient(self, func: Any, args: Any) -> Any:
@@ -179,7 +182,12 @@ class HandStep:
 
     # ------------------------------------------------------------------ backward
     def _of_tensor(
-        self, tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+        self,
+        tensor: Tensor,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
     ) -> None:
         self.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
@@ -197,21 +205,26 @@ class HandStep:
         given = grad_variables if grad_tensors is None else grad_tensors
         retain = create_graph if retain_graph is None else retain_graph
         if not (step.is_eager or step.is_apart):
-            roots, weights = as_tuple(tensors), None if given is None else as_tuple(given)
-            leaves = self._leaves(roots, None if inputs is None else as_tuple(inputs))
-            if leaves:
-                held = [self.gradient(leaf) for leaf in leaves]
-                found = self._call(
-                    self._common.backward,
-                    (roots, weights, leaves, held, bool(retain), bool(create_graph), inputs is not None),
-                )
-                for leaf, now in zip(leaves, () if step.is_eager else found, strict=False):
-                    if now is not None:
-                        self._gradients[id(leaf)] = leaf, now
-                return
+            with private.no_torch_functions():  # of which none is the user's
+                if self._noted_backward(tensors, given, bool(retain), bool(create_graph), inputs):
+                    return
             if not step.is_eager:
                 step.eagerly("backward of what depends on no trained tensor that is known")
         private.true_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+    def _noted_backward(self, tensors: Any, given: Any, retain: bool, create: bool, inputs: Any) -> bool:
+        """Note a backward pass, or make it for good; whether that was possible."""
+        roots, weights = as_tuple(tensors), None if given is None else as_tuple(given)
+        leaves = self._leaves(roots, None if inputs is None else as_tuple(inputs))
+        if not leaves:
+            return False
+        held = [self.gradient(leaf) for leaf in leaves]
+        arguments = (roots, weights, leaves, held, retain, create, inputs is not None)
+        found = self._call(self._common.backward, arguments)
+        for leaf, now in zip(leaves, () if self.step.is_eager else found, strict=False):
+            if now is not None:
+                self._gradients[id(leaf)] = leaf, now
+        return True
 
     def _leaves(self, roots: tuple[Tensor, ...], wanted: tuple[Tensor, ...] | None) -> list[Tensor] | None:
         """The tensors that get gradients; None of what only autograd itself can tell."""
@@ -235,6 +248,7 @@ class HandStep:
 
     # ------------------------------------------------------------------ steps of optimizers
     def _step_of(self, index: int, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)  # with the mark that schedulers look for
         def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             if (args or kwargs) and not self.step.is_eager:
                 self.step.eagerly(f"{type(optimizer).__name__}.step with further arguments")
@@ -248,7 +262,8 @@ class HandStep:
                 original()
             else:
                 private.mark_stepped(optimizer)
-                self._note_step(index, optimizer)
+                with private.no_torch_functions():
+                    self._note_step(index, optimizer)
             return result
 
         return step

@@ -350,7 +350,9 @@ class Step(TorchFunctionMode):
         recording = self._recorded_so_far()
         if recording is None:
             return None
-        sources = {id(fake): source for known in (recording.outside, recording.values.made) for source, fake in known.items()}
+        sources = {
+            id(fake): source for known in (recording.outside, recording.values.made) for source, fake in known.items()
+        }
         found = [sources.get(id(leaf)) for leaf in leaves_of([recording.values.of(root) for root in roots])]
         return None if None in found else [self.tensor_now(source) for source in found if source is not None]
 
@@ -395,6 +397,8 @@ class Step(TorchFunctionMode):
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if self.by_hand is not None and self.by_hand.handles(name, owner):
             kind = "by hand"
+        elif private.is_of_profiler(func):  # ``record_function``, which all optimizers call
+            kind = "about"
         elif func in _READS:
             kind = "read"
         elif func in _DATA:
@@ -404,8 +408,6 @@ class Step(TorchFunctionMode):
         elif func in _MEMORY:
             kind = "set"
         elif name == "__get__" and owner in _PROPERTIES or name in _SIZES or name == "_set_grad_enabled":
-            kind = "about"
-        elif getattr(func, "__module__", "") == "torch._ops.profiler":  # ``record_function``, which all optimizers call
             kind = "about"
         elif name == "__set__" or name in ("requires_grad_", "register_hook", "retain_grad", "backward", "grad"):
             kind = "set"

@@ -156,6 +156,7 @@ class Queue:
         shadows: of the module.
         want: makes a tensor of the step a wanted result, told as it is now, and gives its position; of others a copy.
         run_for_good: lets the step go on eagerly, for a reason.
+        beside: entered around calls of Lightning's that are none of the step's.
 
     Attributes:
         is_open: whether calls are queued; else they are made at once.
@@ -166,7 +167,9 @@ class Queue:
         shadows: Shadows,
         want: Callable[[Tensor, OutputRole], int | Tensor],
         run_for_good: Callable[[str], None],
+        beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        self._beside = beside
         self.calls: list[RecordedCall] = []
         self.is_open = True
         self._results: list[MetricResult] = []
@@ -231,7 +234,8 @@ class Queue:
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
             if not self.calls and not isinstance(value, (Tensor, MetricResult, Metric)):  # the step may ask for it
-                type(module).log(module, name, value, *args, **kwargs)
+                with self._beside():
+                    type(module).log(module, name, value, *args, **kwargs)
                 return
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 

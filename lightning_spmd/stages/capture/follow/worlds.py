@@ -1,7 +1,8 @@
 """Calls of optimization by hand, each noted as one, and the worlds in which they are made true.
 
-What ``backward`` and ``optimizer.step()`` do depends on where: on fake tensors nothing of a step is computed, on copies an
-optimizer's state must be one too, in a graph the optimizer works on what is recorded, and for good it is the optimizer.
+What ``backward`` and ``optimizer.step()`` do depends on where: on fake tensors nothing of a step is computed, on copies
+an optimizer's state must be one too, in a graph the optimizer works on what is recorded, and for good it is the
+optimizer.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class CallByHand:
         self._world = world
 
     def __call__(self, *args: Any) -> Any:
+        """Make it where it is called."""
         return self.make(self._world(), *args)
 
     def make(self, world: World, *args: Any) -> Any:
@@ -150,9 +152,7 @@ class OnCopies(Computed):
     def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
         """As in every world."""
         if number not in self._copies:
-            self._copies[number] = private.copy_of_optimizer(
-                self._optimizers[number], parameters, self._states[number]
-            )
+            self._copies[number] = private.copy_of_optimizer(self._optimizers[number], parameters, self._states[number])
         _step(self._copies[number], parameters, gradients, settings)
 
 
