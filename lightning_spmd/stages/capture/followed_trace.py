@@ -17,7 +17,7 @@ from lightning_spmd.errors import CaptureError, none_swallowed
 from lightning_spmd.ir.guards import Guards
 from lightning_spmd.ir.reads import HandOver
 from lightning_spmd.ir.several_optimizers import parts_of
-from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
+from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
 from lightning_spmd.stages.capture.by_hand import mark_updates
@@ -141,7 +141,15 @@ class _FollowedTrace(IterationTrace):
         index = len(self.recorder.constants)
         self.recorder.constants.append(live)
         self._readers[index] = read
-        return self.inputs.tensor(live, InputRole.CONSTANT, (index,), f"tensor {number}")
+        key = (index, MOVES) if self.by_hand is not None and id(live) in self._live_gradients else (index,)
+        return self.inputs.tensor(live, InputRole.CONSTANT, key, f"tensor {number}")
+
+    @functools.cached_property
+    def _live_gradients(self) -> set[int]:
+        """What lies in ``p.grad``, which is another tensor in most steps, by ``id``."""
+        with private.no_torch_functions():
+            parameters = [table[key] for table, key in private.tensor_slots(self.request.module).values()]
+            return {id(p.grad) for p in parameters if isinstance(p, nn.Parameter)}
 
     def _numbers_of(self, note: Note) -> dict[Place, Any]:
         found: dict[Place, Any] = {}

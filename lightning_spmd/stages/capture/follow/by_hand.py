@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed, Step
@@ -62,6 +63,7 @@ class ByHand:
         """What a step does by hand."""
         self.step = step.by_hand = HandStep(self, step)
         step.follower.kinds.update(dict.fromkeys((self.backward, *self.steps), "call"))
+        step.follower.kinds[Tensor.requires_grad_] = "by hand"  # and no call, because others note it as one
         return self.step
 
 
@@ -377,6 +379,16 @@ class _Watched(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         self._looked()
         return self.real[key]
+
+    @override
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._looked()
+        return self.real.get(key, default)  # an item that is missing is made by asking for it otherwise
+
+    @override
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._looked()
+        return self.real.pop(key, *default)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._looked()
