@@ -136,19 +136,14 @@ class HandStep:
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if name == "backward":
             return self._of_tensor(*args, **kwargs)
-        if owner == "grad" and name == "__get__":
-            return self.gradient(args[0])
         if owner == "grad":
             return self._set_gradient(func, args)
         return self._set_trained(func, args, kwargs)
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
-        """``tensor.grad`` as the step has it now."""
+        """``tensor.grad`` as the step has it now; where no mode is active."""
         known = self._gradients.get(id(tensor))
-        if known is not None:
-            return known[1]
-        with private.no_torch_functions():
-            return tensor.grad
+        return tensor.grad if known is None else known[1]
 
     def _set_gradient(self, func: Any, args: Any) -> Any:
         tensor, value = args[0], args[1] if len(args) > 1 else None

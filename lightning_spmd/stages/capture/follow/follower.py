@@ -81,6 +81,10 @@ class HandStep(Protocol):
         """A call of such a function."""
         ...
 
+    def gradient(self, tensor: Tensor) -> Tensor | None:
+        """``tensor.grad`` as the step has it now; where no mode is active."""
+        ...
+
     def trained_at_first(self, tensor: Tensor) -> bool:
         """Whether a live tensor asked for gradients when the step met it."""
         ...
@@ -375,6 +379,8 @@ class Step(TorchFunctionMode):
             return self.called(func, args, kwargs)
         if kind is None:
             kind = self._kind_of(func)
+        if kind == "gradient" and self.by_hand is not None:  # asked often
+            return self.by_hand.gradient(args[0])
         kwargs = kwargs or {}
         if kind == "call":
             return self.called(func, args, kwargs)
@@ -396,7 +402,7 @@ class Step(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if self.by_hand is not None and self.by_hand.handles(name, owner):
-            kind = "by hand"
+            kind = "gradient" if (owner, name) == ("grad", "__get__") else "by hand"
         elif private.is_of_profiler(func):  # ``record_function``, which all optimizers call
             kind = "about"
         elif func in _READS:
