@@ -29,6 +29,7 @@ from lightning_spmd._private_api.co_execution import (
     applied,
     autocast_state,
     exchange,
+    is_of_profiler,
     is_wrapped,
     no_torch_functions,
     unseen_calls_replaced,
@@ -105,9 +106,12 @@ from lightning_spmd._private_api.operator_names import (
 from lightning_spmd._private_api.optimization_by_hand import (
     attributes_kept,
     backward_replaced,
+    copy_of_optimizer,
     count_step,
     optimization_replaced,
     step_replaced,
+    step_without_hooks,
+    true_backward,
 )
 from lightning_spmd._private_api.packing import (
     ORIGINAL_PACKING,
@@ -169,9 +173,11 @@ __all__ = [
     "SCALERS",
     "attributes_kept",
     "backward_replaced",
+    "copy_of_optimizer",
     "count_step",
     "optimization_replaced",
     "step_replaced",
+    "step_without_hooks",
     "check_gradients",
     "found_inf",
     "is_unscaled",
@@ -227,6 +233,7 @@ __all__ = [
     "is_composite",
     "is_fit",
     "is_mutating",
+    "is_of_profiler",
     "is_random",
     "is_shard_order_check",
     "is_within_training_epoch",
@@ -271,5 +278,6 @@ __all__ = [
     "suggested_memory_format",
     "tells_all",
     "tensor_slots",
+    "true_backward",
     "zeros_like_fake",
 ]

@@ -115,3 +115,8 @@ _APPLY = vars(torch.autograd.Function)["apply"].__func__
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether it belongs to a transform of ``torch.func`` under way, or is no plain tensor."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_of_profiler(func: Any) -> bool:
+    """Whether an operator says where a profiler is and computes nothing; overloads and packets have this in common."""
+    return getattr(func, "__module__", "") == "torch._ops.profiler"

@@ -26,6 +26,9 @@ from typing import Any
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Placement
 
+MOVES = "another one in most steps"
+"""In the key of a constant: the tensor lies elsewhere when the graph runs next."""
+
 
 class InputRole(enum.StrEnum):
     """What a graph input is."""

@@ -10,20 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Abandoned, Follower, Step
 from lightning_spmd.stages.capture.follow.notes import Given, Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
+from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
@@ -120,6 +124,8 @@ class FollowedStep:
             stands = isinstance(source, Given) and source.position in self._step.stand_ins
             if want.after is None and (stands or isinstance(source, Made)):
                 self._step.fill(source, by_want[want])  # type: ignore[arg-type]
+        if self._step.by_hand is not None:
+            self._step.by_hand.settle()
         return [by_want[want] for want in self._wants]
 
     def logged(self, results: Sequence[Any]) -> None:
@@ -272,6 +278,10 @@ class Following:
         self.ended: str | None = None
         self._context, self._flush = context, flush
         self._follower = Follower(self._names, self._is_named)
+        optimizer = context.optimizer
+        self._by_hand = None
+        if optimizer is not None and not context.module.automatic_optimization:
+            self._by_hand = ByHand(parts_of(optimizer))
         self._live = Live()
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
@@ -348,22 +358,27 @@ class Following:
                     raise Abandoned(_in_words(step))
 
         step.on_read, step.before_eager = talk.values, before_eager
-        queue = Queue(self._shadows_now(), want, step.eagerly)
+        queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
         if meeting is not None:
             queue.log_now = functools.partial(log_global, rows=meeting.rows)
             queue.part = meeting.part
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
+        hand = None if self._by_hand is None else self._by_hand.of(step)
         with contextlib.ExitStack() as around:
             if meeting is not None:
                 around.enter_context(meeting.active())
             around.enter_context(self._module_paths(step))
             around.enter_context(context.step_context(method))
             around.enter_context(queue.active())
+            if hand is not None:
+                around.enter_context(hand.active())
             around.enter_context(step.active())
             try:
                 returned = with_loss(getattr(context.module, method)(tree, *arguments.values()))
             except BaseException as error:
                 talk.drop()
+                if hand is not None and not step.is_eager:  # what it did before has been, as without the strategy
+                    step.eagerly("the step raised an exception")
                 step.end()
                 if isinstance(error, StopIteration):
                     raise EndedByUser(error) from None
@@ -375,7 +390,7 @@ class Following:
             return FollowedStep(step, _resolved(returned), queue, (), None)
         self._graphs += 1
         loss = returned.get("loss") if isinstance(returned, dict) else returned
-        source = step.source_if_known(loss) if isinstance(loss, Tensor) else None
+        source = step.source_if_known(loss) if isinstance(loss, Tensor) and hand is None else None
         del loss
         for made in step.kept():
             wants.setdefault(Want(made, OutputRole.LOGGED), len(wants))
@@ -484,9 +499,17 @@ class Following:
             return "hooks look at gradients"
         if context.bf16_updates != "plain":  # no step of which may run eagerly
             return "weights of bfloat16 are updated in float32"
-        kind = type(optimizer)
-        if not kind.__module__.startswith("torch.optim") or set(vars(optimizer)) & {"step", "zero_grad"}:
-            return f"{kind.__name__} is no optimizer of torch's own"
+        by_hand = not module.automatic_optimization
+        if by_hand and mesh is not None:
+            return "optimization by hand on several ranks"
+        for part in () if optimizer is None else parts_of(optimizer):
+            kind, own = type(part), set(vars(part)) & {"step", "zero_grad"}
+            if by_hand and not has_step_of_its_own(part):  # a scheduler's counter
+                own.discard("step")
+            if not kind.__module__.startswith("torch.optim") or own or by_hand and kind is torch.optim.LBFGS:
+                return f"{kind.__name__} is no optimizer of torch's own"
+        if by_hand:
+            return None
         if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
             return "the module clips gradients itself"
         return None

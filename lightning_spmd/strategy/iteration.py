@@ -111,7 +111,7 @@ class TrainingIteration:
         """
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
-        if self.following is not None and variant.backward and not variant.by_hand:
+        if self.following is not None and variant.backward:
             try:
                 return self._run_followed(self.following, batch_tree, arguments, variant, clip)
             except _NotFollowed:

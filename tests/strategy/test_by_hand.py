@@ -185,22 +185,42 @@ class StaysFrozen(Gan):
 EAGER = {
     HookedGan: "HookedGan.on_before_optimizer_step is overridden",
     SharedGan: "critic.0.weight is in two optimizers",
+    SwapsData: "assigns `.data` of a tensor",
+}
+ON_RANKS = {
     SchedulerFirst: "RMSprop steps after its scheduler in the same batch",
     LooksAtRate: "reads what scheduler.step() changes",
-    SwapsData: "assigns `.data` of a tensor",
     StaysFrozen: "critic.0.bias.requires_grad",
 }
+"""What is a graph where Python runs in every step."""
 
 
 @pytest.mark.parametrize("make", EAGER)
 def test_what_is_no_graph_runs_eagerly(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_runs_eagerly(make, EAGER[make], monkeypatch)
+
+
+@pytest.mark.parametrize("make", ON_RANKS)
+@pytest.mark.usefixtures("captured_steps")
+def test_what_is_no_graph_where_python_runs_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_runs_eagerly(make, ON_RANKS[make], monkeypatch)
+
+
+@pytest.mark.parametrize("make", ON_RANKS)
+def test_what_is_a_graph_where_python_runs_in_every_step(make: Any) -> None:
+    theirs, ours = fit(make, "auto", batches=12), fit(make, "spmd", batches=12)
+    assert ours[1].strategy.mode == "compiled"
+    assert_bitwise(state_of(*ours), state_of(*theirs))
+
+
+def assert_runs_eagerly(make: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
     for name in ("rank_zero_info", "_warn"):
         monkeypatch.setattr(messages, name, lambda text, *_, **__: texts.append(text))
     theirs = fit(make, "auto", batches=6)
     ours = fit(make, "spmd", batches=6)
     assert ours[1].strategy.mode == "eager"
-    assert any(EAGER[make] in text for text in texts), texts
+    assert any(reason in text for text in texts), texts
     assert_bitwise(state_of(*ours), state_of(*theirs))
 
 

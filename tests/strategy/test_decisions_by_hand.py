@@ -122,6 +122,13 @@ class LooksBehindTheStep(ByHand):
         self.note(loss)
 
 
+def test_behind_the_step_it_is_a_graph_where_python_runs_in_every_step() -> None:
+    theirs, ours = run(LooksBehindTheStep, "auto"), run(LooksBehindTheStep)
+    assert_compiled(ours)
+    assert_bitwise(ours, theirs)
+
+
+@pytest.mark.usefixtures("captured_steps")
 def test_behind_the_step_it_is_eager_with_the_line() -> None:
     theirs, ours = run(LooksBehindTheStep, "auto"), run(LooksBehindTheStep)
     assert ours.mode == "eager"

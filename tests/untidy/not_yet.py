@@ -32,21 +32,32 @@ CAPTURED = frozenset(
         "InnerBackward",
         "MetricWeighs",
         "MetricCollections",
-        "Sharpness",
-        "TwoOptimizers",
-        "ClippedByValue",
-        "SkipsBadSteps",
-        "AccumulatedByHand",
-        "Surgery",
-        "NoisyGradients",
-        "OwnUpdate",
-        "Scheduled",
-        "SeveralSteps",
     ]
 )
 """Where Python does not run once in each step: what it does is not followed yet, and captured once instead."""
 
-PARTLY_BY_HAND = "optimization by hand is not followed on several ranks"
+PARTLY_EAGER = frozenset(
+    [
+        "HardestRows",
+        "SortedTensors",
+        "SeededStep",
+        "ReplayedState",
+        "SeveralReads",
+        "SavedTensors",
+        "GrowingTensor",
+        "Added",
+        "NewParameter",
+        "SmoothingScheduled",
+        "Tied",
+        "Bags",
+        "RetainedGradient",
+        "Focal",
+        "MetricLogged",
+    ]
+)
+"""Where Python runs once in each step and some steps, or all, are no graphs."""
+
+_BY_HAND = "optimization by hand is not followed on several ranks"
 _CAPTURED = "eager: DDP, rows of a rank"
 NOT_YET_ON_RANKS: dict[str, str] = {
     **NOT_YET,

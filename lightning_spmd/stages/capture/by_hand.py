@@ -9,7 +9,7 @@ training: those of earlier batches come in as inputs, what is there in the end g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,12 @@ from lightning_spmd.ir.layout import densely
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.messages import batch_hook, the_step
+from lightning_spmd.stages.capture.accumulation import accumulated
 from lightning_spmd.stages.capture.inputs import InputTable
 from lightning_spmd.stages.capture.log_recorder import LogRecorder
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwaps, has_step_of_its_own
 from lightning_spmd.stages.capture.own_backward import leaves_of
-from lightning_spmd.stages.capture.packing import Outputs, in_memory_order_of
+from lightning_spmd.stages.capture.packing import Outputs
 from lightning_spmd.stages.capture.recorder import in_section
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.stepped_schedulers import SteppedSchedulers
@@ -157,18 +158,10 @@ class ByHand:
                         self._accumulate(leaf, gradient, taken, in_place=not create_graph)
 
     def _accumulate(self, leaf: Tensor, gradient: Tensor, taken: set[int], *, in_place: bool) -> None:
-        if leaf.grad is None:
-            owned = in_memory_order_of(leaf, gradient)
-            if private.storage_of(owned) in taken:  # somebody else's tensor, or two parameters' gradient
-                owned = owned.clone()
-            taken.add(private.storage_of(owned))
-            leaf.grad = owned
-        elif in_place:
-            leaf.grad.add_(gradient)
-        else:
-            leaf.grad = leaf.grad + gradient
-        if leaf.grad is not None:
-            self._gradients.append(self._node(leaf.grad))
+        now = accumulated(leaf, leaf.grad, gradient, taken, in_place=in_place)
+        if now is not leaf.grad:
+            leaf.grad = now
+        self._gradients.append(self._node(now))
 
     # ------------------------------------------------------------------ step
     def _step_of(self, index: int, optimizer: Optimizer) -> Callable[..., Any]:
@@ -218,23 +211,8 @@ class ByHand:
         return tuple(cleared)
 
     def mark_updates(self, graph: fx.Graph) -> None:
-        """What is done to weights outside of ``step`` is an update too, and what is computed of gradients is clipping.
-
-        Updates work on chunks where state is in chunks.
-        """
-        roots = storage_roots(graph)
-        parameters = {node for node in self._inputs.nodes_of(InputRole.PARAMETER) if node in roots}
-        of_gradients = set(self._gradients)
-        for node in graph.nodes:
-            if node.op != "call_function":
-                continue
-            section = info_of(node).section
-            if any(roots[written] in parameters for written in written_arguments(node)):
-                section = Section.OPTIMIZER if section is Section.FORWARD else section
-            elif of_gradients.intersection(node.all_input_nodes):
-                section = Section.CLIP if section is Section.FORWARD else section
-                of_gradients.update([node] if section is Section.CLIP else [])
-            node.meta["info"] = replace(info_of(node), section=section)
+        """What is done to weights outside of ``step`` is an update too."""
+        mark_updates(graph, self._inputs, self._gradients)
 
     def present(self) -> PresentGradients:
         """The gradients with which the step begins."""
@@ -251,3 +229,28 @@ def _backward_of(loss: Tensor, _optimizer: Any = None, *args: Any, **kwargs: Any
 def _step_of(optimizer: Optimizer, closure: Callable[[], Any], _model: Any = None, **kwargs: Any) -> Any:
     """``Strategy.optimizer_step``."""
     return optimizer.step(closure, **kwargs)
+
+
+def mark_updates(graph: fx.Graph, inputs: InputTable, gradients: Sequence[fx.Node]) -> None:
+    """What is done to weights outside of ``step`` is an update too, and what is computed of gradients is clipping.
+
+    Updates work on chunks where state is in chunks.
+
+    Args:
+        graph: of a step.
+        inputs: its inputs.
+        gradients: what is in ``p.grad`` at some time.
+    """
+    roots = storage_roots(graph)
+    parameters = {node for node in inputs.nodes_of(InputRole.PARAMETER) if node in roots}
+    of_gradients = set(gradients)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        section = info_of(node).section
+        if any(roots[written] in parameters for written in written_arguments(node)):
+            section = Section.OPTIMIZER if section is Section.FORWARD else section
+        elif of_gradients.intersection(node.all_input_nodes):
+            section = Section.CLIP if section is Section.FORWARD else section
+            of_gradients.update([node] if section is Section.CLIP else [])
+        node.meta["info"] = replace(info_of(node), section=section)

@@ -16,17 +16,20 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, none_swallowed
 from lightning_spmd.ir.guards import Guards
 from lightning_spmd.ir.reads import HandOver
-from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
+from lightning_spmd.ir.several_optimizers import parts_of
+from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
+from lightning_spmd.stages.capture.by_hand import mark_updates
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, tensors_in
 from lightning_spmd.stages.capture.follow.program import Live, Program
 from lightning_spmd.stages.capture.follow.values import Values
+from lightning_spmd.stages.capture.followed_by_hand import InGraph
 from lightning_spmd.stages.capture.host_scalar import HostScalar
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace
-from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps
 from lightning_spmd.stages.capture.packing import remove_dead_nodes, with_mutations
 from lightning_spmd.stages.capture.reads import writes_apart
 from lightning_spmd.stages.capture.request import CaptureRequest
@@ -58,11 +61,16 @@ class _FollowedTrace(IterationTrace):
         super().__init__(request)
         self.program = program
         self.recorder.reads.role_of = self.inputs.role_of
-        if request.optimizer is not None:
+        self._values = Values(self._fake)
+        self.by_hand: InGraph | None = None
+        if request.optimizer is not None and request.variant.by_hand:
+            self.swap = OptimizerSwaps(parts_of(request.optimizer), self.names, self.inputs)
+            self.by_hand = self._values.world = InGraph(self.recorder, self.swap)
+        elif request.optimizer is not None:
             self.swap = OptimizerSwap(request.optimizer, self.names, self.inputs)
+        self._trained = {n: kind.trained for note in program.notes for n, kind in note.met.items()}
         self._batch: list[Tensor] = []
         self._outside: dict[int, Tensor] = {}
-        self._values = Values(self._fake)
         self._reads = 0
         self._handed: dict[tuple[int, Place], Any] = {}  # numbers that Python has once it has read
         self._positions: dict[int, int] = {}  # of wants among the outputs
@@ -87,14 +95,15 @@ class _FollowedTrace(IterationTrace):
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.surroundings())
             self._make_batch()
-            trained = [] if request.optimizer is None else self.trained_parameters(request.optimizer)
+            automatic = None if self.by_hand is not None else request.optimizer
+            trained = [] if automatic is None else self.trained_parameters(automatic)
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
             with explained(self.recorder, lambda: name_of_part(self.recorder, request.optimizer)), none_swallowed():
-                if request.optimizer is None:
+                if automatic is None:
                     self.forward(None)
                 else:
-                    self.iteration(None, trained, request.optimizer)
+                    self.iteration(None, trained, automatic)
                 self.collect_state()
         return self._packed()
 
@@ -115,7 +124,9 @@ class _FollowedTrace(IterationTrace):
         number = source.number  # type: ignore[union-attr]
         if number not in self._outside:
             with private.disable_dispatch_modes():
-                self._outside[number] = self._from_outside(number)
+                fake = self._outside[number] = self._from_outside(number)
+                if self.by_hand is not None and fake.is_leaf and number in self._trained:  # it may be frozen since
+                    fake.requires_grad_(self._trained[number])
         return self._outside[number]
 
     def _from_outside(self, number: int) -> Tensor:
@@ -130,7 +141,15 @@ class _FollowedTrace(IterationTrace):
         index = len(self.recorder.constants)
         self.recorder.constants.append(live)
         self._readers[index] = read
-        return self.inputs.tensor(live, InputRole.CONSTANT, (index,), f"tensor {number}")
+        key = (index, MOVES) if self.by_hand is not None and id(live) in self._live_gradients else (index,)
+        return self.inputs.tensor(live, InputRole.CONSTANT, key, f"tensor {number}")
+
+    @functools.cached_property
+    def _live_gradients(self) -> set[int]:
+        """What lies in ``p.grad``, which is another tensor in most steps, by ``id``."""
+        with private.no_torch_functions():
+            parameters = [table[key] for table, key in private.tensor_slots(self.request.module).values()]
+            return {id(p.grad) for p in parameters if isinstance(p, nn.Parameter)}
 
     def _numbers_of(self, note: Note) -> dict[Place, Any]:
         found: dict[Place, Any] = {}
@@ -197,14 +216,24 @@ class _FollowedTrace(IterationTrace):
             self._positions[index] = self.outputs.add_as_it_is(value, want.role, (), f"told {index}", shared=False)
 
     # ------------------------------------------------------------------ packing
+    @override
+    def collect_state(self) -> None:
+        if self.by_hand is None:
+            super().collect_state()
+            return
+        for role, key, name, value in self.by_hand.changes():
+            self.outputs.add(value, role, key, name)
+
     def _packed(self) -> CapturedStep:
         recorder, graph = self.recorder, self.recorder.graph
         decisions = decision_program(graph, recorder.decisions)
-        graph.output(self.outputs.packed(by_hand=False)).meta["val"] = None
+        graph.output(self.outputs.packed(by_hand=self.by_hand is not None)).meta["val"] = None
         simplify_strided_gradients(graph)
         share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
         writes_apart(graph)
         remove_dead_nodes(graph)
+        if self.by_hand is not None:
+            mark_updates(graph, self.inputs, self.by_hand.gradients)
         self.inputs.drop_unused(keep=decisions.inputs if decisions else ())
         graph.lint()
         inputs = self.inputs.in_order()

@@ -124,6 +124,16 @@ class OptimizerSwap:
         scalar, before = scalar_of(value), scalar_of(self._before.get((owner, key)))
         return scalar is not None and before is not None and scalar.node is before.node
 
+    def set(self, settings: Sequence[dict[str, Any]]) -> None:
+        """The groups have these values from here on.
+
+        Args:
+            settings: of all groups, without their parameters.
+        """
+        for group, handed, own in zip(self.groups, self._handed, settings, strict=True):
+            group.update(own)
+            handed.update(own)
+
     def guards(self, *, stepped: bool) -> list[ValueGuard]:
         """Guards on the groups: structure and all that is not an input; on the state's entries if ``stepped``."""
         optimizer = self.optimizer
@@ -215,29 +225,29 @@ class OptimizerSwaps:
         self.optimizers = tuple(optimizers)
         self.stepped: set[int] = set()
         """Numbers of those whose ``step`` ran."""
-        self._swaps: list[OptimizerSwap] = []
+        self.parts: list[OptimizerSwap] = []
         for optimizer in self.optimizers:
-            groups = sum(len(swap.optimizer.param_groups) for swap in self._swaps)
-            self._swaps.append(OptimizerSwap(optimizer, names, inputs, groups))
+            groups = sum(len(swap.optimizer.param_groups) for swap in self.parts)
+            self.parts.append(OptimizerSwap(optimizer, names, inputs, groups))
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The optimizers work on fakes inside."""
         with contextlib.ExitStack() as stack:
-            for swap in self._swaps:
+            for swap in self.parts:
                 stack.enter_context(swap.active())
             yield
 
     def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
         """What each of them created or rebound."""
-        for swap in self._swaps:
+        for swap in self.parts:
             yield from swap.changes()
 
     def guards(self, *, stepped: bool) -> list[ValueGuard]:
         """Guards on the groups of all; on the state's entries of those that stepped."""
         return [
             guard
-            for index, swap in enumerate(self._swaps)
+            for index, swap in enumerate(self.parts)
             for guard in swap.guards(stepped=stepped and index in self.stepped)
         ]
 

@@ -28,7 +28,7 @@ from lightning_spmd.ir.effects import outputs_of
 from lightning_spmd.ir.first import last
 from lightning_spmd.ir.geometry import is_view
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.signature import InputRole
+from lightning_spmd.ir.signature import MOVES, InputRole
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import is_wait, starts_collective
 
@@ -205,7 +205,7 @@ def _live(step: ShardedStep) -> set[fx.Node]:
     replaced = {(entry.role.value, entry.key) for entry in step.signature.outputs}
     placeholders = step.graph_module.graph.find_nodes(op="placeholder")
     pairs = zip(placeholders, step.signature.inputs, strict=True)
-    return {n for n, e in pairs if e.role in roles and (e.role.value, e.key) not in replaced}
+    return {n for n, e in pairs if e.role in roles and MOVES not in e.key and (e.role.value, e.key) not in replaced}
 
 
 def _depends(

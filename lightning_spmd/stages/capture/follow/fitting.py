@@ -20,7 +20,7 @@ _ARITHMETIC = frozenset(
 
 def keeps_shapes(func: Any) -> bool:
     """Whether numbers among a function's arguments never decide shapes: of others that is asked for each number."""
-    return getattr(func, "__name__", "") in _ARITHMETIC
+    return getattr(func, "__name__", "") in _ARITHMETIC or getattr(func, "keeps_shapes", False) is True
 
 
 class Whereabouts(Protocol):
@@ -123,10 +123,11 @@ def compiled(
         if type(source) is Made:
             yield f"{there} is {bind(path[source.depth].handed)}[{source.index}]"
         elif type(source) is Outside:
-            if source.number in note.met:
-                met.setdefault(source.number, there)
             known = bind(value)
-            yield f"{there} is {known} and {known}.requires_grad is {value.requires_grad}"
+            yield f"{there} is {known}"
+            if source.number in note.met:  # later ones of the step are its own doing, and noted
+                met.setdefault(source.number, there)
+                yield f"{known}.requires_grad is {note.met[source.number].trained}"
         elif type(source) is Given:
             yield f"{there} is {bind(given)}[{source.position}]"
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 )
 from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
+from lightning_spmd.stages.capture.follow.worlds import World
 from lightning_spmd.stages.capture.user_code import user_location
 
 MOST_NEXT = 32
@@ -64,6 +65,54 @@ _READ_OPERATORS = {
 }
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+
+
+class CannotBeFollowed(Exception):
+    """Control flow: the step goes on eagerly."""
+
+
+class HandStep(Protocol):
+    """What a step does that optimizes by hand; ``by_hand.py`` has it."""
+
+    def handles(self, name: str, owner: str) -> bool:
+        """Whether a function of torch is about optimization by hand."""
+        ...
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of such a function."""
+        ...
+
+    def gradient(self, tensor: Tensor) -> Tensor | None:
+        """``tensor.grad`` as the step has it now; where no mode is active."""
+        ...
+
+    def trained_at_first(self, tensor: Tensor) -> bool:
+        """Whether a live tensor asked for gradients when the step met it."""
+        ...
+
+    def refuse_state(self, tensor: Tensor) -> None:
+        """Raise if a tensor is of the state of an optimizer that steps in this step."""
+        ...
+
+    def on_fakes(self, others: Callable[[], Any]) -> World:
+        """The world of a recording."""
+        ...
+
+    def on_copies(self, values: Values) -> World:
+        """The world in which values are told before Python goes on."""
+        ...
+
+    def live(self) -> World:
+        """The world of a step that runs for good."""
+        ...
+
+    def let_go(self, sources: dict[int, Source]) -> None:
+        """Gradients of tensors that the step made, and nobody has any more, are nobody's."""
+        ...
+
+    def settle(self) -> None:
+        """What ``.grad`` was in the step it is now for all."""
+        ...
 
 
 class Follower:
@@ -103,15 +152,19 @@ class _Recording:
         self._step = step
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.below = _FakeBelow(self.mode)
-        self._outside: dict[Source, Tensor] = {}
+        self.outside: dict[Source, Tensor] = {}
         self.values = Values(self._fake)
+        if step.by_hand is not None:
+            self.values.world = step.by_hand.on_fakes(lambda: self.values.made.values())
 
     def _fake(self, source: Given | Outside) -> Tensor:
-        if source not in self._outside:
+        if source not in self.outside:
             given = self._step.follower.given
             live = given[source.position] if type(source) is Given else self._step.tensor_of(source)
-            self._outside[source] = self.mode.from_tensor(live, static_shapes=True)
-        return self._outside[source]
+            self.outside[source] = fake = self.mode.from_tensor(live, static_shapes=True)
+            if self._step.by_hand is not None and fake.is_leaf:
+                fake.requires_grad_(self._step.by_hand.trained_at_first(live))
+        return self.outside[source]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -195,6 +248,7 @@ class Step(TorchFunctionMode):
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
         self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
+        self.by_hand: HandStep | None = None
         self._here = follower.root()
         self._held: list[tuple[Any, Any]] = []
         self._sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
@@ -278,10 +332,52 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
         if tensor.grad_fn is not None:
             raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
+        if self.by_hand is not None:
+            self.by_hand.refuse_state(tensor)
         if self._names is None:
             self._names = self.follower.names()
         name = self._names.get(id(tensor))
         return Kind(name, type(tensor), TensorSpec.of(tensor), tensor.requires_grad, self._shares(tensor, number))
+
+    # ------------------------------------------------------------------ for optimization by hand
+    @property
+    def next_notes(self) -> Sequence[Note]:
+        """The calls that came next in other steps, the likeliest last."""
+        return self._here.children
+
+    def tensor_now(self, source: Source) -> Tensor:
+        """The user's tensor that comes from there."""
+        return self.notes[source.depth].handed[source.index] if type(source) is Made else self.tensor_of(source)  # type: ignore[arg-type]
+
+    def is_leaf(self, tensor: Tensor) -> bool:
+        """Whether autograd puts gradients into the tensor."""
+        source = self._sources.get(id(tensor))
+        return (self.notes[source.depth].fakes[source.index] if type(source) is Made else tensor).is_leaf
+
+    def recorded_tensors(self) -> list[Tensor]:
+        """What the calls so far made, on fake tensors."""
+        return [] if self._recording is None else list(self._recording.values.made.values())
+
+    def recorded_leaves(
+        self, roots: Sequence[Any], leaves_of: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor] | None:
+        """The tensors on which others depend; None if there are some that the step does not know.
+
+        Args:
+            roots: where the others come from.
+            leaves_of: gives them, on fake tensors.
+
+        Raises:
+            CannotBeFollowed: what was called so far cannot be recorded again.
+        """
+        recording = self._recorded_so_far()
+        if recording is None:
+            return None
+        sources = {
+            id(fake): source for known in (recording.outside, recording.values.made) for source, fake in known.items()
+        }
+        found = [sources.get(id(leaf)) for leaf in leaves_of([recording.values.of(root) for root in roots])]
+        return None if None in found else [self.tensor_now(source) for source in found if source is not None]
 
     # ------------------------------------------------------------------ calls
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -302,6 +398,8 @@ class Step(TorchFunctionMode):
             return self.called(func, args, kwargs)
         if kind is None:
             kind = self._kind_of(func)
+        if kind == "gradient" and self.by_hand is not None:  # asked often
+            return self.by_hand.gradient(args[0])
         kwargs = kwargs or {}
         if kind == "call":
             return self.called(func, args, kwargs)
@@ -310,7 +408,7 @@ class Step(TorchFunctionMode):
         return self._otherwise(kind, func, args, kwargs)
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
+    def beside(self) -> Iterator[None]:
         """What is called inside is none of the user's calls."""
         before, self.is_apart = self.is_apart, True
         try:
@@ -322,7 +420,11 @@ class Step(TorchFunctionMode):
         """What is to be done with calls of a function: known ones at once, of others the first call shows it."""
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if func in _READS:
+        if self.by_hand is not None and self.by_hand.handles(name, owner):
+            kind = "gradient" if (owner, name) == ("grad", "__get__") else "by hand"
+        elif private.is_of_profiler(func):  # ``record_function``, which all optimizers call
+            kind = "about"
+        elif func in _READS:
             kind = "read"
         elif func in _DATA:
             kind = "data"
@@ -352,6 +454,8 @@ class Step(TorchFunctionMode):
             return self._about_history(func, args, kwargs)
         if kind == "copy":
             return self._deepcopy(func, args, kwargs)
+        if kind == "by hand" and self.by_hand is not None:
+            return self.by_hand.called(func, args, kwargs)
         return self._set(func, args, kwargs) if kind == "set" else self.called(func, args, kwargs)
 
     # ------------------------------------------------------------------ following and recording
@@ -407,7 +511,7 @@ class Step(TorchFunctionMode):
             return recording.values.of(source) if source is not None else value
 
         try:
-            with self._beside():
+            with self.beside():
                 given = mapped(fake, (args, kwargs))
                 with recording.active(), torch.no_grad():
                     out = note.func(*given[0], **given[1])
@@ -421,7 +525,7 @@ class Step(TorchFunctionMode):
         if self._recording is None:
             recording = _Recording(self)
             try:
-                with self._beside():
+                with self.beside():
                     for note in self.notes:
                         with recording.active():
                             recording.values.run(note, self._numbers_of(note))
@@ -456,7 +560,7 @@ class Step(TorchFunctionMode):
             func in self.follower.kinds,
         )
         try:
-            with self._beside(), recording.active():
+            with self.beside(), recording.active():
                 out = func(*given[0], **given[1])
         except private.DataDependentOutputException:
             if not known_kind:
@@ -491,7 +595,7 @@ class Step(TorchFunctionMode):
         return note
 
     def _apart(self, function: Callable[[], Any]) -> Any:
-        with self._beside():
+        with self.beside():
             return function()
 
     def _noted(self, value: Any) -> Any:
@@ -547,7 +651,7 @@ class Step(TorchFunctionMode):
         """A question about how a tensor came about: asked of the recorded one, for a placeholder has no history."""
         source = self._sources.get(id(args[0])) if args else None
         subject = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
-        with self._beside():
+        with self.beside():
             return func(*args, **kwargs) if subject is None else func(subject, *args[1:], **kwargs)
 
     def _set(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -561,7 +665,7 @@ class Step(TorchFunctionMode):
         if mine or name in ("backward",):
             owner = getattr(getattr(func, "__self__", None), "__name__", "")
             self.eagerly(f"{name} of {owner or 'a tensor'} in the step")
-        with self._beside():
+        with self.beside():
             return func(*args, **kwargs)
 
     def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -570,7 +674,7 @@ class Step(TorchFunctionMode):
             return self.called(func, args, kwargs)
         if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
             return self.read(func, args, kwargs)
-        with self._beside():
+        with self.beside():
             return func(*args, **kwargs)
 
     def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -584,7 +688,7 @@ class Step(TorchFunctionMode):
             if source is not None:
                 self.eagerly("a deep copy of a tensor with a gradient")
             self.on_values()
-            with self._beside():
+            with self.beside():
                 return func(*args, **kwargs)
         memo[id(tensor)] = self.called(torch.clone, (tensor,), {})
         return memo[id(tensor)]
@@ -593,7 +697,7 @@ class Step(TorchFunctionMode):
         """A draw from a generator of the user's own happens when it is called."""
         if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
             self.eagerly(f"{getattr(func, '__name__', func)} draws into a tensor of the step")
-        with self._beside():
+        with self.beside():
             return func(*args, **kwargs)
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -605,7 +709,7 @@ class Step(TorchFunctionMode):
                 self.eagerly(
                     f"{getattr(func, '__name__', func)} of a tensor that shares memory with others of the step"
                 )
-            with self._beside():
+            with self.beside():
                 return func(*args, **kwargs)
         source = self._sources.get(id(args[0])) if args else None
         fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
@@ -615,7 +719,7 @@ class Step(TorchFunctionMode):
             args, kwargs = self._true((args, kwargs))
         except CannotBeFollowed as error:
             self.eagerly(str(error))
-        with self._beside():
+        with self.beside():
             found = func(*args, **kwargs)
         if func in _TEXTS and history is not None and not self.is_eager:
             found = found.replace("requires_grad=True", f"grad_fn=<{history}>")
@@ -652,12 +756,12 @@ class Step(TorchFunctionMode):
     def value_now(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor that no call of the step has met."""
         self.on_values()
-        with self._beside(), torch.no_grad():
+        with self.beside(), torch.no_grad():
             return tensor.detach().clone()
 
     def _true(self, value: Any) -> Any:
         """A structure with the values of tensors in place of placeholders."""
-        with self._beside():
+        with self.beside():
             given = self.on_read()
         self.was_told_draws = self.was_told_draws or any(note.draws for note in self.notes)
         told = None if given is None else iter(given)
@@ -674,16 +778,18 @@ class Step(TorchFunctionMode):
             trained = item.requires_grad if fake is None else fake.requires_grad
             return found.requires_grad_() if trained else found
 
-        with self._beside():
+        with self.beside():
             return mapped(leaf, value)
 
     def _values_so_far(self) -> Values:
         self.on_values()
         if self._preview is None:
             self._preview, self._generators = Values(self._copied), _random_states()
+            if self.by_hand is not None:
+                self._preview.world = self.by_hand.on_copies(self._preview)
         values = self._preview
         try:
-            with self._beside(), private.disable_dispatch_modes():
+            with self.beside(), private.disable_dispatch_modes():
                 for note in self.notes[values.done :]:
                     values.run(note, self._numbers_of(note))
         except Exception as error:
@@ -696,7 +802,8 @@ class Step(TorchFunctionMode):
             live = self.tensor_of(source)
             with torch.no_grad():
                 copy = live.detach().clone()
-            self._copies[source] = copy.requires_grad_(live.requires_grad)
+            trained = live.requires_grad if self.by_hand is None else self.by_hand.trained_at_first(live)
+            self._copies[source] = copy.requires_grad_(trained)
         return self._copies[source]
 
     # ------------------------------------------------------------------ the other end: for good, as eager training
@@ -711,6 +818,8 @@ class Step(TorchFunctionMode):
         self.on_values()
         self._given_becomes_real()
         values = Values(self.tensor_of)
+        if self.by_hand is not None:
+            values.world = self.by_hand.live()
         with private.disable_dispatch_modes():
             for note in self.notes:
                 values.run(note, self._numbers_of(note))
@@ -725,6 +834,8 @@ class Step(TorchFunctionMode):
         for note in self.notes:
             note.handed.clear()
         self._held.clear()
+        if self.by_hand is not None:
+            self.by_hand.settle()
         self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
 
     def _given_becomes_real(self) -> None:
@@ -779,6 +890,8 @@ class Step(TorchFunctionMode):
     def kept(self) -> list[Made | Given]:
         """The results that somebody still has, and on several ranks what stands for tensors of the batch."""
         self._held.clear()
+        if self.by_hand is not None:
+            self.by_hand.let_go(self._sources)
         self._sources.clear()
         given = [Given(i) for i in placeholders.kept(self.follower.given) if i in self.stand_ins]
         return given + [
@@ -801,10 +914,6 @@ class Step(TorchFunctionMode):
 
 class Abandoned(BaseException):
     """Control flow: Python must run again, for what it was told it would not be told again."""
-
-
-class CannotBeFollowed(Exception):
-    """Control flow: the step goes on eagerly."""
 
 
 def _index(index: Any) -> Any:

@@ -157,6 +157,7 @@ class Queue:
         shadows: of the module.
         want: makes a tensor of the step a wanted result, told as it is now, and gives its position; of others a copy.
         run_for_good: lets the step go on eagerly, for a reason.
+        beside: entered around calls of Lightning's that are none of the step's.
 
     Attributes:
         is_open: whether calls are queued; else they are made at once.
@@ -169,7 +170,9 @@ class Queue:
         shadows: Shadows,
         want: Callable[[Tensor, OutputRole], int | Tensor],
         run_for_good: Callable[[str], None],
+        beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        self._beside = beside
         self.calls: list[RecordedCall] = []
         self.is_open = True
         self.log_now: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] = _log
@@ -236,7 +239,8 @@ class Queue:
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
             if not self.calls and not isinstance(value, (Tensor, MetricResult, Metric)):  # the step may ask for it
-                self.log_now(module, (name, value, *args), kwargs)
+                with self._beside():
+                    self.log_now(module, (name, value, *args), kwargs)
                 return
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 

@@ -23,6 +23,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     tensors_in,
     with_numbers,
 )
+from lightning_spmd.stages.capture.follow.worlds import CallByHand, World
 
 
 class Values:
@@ -30,9 +31,13 @@ class Values:
 
     Args:
         of_outside: gives what stands for a tensor of the batch, or one that the step did not make.
+
+    Attributes:
+        world: in which calls of optimization by hand are made; None where there are none.
     """
 
     def __init__(self, of_outside: Callable[[Given | Outside], Tensor]) -> None:
+        self.world: World | None = None
         self.made: dict[Made, Tensor] = {}
         self.done = 0
         self._of_outside = of_outside
@@ -56,7 +61,10 @@ class Values:
             return None
         args, kwargs = self.arguments(note, numbers)
         with surroundings(note.around):
-            out = note.func(*args, **kwargs)
+            if isinstance(note.func, CallByHand) and self.world is not None:
+                out = note.func.make(self.world, *args)
+            else:
+                out = note.func(*args, **kwargs)
         found: list[Any] = []
         mapped(found.append, note.results)
         of_tensors = [leaf for leaf in found if type(leaf) in (Fresh, Operand)]

@@ -1,0 +1,406 @@
+"""Steps that optimize by hand, followed: ``.grad`` of a step under way, ``backward`` and ``step`` as noted calls.
+
+Until Python is done ``.grad`` of live tensors is as it was before the step; what the step sees of them, and puts there,
+is kept here. A backward pass is one noted call, which gives what ``.grad`` of its leaves is then. So is a step of an
+optimizer of torch's own: its settings are numbers of the call, its state is not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed, Step
+from lightning_spmd.stages.capture.follow.notes import Made, Source
+from lightning_spmd.stages.capture.follow.values import Values
+from lightning_spmd.stages.capture.follow.worlds import (
+    BackwardCall,
+    Live,
+    OnCopies,
+    OnFakes,
+    StepCall,
+    World,
+    as_tuple,
+    places_of_numbers,
+)
+from lightning_spmd.stages.capture.own_backward import leaves_of
+
+_SETTINGS = 2
+"""Where the settings are among the arguments of a step."""
+_OURS = 3
+"""References to a placeholder with a gradient that nobody else has: its note's, the table's, that of whoever counts."""
+
+
+class ByHand:
+    """What is the same in all steps of a module that optimizes by hand.
+
+    Args:
+        optimizers: the live ones.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self.step: HandStep | None = None
+        self.backward = BackwardCall("backward", self._world)
+        self.steps = [StepCall(i, f"{type(o).__name__}.step", self._world) for i, o in enumerate(self.optimizers)]
+
+    def _world(self) -> World:
+        """That of the step under way, for what is called outside of notes that are made true."""
+        if self.step is None or self.step.step.is_eager:
+            return Live(self.optimizers)
+        return OnFakes(self.step.step.recorded_tensors)
+
+    def of(self, step: Step) -> HandStep:
+        """What a step does by hand."""
+        self.step = step.by_hand = HandStep(self, step)
+        step.follower.kinds.update(dict.fromkeys((self.backward, *self.steps), "call"))
+        step.follower.kinds[Tensor.requires_grad_] = "by hand"  # and no call, because others note it as one
+        return self.step
+
+
+class HandStep:
+    """What one step does by hand.
+
+    Args:
+        common: what is the same in all steps.
+        step: the step.
+    """
+
+    def __init__(self, common: ByHand, step: Step) -> None:
+        self.step = step
+        self._common = common
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._trained: dict[int, tuple[Tensor, bool]] = {}  # as they were when the step met them
+        self._states = [_Watched(optimizer, self._looked) for optimizer in common.optimizers]
+        self._stepped: set[int] = set()
+        self._has_looked = False
+
+    # ------------------------------------------------------------------ around the user's code
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, ``backward`` and steps of optimizers are noted."""
+        step = self.step
+        step.on_read, step.on_values = self._unwatched(step.on_read), self._unwatched(step.on_values)
+        with contextlib.ExitStack() as stack:
+            for index, optimizer in enumerate(self._common.optimizers):
+                stack.enter_context(self._step_replaced(index, optimizer))
+                stack.enter_context(self._states[index].active())
+            stack.enter_context(private.backward_replaced(self.backward))
+            yield
+
+    @contextlib.contextmanager
+    def _step_replaced(self, index: int, optimizer: Any) -> Iterator[None]:
+        attributes = vars(optimizer)
+        before = attributes.get("step")
+        original: Callable[..., Any] = optimizer.step
+        attributes["step"] = replacement = self._step_of(index, optimizer, original)
+        try:
+            yield
+        finally:
+            if attributes.get("step") is replacement:
+                if before is None:
+                    del attributes["step"]
+                else:
+                    attributes["step"] = before
+
+    def _unwatched(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """A function that is none of the user's, which may look at the states of optimizers."""
+
+        def unwatched() -> Any:
+            with contextlib.ExitStack() as stack:
+                for state in self._states:
+                    stack.enter_context(state.not_watching())
+                return function()
+
+        return unwatched
+
+    # ------------------------------------------------------------------ gradients
+    def handles(self, name: str, owner: str) -> bool:
+        """Whether a function of torch is about optimization by hand."""
+        return (
+            owner == "grad" or name in ("backward", "requires_grad_") or (owner, name) == ("requires_grad", "__set__")
+        )
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of such a function."""
+        name = getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name == "backward":
+            return self._of_tensor(*args, **kwargs)
+        if owner == "grad":
+            return self._set_gradient(func, args)
+        return self._set_trained(func, args, kwargs)
+
+    def gradient(self, tensor: Tensor) -> Tensor | None:
+        """``tensor.grad`` as the step has it now; where no mode is active."""
+        known = self._gradients.get(id(tensor))
+        return tensor.grad if known is None else known[1]
+
+    def _set_gradient(self, func: Any, args: Any) -> Any:
+        tensor, value = args[0], args[1] if len(args) > 1 else None
+        fits = value is None or (
+            isinstance(value, Tensor)
+            and (value.shape, value.dtype, value.device, value.layout)
+            == (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
+            and value is not tensor
+        )
+        if not fits:
+            self.step.eagerly("a gradient of another kind than its tensor")
+            return func(*args)
+        self._gradients[id(tensor)] = tensor, value
+        return None
+
+    def _set_trained(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``requires_grad`` of a live tensor is another one at once; if a call has met it, in the notes too."""
+        tensor = args[0]
+        trained = bool(kwargs.get("requires_grad", args[1] if len(args) > 1 else True))
+        source = self.step.source_if_known(tensor)
+        if type(source) is Made:
+            return self.step.called(Tensor.requires_grad_, (tensor, trained), {})
+        if source is not None and tensor.requires_grad is not trained:
+            self._trained.setdefault(id(tensor), (tensor, tensor.requires_grad))
+            self.step.called(Tensor.requires_grad_, (tensor, trained), {})
+        with self.step.beside():
+            return func(*args, **kwargs)
+
+    def trained_at_first(self, tensor: Tensor) -> bool:
+        """Whether a live tensor asked for gradients when the step met it."""
+        known = self._trained.get(id(tensor))
+        return tensor.requires_grad if known is None else known[1]
+
+    # ------------------------------------------------------------------ backward
+    def _of_tensor(
+        self,
+        tensor: Tensor,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        self.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """``torch.autograd.backward``."""
+        step = self.step
+        given = grad_variables if grad_tensors is None else grad_tensors
+        retain = create_graph if retain_graph is None else retain_graph
+        if not (step.is_eager or step.is_apart):
+            with private.no_torch_functions():  # of which none is the user's
+                if self._noted_backward(tensors, given, bool(retain), bool(create_graph), inputs):
+                    return
+            if not step.is_eager:
+                step.eagerly("backward of what depends on no trained tensor that is known")
+        private.true_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+    def _noted_backward(self, tensors: Any, given: Any, retain: bool, create: bool, inputs: Any) -> bool:
+        """Note a backward pass, or make it for good; whether that was possible."""
+        roots, weights = as_tuple(tensors), None if given is None else as_tuple(given)
+        leaves = self._leaves(roots, None if inputs is None else as_tuple(inputs))
+        if not leaves:
+            return False
+        held = [self.gradient(leaf) for leaf in leaves]
+        arguments = (roots, weights, leaves, held, retain, create, inputs is not None)
+        found = self._call(self._common.backward, arguments)
+        for leaf, now in zip(leaves, () if self.step.is_eager else found, strict=False):
+            if now is not None:
+                self._gradients[id(leaf)] = leaf, now
+        return True
+
+    def _leaves(self, roots: tuple[Tensor, ...], wanted: tuple[Tensor, ...] | None) -> list[Tensor] | None:
+        """The tensors that get gradients; None of what only autograd itself can tell."""
+        step = self.step
+        if wanted is not None:
+            return list(wanted) if all(map(step.is_leaf, wanted)) else None
+        sources = tuple([step.source_if_known(root) for root in roots])
+        if None in sources:
+            return None
+        for note in reversed(step.next_notes):
+            if note.func is self._common.backward and note.args[0] == sources and not note.args[-1]:
+                return [step.tensor_now(source) for source in note.args[2]]
+        try:
+            return step.recorded_leaves(sources, leaves_of)
+        except CannotBeFollowed as error:
+            step.eagerly(str(error))
+            return None
+
+    def _call(self, func: Any, args: tuple[Any, ...]) -> Any:
+        return self.step.__torch_function__(func, (), args, {})
+
+    # ------------------------------------------------------------------ steps of optimizers
+    def _step_of(self, index: int, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)  # with the mark that schedulers look for
+        def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            if (args or kwargs) and not self.step.is_eager:
+                self.step.eagerly(f"{type(optimizer).__name__}.step with further arguments")
+            if self.step.is_eager:
+                return original(*(() if closure is None else (closure,)), *args, **kwargs)
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            if self.step.is_eager:
+                original()
+            else:
+                private.mark_stepped(optimizer)
+                with private.no_torch_functions():
+                    self._note_step(index, optimizer)
+            return result
+
+        return step
+
+    def _note_step(self, index: int, optimizer: Any) -> None:
+        if self._has_looked:
+            self.step.eagerly("the state of an optimizer is looked at before its step")
+            private.step_without_hooks(optimizer)
+            return
+        self._stepped.add(index)
+        parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        call = self._common.steps[index]
+        self._call(call, (parameters, [self.gradient(p) for p in parameters], settings))
+        if not self.step.is_eager and (note := self.step.notes[-1]).fits is None:
+            note.free |= places_of_numbers(settings, _SETTINGS)
+
+    def _looked(self) -> None:
+        """Somebody looks at the state of an optimizer: behind a step it must be there."""
+        if self.step.is_eager:
+            return
+        self._has_looked = True
+        if self._stepped:
+            self.step.eagerly("the state of an optimizer is looked at behind its step")
+
+    def refuse_state(self, tensor: Tensor) -> None:
+        """Raise if a tensor is of the state of an optimizer that steps in this step.
+
+        Raises:
+            CannotBeFollowed: it is.
+        """
+        for index in self._stepped:
+            for state in self._states[index].real.values():
+                if any(value is tensor for value in state.values()):
+                    raise CannotBeFollowed("the state of an optimizer is looked at behind its step")
+
+    # ------------------------------------------------------------------ the notes made true
+    def on_fakes(self, others: Callable[[], Any]) -> World:
+        """The world of a recording."""
+        return OnFakes(others)
+
+    def on_copies(self, values: Values) -> World:
+        """The world in which values are told before Python goes on."""
+        states = [state.real for state in self._states]
+        return OnCopies(lambda: values.made.values(), self._common.optimizers, states)
+
+    def live(self) -> World:
+        """The world of a step that runs for good; what the step had changed at once is as it was."""
+        for state in self._states:
+            state.watch_no_more()
+        for tensor, trained in self._trained.values():
+            tensor.requires_grad_(trained)
+        return Live(self._common.optimizers)
+
+    def let_go(self, sources: dict[int, Source]) -> None:
+        """Gradients of tensors that the step made, and nobody has any more, are nobody's."""
+        made = [key for key in self._gradients if type(sources.get(key)) is Made]
+        for key in made:
+            if sys.getrefcount(self._gradients[key][0]) <= _OURS:
+                del self._gradients[key]
+
+    def settle(self) -> None:
+        """What ``.grad`` was in the step it is now for all."""
+        settled, self._gradients = self._gradients, {}
+        with private.no_torch_functions():
+            for tensor, gradient in settled.values():
+                tensor.grad = gradient
+
+
+class _Watched(MutableMapping[Any, Any]):
+    """``optimizer.state`` during a step, which tells when somebody looks.
+
+    Args:
+        optimizer: the live one.
+        looked: told so.
+    """
+
+    def __init__(self, optimizer: Any, looked: Callable[[], None]) -> None:
+        self._optimizer, self._looked = optimizer, looked
+        self.real: Any = optimizer.state
+        self._is_over = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """It stands in the place of the state inside."""
+        self._optimizer.state = self
+        try:
+            yield
+        finally:
+            self.watch_no_more()
+
+    @contextlib.contextmanager
+    def not_watching(self) -> Iterator[None]:
+        """The optimizer has its own state inside."""
+        if vars(self._optimizer).get("state") is not self:
+            yield
+            return
+        self._optimizer.state = self.real
+        try:
+            yield
+        finally:
+            if not self._is_over:
+                self._optimizer.state = self
+
+    def watch_no_more(self) -> None:
+        """The optimizer has its own state, or what the step put in its place."""
+        self._is_over = True
+        if vars(self._optimizer).get("state") is self:
+            self._optimizer.state = self.real
+
+    def __getitem__(self, key: Any) -> Any:
+        self._looked()
+        return self.real[key]
+
+    @override
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._looked()
+        return self.real.get(key, default)  # an item that is missing is made by asking for it otherwise
+
+    @override
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._looked()
+        return self.real.pop(key, *default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._looked()
+        self.real[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        self._looked()
+        del self.real[key]
+
+    def __contains__(self, key: object) -> bool:
+        self._looked()
+        return key in self.real
+
+    def __iter__(self) -> Iterator[Any]:
+        self._looked()
+        return iter(self.real)
+
+    def __len__(self) -> int:
+        self._looked()
+        return len(self.real)

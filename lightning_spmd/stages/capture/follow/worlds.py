@@ -1,0 +1,216 @@
+"""Calls of optimization by hand, each noted as one, and the worlds in which they are made true.
+
+What ``backward`` and ``optimizer.step()`` do depends on where: on fake tensors nothing of a step is computed, on copies
+an optimizer's state must be one too, in a graph the optimizer works on what is recorded, and for good it is the
+optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.accumulation import gradients_behind
+
+Roots = tuple[Tensor, ...]
+Gradients = Sequence[Tensor | None]
+Settings = list[dict[str, Any]]
+"""The parameter groups of an optimizer without their parameters."""
+
+
+class World(Protocol):
+    """Tensors of one kind."""
+
+    def backward(
+        self, roots: Roots, weights: Any, leaves: list[Tensor], held: Gradients, retain: bool, create: bool, named: bool
+    ) -> tuple[Tensor | None, ...]:
+        """What ``.grad`` of the leaves is behind a backward pass.
+
+        Args:
+            roots: on what ``backward`` is called.
+            weights: gradients of the roots.
+            leaves: whose gradients it gives.
+            held: what their ``.grad`` is before.
+            retain: the graph is used again.
+            create: the gradients have a history of their own.
+            named: the leaves are those that the call names.
+        """
+        ...
+
+    def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+        """One step of an optimizer.
+
+        Args:
+            number: of the optimizer.
+            parameters: of all its groups.
+            gradients: theirs.
+            settings: of the groups.
+        """
+        ...
+
+
+class CallByHand:
+    """What is noted as called.
+
+    Args:
+        name: for the user.
+        world: that of whoever calls it.
+    """
+
+    keeps_shapes = True
+    """No number among the arguments decides the size of anything."""
+
+    def __init__(self, name: str, world: Callable[[], World]) -> None:
+        self.__name__ = name
+        self._world = world
+
+    def __call__(self, *args: Any) -> Any:
+        """Make it where it is called."""
+        return self.make(self._world(), *args)
+
+    def make(self, world: World, *args: Any) -> Any:
+        """Make it."""
+        raise NotImplementedError
+
+
+class BackwardCall(CallByHand):
+    """A backward pass."""
+
+    def make(self, world: World, *args: Any) -> Any:
+        """Make it."""
+        return world.backward(*args)
+
+
+class StepCall(CallByHand):
+    """A step of an optimizer.
+
+    Args:
+        number: of the optimizer.
+        name: for the user.
+        world: that of whoever calls it.
+    """
+
+    def __init__(self, number: int, name: str, world: Callable[[], World]) -> None:
+        super().__init__(name, world)
+        self.number = number
+
+    def make(self, world: World, *args: Any) -> Any:
+        """Make it."""
+        return world.step(self.number, *args)
+
+
+class Computed:
+    """A world in which gradients are computed, and ``.grad`` of tensors is not used.
+
+    Args:
+        others: tensors whose memory is somebody's.
+    """
+
+    def __init__(self, others: Callable[[], Iterable[Tensor]]) -> None:
+        self._others = others
+
+    def backward(
+        self, roots: Roots, weights: Any, leaves: list[Tensor], held: Gradients, retain: bool, create: bool, named: bool
+    ) -> tuple[Tensor | None, ...]:
+        """As in every world."""
+        given = [*roots, *leaves, *(t for t in (*held, *(weights or ())) if t is not None)]
+        taken = {private.storage_of(t) for t in (*given, *self._others())}
+        return gradients_behind(roots, weights, leaves, held, taken, retain=retain, create=create)
+
+
+class OnFakes(Computed):
+    """Of a step of an optimizer only that it writes into parameters is known."""
+
+    def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+        """As in every world."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                torch.autograd.graph.increment_version(parameter)
+
+
+class OnCopies(Computed):
+    """Optimizers have copies of their states.
+
+    Args:
+        others: tensors whose memory is somebody's.
+        optimizers: the live ones.
+        states: theirs.
+    """
+
+    def __init__(
+        self, others: Callable[[], Iterable[Tensor]], optimizers: Sequence[Optimizer], states: Sequence[Any]
+    ) -> None:
+        super().__init__(others)
+        self._optimizers, self._states = optimizers, states
+        self._copies: dict[int, Any] = {}
+
+    def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+        """As in every world."""
+        if number not in self._copies:
+            self._copies[number] = private.copy_of_optimizer(self._optimizers[number], parameters, self._states[number])
+        _step(self._copies[number], parameters, gradients, settings)
+
+
+class Live:
+    """The true tensors and optimizers.
+
+    Args:
+        optimizers: the live ones.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def backward(
+        self, roots: Roots, weights: Any, leaves: list[Tensor], held: Gradients, retain: bool, create: bool, named: bool
+    ) -> tuple[Tensor | None, ...]:
+        """As in every world."""
+        for leaf, gradient in zip(leaves, held, strict=True):
+            leaf.grad = gradient
+        private.true_backward(roots, weights, retain, create, inputs=leaves if named else None)
+        return tuple([leaf.grad for leaf in leaves])
+
+    def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+        """As in every world."""
+        _step(self._optimizers[number], parameters, gradients, settings)
+
+
+def _step(optimizer: Any, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+    """A step with the settings that the groups had when it was called; a scheduler may have stepped since."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    before = [dict(group) for group in optimizer.param_groups]
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    try:
+        private.step_without_hooks(optimizer)
+    finally:
+        for group, own in zip(optimizer.param_groups, before, strict=True):
+            group.update(own)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """What torch takes as one tensor or a sequence."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def places_of_numbers(settings: Settings, place: int) -> set[tuple[Any, ...]]:
+    """Where in the arguments of a step the numbers of the groups stand; all may be others in the next step.
+
+    Args:
+        settings: of the groups.
+        place: of the settings among the arguments.
+    """
+    found: set[tuple[Any, ...]] = set()
+    for index, group in enumerate(settings):
+        for key, value in group.items():
+            if type(value) in (int, float):
+                found.add((0, place, index, key))
+            elif type(value) is tuple:
+                found |= {(0, place, index, key, i) for i, v in enumerate(value) if type(v) in (int, float)}
+    return found

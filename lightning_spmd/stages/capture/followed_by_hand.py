@@ -1,0 +1,83 @@
+"""The graph of a followed step that optimizes by hand: backward passes and steps of optimizers under the recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.node_info import Section
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.stages.capture.accumulation import gradients_behind
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwaps
+from lightning_spmd.stages.capture.recorder import Recorder, in_section
+
+
+class InGraph:
+    """The world (``follow/worlds.py``) of what is recorded.
+
+    Args:
+        recorder: records.
+        swaps: the optimizers on fake tensors.
+
+    Attributes:
+        gradients: what is in ``p.grad`` at some time.
+    """
+
+    def __init__(self, recorder: Recorder, swaps: OptimizerSwaps) -> None:
+        self.gradients: list[fx.Node] = []
+        self._recorder, self._swaps = recorder, swaps
+
+    def backward(
+        self,
+        roots: tuple[Tensor, ...],
+        weights: Any,
+        leaves: list[Tensor],
+        held: Sequence[Tensor | None],
+        retain: bool,
+        create: bool,
+        named: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """As in every world."""
+        with in_section(self._recorder, Section.BACKWARD):
+            taken = self._recorder.storages()
+            found = gradients_behind(roots, weights, leaves, held, taken, retain=retain, create=create)
+        self._note(held)
+        self._note(found)
+        return found
+
+    def step(
+        self,
+        number: int,
+        parameters: list[Tensor],
+        gradients: Sequence[Tensor | None],
+        settings: list[dict[str, Any]],
+    ) -> None:
+        """As in every world."""
+        swap = self._swaps.parts[number]
+        swap.set(settings)
+        self._swaps.stepped.add(number)
+        self._note(gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with in_section(self._recorder, Section.OPTIMIZER):
+            private.step_without_hooks(swap.optimizer)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
+        """What the steps made, or put in the place of something.
+
+        Raises:
+            CaptureError: a step changes what Python may have looked at since.
+        """
+        for role, key, name, value in self._swaps.changes():
+            if role is OutputRole.HYPER_PARAMETER:
+                raise CaptureError(f"a step changes {name}, which Python may read before a graph has run")
+            yield role, key, name, value
+
+    def _note(self, gradients: Sequence[Tensor | None]) -> None:
+        self.gradients += [self._recorder.argument(gradient) for gradient in gradients if gradient is not None]
