@@ -223,6 +223,22 @@ class Quasi(Seen):
         return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=3)
 
 
+class StepHooked(Seen):
+    """A hook on steps that comes in the middle of a step, and one on a weight's gradient."""
+
+    def act(self, batch: Any, batch_idx: int, optimizer: Any) -> Any:
+        if batch_idx == 3:
+            optimizer.optimizer.register_step_pre_hook(self.halve)
+        if batch_idx == 5:
+            self.net[0].weight.register_hook(lambda gradient: 2 * gradient)
+        return self.update(batch, optimizer)
+
+    def halve(self, *_: Any) -> None:
+        for parameter in self.net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+
 class Thawing(Seen):
     """A layer is frozen for some batches, by the step, before or behind its first use."""
 
@@ -263,6 +279,7 @@ OTHERS = [
     EndsEpochs,
     SecondBackward,
     Quasi,
+    StepHooked,
     Deepens,
 ]
 

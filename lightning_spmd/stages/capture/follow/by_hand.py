@@ -249,6 +249,8 @@ class HandStep:
         def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             if (args or kwargs) and not self.step.is_eager:
                 self.step.eagerly(f"{type(optimizer).__name__}.step with further arguments")
+            if not self.step.is_eager and private.step_hooks(optimizer):  # the step has put them there
+                self.step.eagerly(f"{type(optimizer).__name__}.step with hooks")
             if self.step.is_eager:
                 return original(*(() if closure is None else (closure,)), *args, **kwargs)
             result = None
