@@ -26,13 +26,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_spmd._private_api.co_execution import (
+    UnseenCalls,
     applied,
     autocast_state,
     exchange,
     is_of_profiler,
     is_wrapped,
     no_torch_functions,
-    unseen_calls_replaced,
     version_of,
     without_memory,
 )
@@ -159,12 +159,12 @@ from lightning_spmd._private_api.torch_names import (
 )
 
 __all__ = [
+    "UnseenCalls",
     "applied",
     "autocast_state",
     "exchange",
     "is_wrapped",
     "no_torch_functions",
-    "unseen_calls_replaced",
     "version_of",
     "without_memory",
     "ORIGINAL_PACKING",

@@ -50,58 +50,72 @@ def exchange(one: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
 
 
-@contextlib.contextmanager
-def unseen_calls_replaced(apply: Callable[..., Any], runs_first: Callable[[str], None]) -> Iterator[None]:
-    """What no mode of torch functions sees is replaced inside, in this thread's calls as in others'.
+class UnseenCalls:
+    """What no mode of torch functions sees, replaced for the length of a step, in this thread's calls as in others'.
 
-    Args:
-        apply: called with the class and the arguments in place of ``torch.autograd.Function.apply``.
-        runs_first: told the name of a function before it runs that reads, or changes, what is computed so far: random
-            state, memory of a tensor that becomes a parameter, hooks around what autograd saves.
+    Replacements are made once: a step is short.
     """
-    function = torch.autograd.Function
-    places: list[tuple[Any, str, Any]] = [(function, "apply", classmethod(apply))]
-    for owner, name in (
-        (torch, "manual_seed"),
-        (torch, "seed"),
-        (torch, "load"),
-        (torch, "get_rng_state"),
-        (torch, "set_rng_state"),
-        (torch.random, "manual_seed"),
-        (torch.random, "get_rng_state"),
-        (torch.random, "set_rng_state"),
-        (_checkpoint, "_checkpoint_without_reentrant_generator"),
-        (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
-        (torch.autograd.graph.save_on_cpu, "__enter__"),
-        (nn.Parameter, "__new__"),
-        (_vmap, "_vmap_increment_nesting"),
-        (_transforms, "_grad_increment_nesting"),
-        (_transforms, "_jvp_increment_nesting"),
-        (_transforms, "_func_increment_nesting"),
-    ):
-        places.append((owner, name, _after(runs_first, vars(owner).get(name, getattr(owner, name)), name)))
-    before = [(owner, name, vars(owner).get(name, places)) for owner, name, _ in places]
-    for owner, name, replacement in places:
-        setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            if value is places:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
+    def __init__(self) -> None:
+        self._apply: Callable[..., Any] = _APPLY
+        self._runs_first: Callable[[str], None] = lambda _: None
 
-def _after(first: Callable[[str], None], function: Any, name: str) -> Any:
-    original = function.__func__ if isinstance(function, staticmethod) else function
+        def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
+            return self._apply(kind, *args, **kwargs)
 
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        first(name)
-        return original(*args, **kwargs)
+        places: list[tuple[Any, str, Any]] = [(torch.autograd.Function, "apply", classmethod(apply))]
+        for owner, name in (
+            (torch, "manual_seed"),
+            (torch, "seed"),
+            (torch, "load"),
+            (torch, "get_rng_state"),
+            (torch, "set_rng_state"),
+            (torch.random, "manual_seed"),
+            (torch.random, "get_rng_state"),
+            (torch.random, "set_rng_state"),
+            (_checkpoint, "_checkpoint_without_reentrant_generator"),
+            (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
+            (torch.autograd.graph.save_on_cpu, "__enter__"),
+            (nn.Parameter, "__new__"),
+            (_vmap, "_vmap_increment_nesting"),
+            (_transforms, "_grad_increment_nesting"),
+            (_transforms, "_jvp_increment_nesting"),
+            (_transforms, "_func_increment_nesting"),
+        ):
+            places.append((owner, name, self._after(vars(owner).get(name, getattr(owner, name)), name)))
+        self._places = places
 
-    replacement.__name__ = name
-    return staticmethod(replacement) if isinstance(function, staticmethod) or name == "__new__" else replacement
+    @contextlib.contextmanager
+    def replaced(self, apply: Callable[..., Any], runs_first: Callable[[str], None]) -> Iterator[None]:
+        """They are, inside.
+
+        Args:
+            apply: called with the class and the arguments in place of ``torch.autograd.Function.apply``.
+            runs_first: told the name of a function before it runs that reads, or changes, what is computed so far:
+                random state, memory of a tensor that becomes a parameter, hooks around what autograd saves.
+        """
+        self._apply, self._runs_first = apply, runs_first
+        before = [(owner, name, vars(owner).get(name, self)) for owner, name, _ in self._places]
+        for owner, name, replacement in self._places:
+            setattr(owner, name, replacement)
+        try:
+            yield
+        finally:
+            for owner, name, value in before:
+                if value is self:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, value)
+
+    def _after(self, function: Any, name: str) -> Any:
+        original = function.__func__ if isinstance(function, staticmethod) else function
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            self._runs_first(name)
+            return original(*args, **kwargs)
+
+        replacement.__name__ = name
+        return staticmethod(replacement) if isinstance(function, staticmethod) or name == "__new__" else replacement
 
 
 def applied(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

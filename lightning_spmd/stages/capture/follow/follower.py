@@ -125,6 +125,7 @@ class Follower:
 
     def __init__(self, names: Callable[[], dict[int, str]], is_named: Callable[[str, Tensor], bool]) -> None:
         self.given: list[Tensor] = []
+        self.unseen = private.UnseenCalls()
         self._roots: dict[Any, Note] = {}
         self.names, self.is_named = names, is_named
         self.kinds: dict[Any, str] = {}
@@ -265,7 +266,7 @@ class Step(TorchFunctionMode):
     def active(self) -> Iterator[None]:
         """Calls inside are followed."""
         with (
-            private.unseen_calls_replaced(self._apply, self._run_first),
+            self.follower.unseen.replaced(self._apply, self._run_first),
             self._below,
             self,
         ):
