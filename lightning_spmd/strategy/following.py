@@ -194,7 +194,8 @@ class _Talk:
             gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
         if not gives or self._likely is None:
             self.drop()
-            return None if self._meeting is None else self._of_the_beginning()
+            # a graph of the beginning changes nothing, so no optimizer steps in it: the whole batch is gathered instead
+            return None if self._meeting is None or self._step.by_hand is not None else self._of_the_beginning()
         if self.conversation is None:
             self.conversation = self._begin(self._likely.executable)
         return self.conversation.values(None if first else self._numbers())
@@ -500,8 +501,8 @@ class Following:
         if context.bf16_updates != "plain":  # no step of which may run eagerly
             return "weights of bfloat16 are updated in float32"
         by_hand = not module.automatic_optimization
-        if by_hand and mesh is not None:
-            return "optimization by hand on several ranks"
+        if by_hand and mesh is not None and context.plan(variant).needs_graphs:
+            return "by hand, with gradients or state in parts"
         for part in () if optimizer is None else parts_of(optimizer):
             kind, own = type(part), set(vars(part)) & {"step", "zero_grad"}
             if by_hand and not has_step_of_its_own(part):  # a scheduler's counter

@@ -65,7 +65,7 @@ class Ranks:
         self.mesh: Mesh | None = None
         self.control: ControlPlane | None = None
         self.traced_split: tuple[int, ...] | None = None
-        self._is_followed = False
+        self.is_followed = False
         self._processes: Processes | None = None
         self._flat: Mesh | None = None
         self._leases: list[Lease] = []
@@ -231,15 +231,15 @@ class Ranks:
         Args:
             split: rows of each batch that is a part of it.
         """
-        self.traced_split, self._is_followed = split, True
+        self.traced_split, self.is_followed = split, True
         try:
             yield
         finally:
-            self.traced_split, self._is_followed = None, False
+            self.traced_split, self.is_followed = None, False
 
     def refuse_while_traced(self, method: str) -> None:
         """What the ranks exchange beside the graph would be exchanged once, at capture."""
-        if self.traced_split is not None and not self._is_followed:
+        if self.traced_split is not None and not self.is_followed:
             raise CaptureError(
                 f"{the_step()} calls strategy.{method}, which would happen once, at capture, and never again; call it "
                 f"in a hook such as {batch_hook('start')}",

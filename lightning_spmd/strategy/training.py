@@ -347,8 +347,11 @@ class Training:
         return True
 
     def average_gradients(self, module: Any) -> None:
-        """After an eager backward pass: average ``p.grad`` over the ranks, unless that is blocked."""
-        if self._ranks.control is not None and not self.sync_blocked:
+        """After an eager backward pass: average ``p.grad`` over the ranks, unless that is blocked.
+
+        In a step that is followed each rank has the batch of all of them, and gradients that are no share.
+        """
+        if self._ranks.control is not None and not self.sync_blocked and not self._ranks.is_followed:
             self._backward_passes += 1
             meet_after_backward(module, self._ranks.control, self._backward_passes)
             average_gradients(list(module.parameters()))
@@ -368,7 +371,8 @@ class Training:
         """
         if self.iteration is None or not self._module.automatic_optimization:  # by hand: in a hook
             self.flush()
-            return eager(optimizer, closure if self._ranks.mesh is None else synced(closure), model, **kwargs)
+            alone = self._ranks.mesh is None or self._ranks.is_followed
+            return eager(optimizer, closure if alone else synced(closure), model, **kwargs)
         self._stepping, self._ran_forward = True, False
         try:
             result = closure()

@@ -57,7 +57,6 @@ PARTLY_EAGER = frozenset(
 )
 """Where Python runs once in each step and some steps, or all, are no graphs."""
 
-_BY_HAND = "optimization by hand is not followed on several ranks"
 _CAPTURED = "eager: DDP, rows of a rank"
 NOT_YET_ON_RANKS: dict[str, str] = {
     **NOT_YET,
@@ -70,11 +69,5 @@ NOT_YET_ON_RANKS: dict[str, str] = {
     "MomentumQueue": "raises: eager, rows of a rank",
     "HalfPrecision": "sums over ranks round otherwise in half precision",
     "SkipsSteps": "raises: Lightning refuses None on several ranks",
-    "TwoOptimizers": _BY_HAND,
-    "ClippedByValue": _BY_HAND,
-    "SkipsBadSteps": _BY_HAND,
-    "AccumulatedByHand": _BY_HAND,
-    "OwnUpdate": _BY_HAND,
-    "SeveralSteps": _BY_HAND,
 }
 """On two ranks, which are to be near one device; these and those above."""

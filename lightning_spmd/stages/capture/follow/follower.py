@@ -783,6 +783,8 @@ class Step(TorchFunctionMode):
             return mapped(leaf, value)
 
     def _values_so_far(self) -> Values:
+        if self.whole is not None and any(note.draws for note in self.notes):
+            raise CannotBeFollowed("a value is read behind random numbers, of which each rank draws its part")
         self.on_values()
         if self._preview is None:
             self._preview, self._generators = Values(self._copied), _random_states()
