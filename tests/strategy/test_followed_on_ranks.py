@@ -88,6 +88,30 @@ class Exchanging(Counting):
         return loss
 
 
+class ByHand(Counting):
+    """Steps until the loss has fallen, at most three times, and reads in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.runs += 1
+        optimizer: Any = self.optimizers()
+        first = None
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+            self.kept.append(loss.item())
+            first = self.kept[-1] if first is None else first
+            if self.kept[-1] < 0.99 * first:
+                break
+        self.log("loss", loss, on_step=True, on_epoch=True)
+
+
 def with_runs(make: type[Net], *args: Any, **flags: Any) -> tuple[Result, list[Any]]:
     result = run(make, *args, **flags)
     return result, list(RUNS)
@@ -112,6 +136,15 @@ def test_two_ranks_equal_one_device(make: type[Net], plan: str, two_ranks: RankP
 def _flat(values: list[Any]) -> list[float]:
     """In an order of its own within a tensor: ranks' rows come one rank after the other."""
     return [float(v) for value in values for v in (sorted(value) if isinstance(value, list) else [value])]
+
+
+def test_optimization_by_hand(two_ranks: RankPool) -> None:
+    reference, expected = with_runs(ByHand, "auto", data=lambda: InOrder(rows(), ROWS))
+    answers = two_ranks.run(with_runs, ByHand, "spmd", 2)
+    assert_compiled(*[result for result, _ in answers])
+    assert_equals_one_device([result for result, _ in answers], reference)
+    for _, kept in answers:
+        assert kept == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("make", [Reading, Retaining])
