@@ -277,8 +277,8 @@ def all_are_rows(control: ControlPlane, batch: Batch) -> bool:
     return all(same) or not any(same)
 
 
-def _for_all_ranks(batch: Batch, rows: int) -> tuple[list[Tensor], Any]:
-    """What stands for the tensors of a batch, and the batch with them."""
+def _for_all_ranks(batch: Batch, rows: int) -> tuple[Any, list[Tensor]]:
+    """A batch with what stands for its tensors, and that."""
     stand_ins: dict[int, Tensor] = {}
     for index in batch.tensors:
         live = batch.values[index]
@@ -295,7 +295,7 @@ def _for_all_ranks(batch: Batch, rows: int) -> tuple[list[Tensor], Any]:
         return stand_ins.get(count, value)
 
     tree = map_leaves(leaf, batch.tree)
-    return [stand_ins[index] for index in batch.tensors], tree
+    return tree, [stand_ins[index] for index in batch.tensors]
 
 
 class Fingerprints:

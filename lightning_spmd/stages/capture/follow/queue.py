@@ -313,9 +313,7 @@ def _of_this_batch(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]
     fresh.__setstate__(metric.__getstate__())
     for name in METHODS[1::2]:  # the copy has made the others anew
         vars(fresh).pop(name, None)
-    for name, state in fresh.metric_state.items():
-        if isinstance(state, list):
-            object.__setattr__(fresh, name, [])
+    type(metric).reset(fresh)  # of several ranks each has a history of its own
     return type(metric).forward(fresh, *map(known, args), **{k: known(v) for k, v in kwargs.items()})
 
 
