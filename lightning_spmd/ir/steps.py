@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, fx
 
-from lightning_spmd.ir.guards import Guards, PresentGradients
+from lightning_spmd.ir.guards import Guards
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.signature import GraphOutput, Signature
 
@@ -80,12 +80,6 @@ class OutputRef:
         return f"<output {self.position}>"
 
 
-class LeafRef(OutputRef):
-    """Stands for the leaf of the batch at ``position`` that nobody read: a file name that is returned as it came."""
-
-    __slots__ = ()
-
-
 class CallRef(OutputRef):
     """Stands for what the recorded call at ``position`` returns (a metric's value, known only after the graph ran).
 
@@ -106,17 +100,14 @@ class CallRef(OutputRef):
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call that training_step made on Lightning's or torchmetrics' side, to be made again after each run.
+    """One call that training_step made on Lightning's or torchmetrics' side, to be made after the run.
 
     Args:
         target: module path of the object, ``""`` for the LightningModule.
-        method: ``"log"``, ``"log_dict"``, ``"print"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"``,
-            ``"reset"`` of a metric; ``"append"`` of any module: its arguments: the name of a list on it, and the item;
-            ``"assign"``: the path of a place in Python's state, and what the step puts there.
-        args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, what
-            came with the batch and is not a tensor by :class:`LeafRef`.
+        method: ``"log"`` or ``"log_dict"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"`` or
+            ``"reset"`` of a metric.
+        args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`.
         source: ``file:line`` of the call, empty where unknown.
-        on_rank_zero: whether rank 0 alone makes it.
     """
 
     target: str
@@ -124,7 +115,6 @@ class RecordedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     source: str = ""
-    on_rank_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,33 +128,6 @@ class OwnBatchFacts:
 
     rows: int
     weighed: str
-
-
-class Generator(Protocol):
-    """Of Python or NumPy, from which a step draws."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def save(self) -> Callable[[], tuple[Any, Any]]:
-        """Gives its state: something to compare, and what sets it again."""
-        ...
-
-    @property
-    def restore(self) -> Callable[[tuple[Any, Any]], None]:
-        """Sets a state."""
-        ...
-
-
-class DrawnNumbers(Protocol):
-    """What a step draws from generators of Python and NumPy."""
-
-    def sources(self) -> Sequence[Generator]:
-        """The generators."""
-        ...
 
 
 @dataclass
@@ -184,12 +147,7 @@ class CapturedStep:
         returned: what the step method returned, with the same replacements as in recorded calls.
         variant: the part of an iteration that the graph holds.
         host_values: readers of the Python numbers that are inputs of this graph alone, by name.
-        assign: what puts a value where the step puts one in Python's state, by path.
         own_batch: of a graph of a rank's own batch; None of others.
-        cleared: names of parameters whose ``p.grad`` is None after the step, and was not before.
-        gradients: of a step that optimizes by hand: the gradients that it begins with.
-        answers: the values of tensors that Python read when it was captured, by the number of the read.
-        drawn: what the step draws from generators of Python and NumPy.
         named: readers of parameters and buffers that the step names itself; others are found by their name.
     """
 
@@ -201,12 +159,7 @@ class CapturedStep:
     returned: Any = None
     variant: Variant = Variant()
     host_values: dict[str, Callable[[], Any]] = field(default_factory=dict[str, Callable[[], Any]])
-    assign: dict[str, Callable[[Any], None]] = field(default_factory=dict[str, Callable[[Any], None]])
     own_batch: OwnBatchFacts | None = None
-    cleared: tuple[str, ...] = ()
-    gradients: PresentGradients | None = None
-    answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])
-    drawn: DrawnNumbers | None = None
     named: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict[str, Callable[[], Tensor]])
 
 

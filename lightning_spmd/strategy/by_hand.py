@@ -1,8 +1,8 @@
-"""Modules that optimize by hand: ``p.grad`` as live state of their graphs, and what is done again after each run."""
+"""Modules that optimize by hand: ``p.grad`` as live state of their graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,9 +13,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.layout import is_dense
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.parallel.state import StateMesh
-from lightning_spmd.stages.capture.by_hand import OPTIMIZER_STEP
 from lightning_spmd.stages.capture.packing import parameter_names
-from lightning_spmd.stages.capture.stepped_schedulers import SCHEDULER_STEP, rates_of
 from lightning_spmd.strategy.memory import gradients_of
 
 
@@ -82,20 +80,3 @@ def _lies_as_expected(parameter: Tensor) -> bool:
         return True
     parts = isinstance(gradient, DTensor)  # its own part may lie otherwise
     return not parts and gradient.stride() == parameter.stride() and is_dense(TensorSpec.of(parameter))
-
-
-def replayed(module: Any, method: str) -> Callable[..., Any] | None:
-    """What a recorded call of optimization by hand does after a run; None for calls of other kinds."""
-    trainer = module.trainer
-
-    def step(index: int, counted: bool) -> None:
-        private.mark_stepped(trainer.optimizers[index])
-        if counted:
-            private.count_step(trainer.strategy, index)
-
-    def schedule(index: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        scheduler = trainer.lr_scheduler_configs[index].scheduler
-        scheduler.step(*args, **kwargs)
-        return rates_of(scheduler)
-
-    return {OPTIMIZER_STEP: step, SCHEDULER_STEP: schedule}.get(method)

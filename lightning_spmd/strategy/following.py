@@ -32,7 +32,7 @@ from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.strategy.meeting import Call, Fingerprints, Meeting
-from lightning_spmd.strategy.replay import Recorded, log_global, replay
+from lightning_spmd.strategy.replay import log_global, replay
 from lightning_spmd.strategy.run_context import RunContext
 
 MOST_EAGER = 8
@@ -473,8 +473,8 @@ class Following:
             rows = meeting.rows
             taken = {position for call in calls if call.method in METHODS for position in wanted_by(call)}
             values = [meeting.part(v) if i in taken else v for i, v in enumerate(values)]
-        recorded, is_global = Recorded(calls, {}), meeting is not None
-        queue.done(replay(self._context.module, recorded, values, batch.values, rows, is_global=is_global))
+        is_global = meeting is not None
+        queue.done(replay(self._context.module, calls, values, batch.values, rows, is_global=is_global))
 
     def _count_eager(self, reason: str) -> None:
         self._eager += not any(name in reason for name in _ALWAYS_EAGER)

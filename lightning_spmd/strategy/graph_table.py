@@ -10,13 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_spmd.ir.reads import Number, accepts
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import warn
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.open_sizes import OpenSizes
 from lightning_spmd.strategy.run_context import StepRequest
@@ -114,8 +112,7 @@ class GraphTable:
         for index in reversed(self._indices.get(key, ())):
             executable = self._executables[index]
             failure = executable.refuses(tensors) or executable.captured.guards.failure(
-                functools.partial(executable.inputs, tensors),
-                lambda: {} if batch is None else dict(zip(batch.paths, batch.values, strict=True)),
+                functools.partial(executable.inputs, tensors)
             )
             if failure is None:
                 return index, None
@@ -143,29 +140,6 @@ class GraphTable:
         key = (*step, batch.cache_key(), found.split)
         return dataclasses.replace(found, key=key, vary={}), self.open.refuse(batch, step)
 
-    def continuation(
-        self, request: StepRequest, found: Found, values: Mapping[int, Number], tried: Collection[int | None]
-    ) -> int | None:
-        """Another graph for a step of which some numbers have been read, or None.
-
-        Args:
-            request: the step.
-            found: what it is filed under.
-            values: what was read, by the number of the read.
-            tried: graphs that did not do.
-        """
-        batch = request.batch
-        tensors = [] if batch is None else batch.tensor_values
-        leaves = {} if batch is None else dict(zip(batch.paths, batch.values, strict=True))
-        for index in reversed(self._indices.get(found.key, [])):
-            executable = self._executables[index]
-            inputs = functools.partial(executable.inputs, tensors)
-            if index in tried or not accepts(executable.captured, inputs, values):
-                continue
-            if executable.captured.guards.failure(inputs, lambda: leaves) is None:
-                return index
-        return None
-
     def used(self, key: tuple[Any, ...], index: int) -> None:
         """A graph has run. Of several for one step the one that followed last time is tried first the next time."""
         self._uses[index] = self._uses.get(index, 0) + 1
@@ -177,12 +151,6 @@ class GraphTable:
         if likely in order:
             order.remove(likely)
             order.append(likely)
-
-    def changes(self, found: Found) -> list[Change]:
-        """All that keeps the newest graph for such a step from being used, of Python's state."""
-        indices = self._indices.get(found.key, [])
-        state = self._executables[indices[-1]].captured.guards.state if indices else None
-        return [] if state is None else state.changes()
 
     def step_key(self, request: StepRequest) -> tuple[Any, ...]:
         """What a graph depends on beside the batch; the same on all ranks, or they do different things."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
-
+from collections.abc import MutableMapping
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
@@ -15,7 +13,6 @@ from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.packing import parameter_names
-from lightning_spmd.stages.capture.trainer_view import TOTAL_BATCHES, learning_rate_name
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.strategy.memory import has_shared_writes
 from lightning_spmd.strategy.run_context import RunContext
@@ -24,7 +21,6 @@ from lightning_spmd.strategy.run_context import RunContext
 def live_state(
     context: RunContext,
     captured: CapturedStep,
-    arguments: Mapping[str, Any],
     gradients: MutableMapping[str, Tensor],
     mesh: StateMesh | None,
 ) -> LiveState:
@@ -33,7 +29,6 @@ def live_state(
     Args:
         context: what the graphs of the run are made in.
         captured: the graph.
-        arguments: arguments of the step method in the step that runs, by name; the live dictionary.
         gradients: those held of earlier micro-batches, by name; the live dictionary.
         mesh: how state lies between iterations; None on one device.
     """
@@ -41,7 +36,7 @@ def live_state(
         context.module,
         context.optimizer,
         parameter_names(context.module, context.optimizer),
-        {**_host_values(context.trainer, arguments), **captured.host_values},
+        captured.host_values,
         gradients,
         context.streams,
         None if mesh is None else mesh.wrap,
@@ -66,14 +61,3 @@ def options_of(context: RunContext, captured: CapturedStep, state: LiveState, in
     if not apart and decides:
         raise CaptureError("a tensor's value decides something, and inputs of the step share memory that is written")
     return options if apart else dataclasses.replace(options, passes=())
-
-
-def _host_values(trainer: Any, arguments: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
-    readers: dict[str, Callable[[], Any]] = {name: lambda n=name: arguments[n] for name in arguments}
-    for index, config in enumerate(trainer.lr_scheduler_configs):
-        for group, read in enumerate(private.last_learning_rate_readers(config.scheduler)):
-            readers[learning_rate_name(index, group)] = read
-    readers[TOTAL_BATCHES] = lambda: trainer.fit_loop.epoch_loop.total_batch_idx
-    readers["trainer.global_step"] = lambda: trainer.global_step
-    readers["trainer.current_epoch"] = lambda: trainer.current_epoch
-    return readers

@@ -1,4 +1,4 @@
-"""Makes the recorded ``self.log`` and metric calls again, with the values of the run that just ended.
+"""Makes the queued ``self.log`` and metric calls, with the values of the run that just ended.
 
 This happens inside ``Strategy.training_step`` (``validation_step``, ...), where Lightning believes the module's to be
 running, so epoch resets, forked names (``loss_step``/``loss_epoch``), suffixes of dataloaders, reductions and the
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,8 +22,6 @@ from lightning_spmd.errors import BatchError, CaptureError
 from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.strategy.by_hand import replayed
-from lightning_spmd.strategy.replayed_functions import FUNCTIONS
 
 
 def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: Sequence[Any] = ()) -> Any:
@@ -39,21 +37,9 @@ def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: S
     return map_leaves(leaf, tree)
 
 
-class Recorded(NamedTuple):
-    """What a step did at capture, and each run does again.
-
-    Args:
-        calls: in their order.
-        assign: what puts a value in a place of Python's state, by path.
-    """
-
-    calls: Sequence[RecordedCall]
-    assign: Mapping[str, Callable[[Any], None]]
-
-
 def replay(
     module: nn.Module,
-    recorded: Recorded,
+    calls: Sequence[RecordedCall],
     outputs: Sequence[Any],
     leaves: Sequence[Any],
     rows: int,
@@ -64,7 +50,7 @@ def replay(
 
     Args:
         module: the LightningModule.
-        recorded: what the step method called at capture.
+        calls: what the step method called.
         outputs: the graph's outputs of this run; logged ones are global values, the same on all ranks.
         leaves: of this rank's batch.
         rows: rows of the global batch.
@@ -75,22 +61,11 @@ def replay(
         what each call returned.
     """
     results: list[Any] = []
-    for call in recorded.calls:
-        if call.on_rank_zero and not _is_rank_zero(module):
-            results.append(None)
-            continue
+    for call in calls:
         target = module.get_submodule(call.target) if call.target else module
         args = resolve(call.args, outputs, leaves, results)
         kwargs = resolve(call.kwargs, outputs, leaves, results)
-        if (by_hand := replayed(module, call.method)) is not None:
-            results.append(by_hand(*args, **kwargs))
-        elif (function := FUNCTIONS.get(call.method)) is not None:
-            results.append(function(*args, **kwargs))
-        elif call.method == "assign":
-            results.append(recorded.assign[args[0]](args[1]))
-        elif call.method == "append":
-            results.append(_added(getattr(target, args[0]), args[1]))
-        elif is_global and call.method == "log":
+        if is_global and call.method == "log":
             results.append(log_global(target, args, kwargs, rows))
         elif is_global and call.method == "log_dict":
             said = {**dict(zip(_LOG_DICT_ARGUMENTS, args, strict=False)), **kwargs}
@@ -102,18 +77,6 @@ def replay(
         else:
             results.append(getattr(target, call.method)(*args, **kwargs))
     return results
-
-
-def _is_rank_zero(module: Any) -> bool:
-    return bool(module.trainer.is_global_zero)
-
-
-def _added(container: Any, item: Any) -> None:
-    """Append to a list; put a pair into a dictionary."""
-    if type(container) is dict:
-        container[item[0]] = item[1]
-    else:
-        container.append(item)
 
 
 def _result(result: Any, key: str | None) -> Any:

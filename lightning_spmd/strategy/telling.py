@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
+from collections.abc import Sequence
 from torch import fx
 
 from lightning_spmd.ir.node_info import info_of, named, spec_of
@@ -60,23 +58,6 @@ class Telling:
         """An operator that runs on gathered tensors; once an operator and place, not for each shape again."""
         if self.is_new(line.partition(" bytes")[0].rpartition(",")[0]):
             announce(line)
-
-    def of_numbers(self, refused: Mapping[str, str], captured: CapturedStep) -> None:
-        """Numbers of Python's state that became inputs or cannot, and state that is not watched.
-
-        Args:
-            refused: why a number stays a constant, by path.
-            captured: the graph in which the others are inputs.
-        """
-        for path, reason in refused.items():
-            tell(f"strategy='spmd' builds a graph for each new value of {path}: {reason}")
-        for path in captured.host_values:
-            if not path.startswith("draw ") and self.is_new(path):
-                tell(f"strategy='spmd' makes {path} an input of the graph, for it changes often")
-        unseen: Mapping[str, Any] = {} if captured.guards.state is None else captured.guards.state.unseen
-        for path, why in unseen.items():
-            if self.is_new(path):
-                tell(f"strategy='spmd' may miss changes of {path}, which {why}; a tensor in a buffer is always seen")
 
     def of_lists(self, batch: Batch, captured: CapturedStep) -> None:
         """Lists of tensors that may be one for each row, if the step looks at them."""

@@ -15,7 +15,6 @@ from lightning_spmd.errors import CaptureError, SPMDError
 from lightning_spmd.ir.node_info import Section
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.messages import batch_hook, the_step
-from lightning_spmd.stages.capture.batch import LeafWasRead
 from lightning_spmd.stages.capture.packed_sequences import PackedSequences
 from lightning_spmd.stages.capture.recorder import Recorder
 from lightning_spmd.stages.capture.user_code import location_of
@@ -86,7 +85,7 @@ def explained(recorder: Recorder, what: Callable[[], str] = lambda: "training_st
     """Whatever goes wrong under fake tensors becomes a CaptureError with the operator and the user's line."""
     try:
         yield
-    except (SPMDError, LeafWasRead):
+    except SPMDError:
         raise
     except Exception as error:
         if _NO_DATA in str(error):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.ir.node_info import Section
-from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.node_info import Section, info_of
+from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.stages.capture.accumulation import gradients_behind
+from lightning_spmd.stages.capture.inputs import InputTable
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwaps
 from lightning_spmd.stages.capture.recorder import Recorder, in_section
 
@@ -81,3 +84,28 @@ class InGraph:
 
     def _note(self, gradients: Sequence[Tensor | None]) -> None:
         self.gradients += [self._recorder.argument(gradient) for gradient in gradients if gradient is not None]
+
+
+def mark_updates(graph: fx.Graph, inputs: InputTable, gradients: Sequence[fx.Node]) -> None:
+    """What is done to weights outside of ``step`` is an update too, and what is computed of gradients is clipping.
+
+    Updates work on chunks where state is in chunks.
+
+    Args:
+        graph: of a step.
+        inputs: its inputs.
+        gradients: what is in ``p.grad`` at some time.
+    """
+    roots = storage_roots(graph)
+    parameters = {node for node in inputs.nodes_of(InputRole.PARAMETER) if node in roots}
+    of_gradients = set(gradients)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        section = info_of(node).section
+        if any(roots[written] in parameters for written in written_arguments(node)):
+            section = Section.OPTIMIZER if section is Section.FORWARD else section
+        elif of_gradients.intersection(node.all_input_nodes):
+            section = Section.CLIP if section is Section.FORWARD else section
+            of_gradients.update([node] if section is Section.CLIP else [])
+        node.meta["info"] = replace(info_of(node), section=section)

@@ -20,12 +20,11 @@ from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
-from lightning_spmd.stages.capture.by_hand import mark_updates
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, tensors_in
 from lightning_spmd.stages.capture.follow.program import Live, Program
 from lightning_spmd.stages.capture.follow.values import Values
-from lightning_spmd.stages.capture.followed_by_hand import InGraph
+from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
 from lightning_spmd.stages.capture.host_scalar import HostScalar
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace

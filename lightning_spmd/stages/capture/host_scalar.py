@@ -27,13 +27,7 @@ Number = bool | int | float
 
 
 class ScalarRecorder(Protocol):
-    """Where arithmetic on scalars and decisions on their values are recorded.
-
-    Attributes:
-        settles: whether a yes or no is decided at once, because somebody asks whether it *is* ``True``.
-    """
-
-    settles: bool
+    """Where arithmetic on scalars and decisions on their values are recorded."""
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
         """The result of a function of numbers, computed again in every step."""
@@ -164,8 +158,6 @@ class HostScalar(_Answers):
         sample: a number of its kind, which may not be its value.
         is_read: whether it depends on what is read from a tensor.
         tensor: the tensor of which it is the only element, if it is as it was read.
-        is_settled: whether it is decided, and torch gives Python's own number in its place.
-        of_numpy: NumPy's type, where eager has a number of NumPy's, from which torch makes other tensors.
     """
 
     def __init__(
@@ -180,8 +172,6 @@ class HostScalar(_Answers):
         self.recorder = recorder
         self.is_read = later is not None
         self.tensor: torch.Tensor | None = None
-        self.is_settled = False
-        self.of_numpy: Any = None
         self._later = later
 
     @property
@@ -199,18 +189,11 @@ class HostScalar(_Answers):
         """Whether nobody has asked yet for a number that is read from a tensor."""
         return self._later is not None
 
-    def as_symbol(self) -> torch.SymInt | torch.SymFloat | torch.SymBool | bool:
+    def as_symbol(self) -> torch.SymInt | torch.SymFloat | torch.SymBool:
         """This number as the torch type that operators and Python code accept."""
         if isinstance(self.sample, bool):
-            settles = self.recorder.settles and self.of_numpy is None  # whose True is not Python's
-            return bool(self.recorder.decide(self)) if settles else torch.SymBool(self)
+            return torch.SymBool(self)
         return torch.SymInt(self) if isinstance(self.sample, int) else torch.SymFloat(self)
-
-    def as_plain(self) -> HostScalar:
-        """The same number as Python's own, as ``float(x)`` makes of NumPy's."""
-        plain = HostScalar(self.sample, self.node, self.recorder, (lambda: self.value) if self.is_unknown else None)
-        plain.is_read = self.is_read
-        return plain
 
     def argument(self) -> fx.Node | Number:
         """What stands for this number in a recorded call."""
@@ -227,11 +210,7 @@ class HostScalar(_Answers):
 
         def call(*others: Any) -> HostScalar:
             numbers = [o if isinstance(o, HostScalar) else HostScalar(o, None, self.recorder) for o in others]
-            result = self.recorder.scalar_call(function, (self, *numbers))
-            if self.recorder.settles and isinstance(result.sample, bool) and result.of_numpy is None:
-                self.recorder.decide(result)
-                result.is_settled = True
-            return result
+            return self.recorder.scalar_call(function, (self, *numbers))
 
         return call
 
@@ -244,7 +223,7 @@ class HostScalar(_Answers):
         return self.value
 
     def is_constant(self) -> bool:
-        return self.is_settled
+        return False
 
     def clone(self) -> HostScalar:
         return self

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from types import CodeType
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import GraphInput, InputRole
-from lightning_spmd.messages import batch_hook, the_step
-from lightning_spmd.stages.capture.code_facts import line_that_changes
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number
 from lightning_spmd.stages.capture.recorder import Recorder
 from lightning_spmd.stages.capture.user_code import user_location
@@ -41,7 +38,6 @@ class InputTable:
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
         self.live: dict[fx.Node, Tensor] = {}
         self._scalars: dict[tuple[InputRole, tuple[Any, ...]], Any] = {}
-        self._lent: list[tuple[str, Tensor, frozenset[str], dict[str, Any]]] = []
         recorder.on_constant = self._constant
 
     def _placeholder(self, role: InputRole, key: tuple[Any, ...], name: str, value: Any) -> fx.Node:
@@ -63,35 +59,11 @@ class InputTable:
             return known[1]
         fake = self._whole(live) if isinstance(live, DTensor) else self.fake_mode.from_tensor(live, static_shapes=True)
         self._fakes[id(live)] = (live, fake)
-        self._lend(name, live, fake)
+        vars(fake).update({k: v for k, v in vars(live).items() if k not in vars(fake).keys() | private.NAMES_OF_DTENSORS})
         node = self._placeholder(role, key, name, TensorSpec.of(fake))
         self.live[node] = live
         self.recorder.bind(fake, node)
         return fake
-
-    def _lend(self, name: str, live: Tensor, twin: Tensor) -> None:
-        """What users hang on parameters (``p._no_weight_decay``) is on their twins too."""
-        of_torch = vars(twin).keys() | private.NAMES_OF_DTENSORS
-        own = {key: value for key, value in vars(live).items() if key not in of_torch}
-        vars(twin).update(own)
-        self._lent.append((name, twin, frozenset(of_torch), own))
-
-    def complain_about_attributes(self, codes: Sequence[CodeType]) -> None:
-        """Raise if the step put something on a parameter or buffer: it is on its twin.
-
-        Raises:
-            CaptureError: naming it.
-        """
-        for name, twin, of_torch, own in self._lent:
-            now = {key: value for key, value in vars(twin).items() if key not in of_torch}
-            changed = [key for key in now.keys() | own.keys() if now.get(key, self) is not own.get(key, self)]
-            if changed:
-                key = min(changed)
-                raise CaptureError(
-                    f"{the_step()} changes {name}.{key}; that statement would run once, at capture, and never again. "
-                    f"Do it in {batch_hook('end')}",
-                    line_that_changes(codes, key),
-                )
 
     def _whole(self, live: DTensor) -> Tensor:
         """The fake twin of a tensor of which this rank holds a part: the graph sees all of it."""

@@ -13,7 +13,6 @@ from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.ir.layout import densely
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import InputRole, OutputRole
-from lightning_spmd.stages.capture import assigned
 from lightning_spmd.stages.capture.bf16_updates import in_float32
 from lightning_spmd.stages.capture.inputs import InputTable
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
@@ -56,9 +55,6 @@ class IterationTrace:
     def forward(self, batch: Any) -> Tensor | None:
         """Run the forward part; gives what the backward pass begins with, or None if the batch is skipped."""
         raise NotImplementedError
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step."""
 
     def twin(self, kind: str, fqn: str, tensor: Tensor) -> Tensor:
         """The input that a tensor of the module is."""
@@ -107,9 +103,8 @@ class IterationTrace:
                 self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
                 if request.clip is not None:
                     request.clip(optimizer)
-            self.before_step(optimizer)
             check_step(optimizer)
-            with in_section(self.recorder, Section.OPTIMIZER), assigned.unchanged_if_skipped(request, self.scaling):
+            with in_section(self.recorder, Section.OPTIMIZER):
                 self.scaling.step(optimizer, self._new_state)
         if self.scaling.found is not None:
             self.outputs.add(self.scaling.found, OutputRole.FOUND_INF, (), "found_inf")

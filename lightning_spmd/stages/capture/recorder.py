@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,20 +23,15 @@ from lightning_spmd.ir import onednn_lstm
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.ir.reads import READ
 from lightning_spmd.messages import the_step
-from lightning_spmd.stages.capture.caught import may_be_caught, raises
 from lightning_spmd.stages.capture.data_sizes import DataSizes
 from lightning_spmd.stages.capture.default_dtype import with_dtype
 from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
 from lightning_spmd.stages.capture.function_calls import FunctionCalls
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
 from lightning_spmd.stages.capture.known_values import KnownValues, draw_key
-from lightning_spmd.stages.capture.numpy_numbers import as_numpy_does, of_numpy_if
 from lightning_spmd.stages.capture.reads import Reads
 from lightning_spmd.stages.capture.symbolic_batch import as_argument
 from lightning_spmd.stages.capture.user_code import user_location
-
-if TYPE_CHECKING:
-    from lightning_spmd.stages.capture.frames import FrameWatch
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -66,7 +61,6 @@ class Recorder(private.TorchDispatchMode):
         self.decisions: list[tuple[fx.Node, Number, str]] = []
         self.constants: list[Tensor] = []
         self.on_constant: Callable[[Tensor], fx.Node] | None = None
-        self.watch: FrameWatch | None = None
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self.known = KnownValues()
         self._exposed: list[HostScalar] = []
@@ -74,7 +68,7 @@ class Recorder(private.TorchDispatchMode):
         self.data_sizes = DataSizes(self)
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
-        self.failing, self.settles = "", False
+        self.failing = ""
 
     # ------------------------------------------------------------------ values
     def bind(self, tensor: Tensor, node: fx.Node) -> None:
@@ -122,20 +116,12 @@ class Recorder(private.TorchDispatchMode):
     # ------------------------------------------------------------------ numbers
     def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
         """Record arithmetic on host numbers and return its result."""
-        if may_be_caught(function, operands):
-            self.decide(self.scalar_call(raises(function), operands))
-        watched = self.watch is not None and self.watch.pause()
-        try:
-            function = as_numpy_does(function, operands)
-            result, later = _computed(function, operands)
-            if all(o.node is None for o in operands):
-                return HostScalar(result, None, self)
-            node = self.graph.call_function(function, tuple(o.argument() for o in operands))
-            node.meta.update(val=result, info=self.info())
-            return of_numpy_if(function, operands, HostScalar(result, node, self, later))
-        finally:
-            if watched and self.watch is not None:
-                self.watch.go_on()
+        result, later = _computed(function, operands)
+        if all(o.node is None for o in operands):
+            return HostScalar(result, None, self)
+        node = self.graph.call_function(function, tuple(o.argument() for o in operands))
+        node.meta.update(val=result, info=self.info())
+        return HostScalar(result, node, self, later)
 
     def decide(self, scalar: HostScalar) -> Number:
         """Python code branches on a recorded number: remember the outcome as a guard."""
@@ -216,14 +202,7 @@ class Recorder(private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is private.FakeTensor:  # autograd asks twice a call
             return args[0].fake_device
-        watched = self.watch is not None and self.watch.pause()
-        try:
-            return self._dispatch(func, args, kwargs or {})
-        finally:
-            if watched and self.watch is not None:
-                self.watch.go_on()
-
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = kwargs or {}
         func, args = onednn_lstm.in_a_graph(func, args)
         if func.namespace in ("profiler", "prim") or func in _LOOKS:
             return func(*args, **kwargs)  # record_function of optimizers; reads of a tensor's device, layout, sizes

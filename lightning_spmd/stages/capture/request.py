@@ -1,4 +1,4 @@
-"""What is asked of capture, and what a trace of it found."""
+"""What is asked of capture."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.ir.steps import Variant
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.bf16_updates import Updates
 from lightning_spmd.stages.capture.follow.program import Program
-from lightning_spmd.stages.capture.holders import Entry
-from lightning_spmd.stages.capture.side_effects import Effect
 from lightning_spmd.stages.capture.symbolic_batch import OtherSizes
 
 
@@ -39,12 +36,9 @@ class CaptureRequest:
         clip: called with the optimizer between backward and step; None for no clipping.
         step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
         tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
-        moving: places of Python numbers that are to be inputs, by path.
-        assigned: places of Python state in which each run puts what the step puts there, by path.
         scaler: gives the GradScaler, enabled, that loss and gradients go through, or None.
         device: where training is.
         bf16_updates: how weights of bfloat16 are updated.
-        presumed: names of parameters that are taken to have a gradient, though they have none yet (by hand).
         came_late: says what came since the run began and keeps the step from being this graph, or None.
         sizes: with which sizes the batch is seen, if not its own.
         needed: parameters that get a gradient from another rank's own batch, whatever this one's reaches.
@@ -64,13 +58,10 @@ class CaptureRequest:
     clip: Callable[[Any], None] | None
     step_context: Callable[[], contextlib.AbstractContextManager[Any]]
     tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    moving: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
-    assigned: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
     scaler: Callable[[], Any] = lambda: None
     device: torch.device = torch.device("cpu")
     bf16_updates: Updates = "plain"
     came_late: Callable[[], str | None] = lambda: None
-    presumed: frozenset[str] = frozenset()
     needed: frozenset[str] = frozenset()
     sizes: OtherSizes | None = None
     answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])
@@ -89,18 +80,3 @@ class CaptureRequest:
         """What is entered while tracing."""
         with self.tracing_context(), contextlib.nullcontext() if self.sizes is None else self.sizes.active():
             yield
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one look at a step gave.
-
-    Args:
-        step: the graph.
-        effects: what the step had changed of Python's state; it was undone.
-        error: what tells the user of the first effect, or None.
-    """
-
-    step: CapturedStep
-    effects: list[Effect]
-    error: CaptureError | None
