@@ -25,7 +25,6 @@ from lightning_spmd.errors import (
     RankDisagreementError,
     RankLostError,
     SPMDError,
-    StaleGraphError,
     VerificationError,
 )
 from lightning_spmd.strategy.foreign_lightning import explain_in_pytorch_lightning
@@ -46,7 +45,6 @@ __all__ = [
     "RankLostError",
     "SPMDError",
     "SPMDStrategy",
-    "StaleGraphError",
     "StepStatistics",
     "VerificationError",
     "__version__",

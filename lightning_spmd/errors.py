@@ -72,17 +72,6 @@ def answered(errors: list[CaptureError]) -> None:
         made[:] = [error for error in made if all(error is not other for other in errors)]
 
 
-class StaleGraphError(SPMDError):
-    """The graph in use does not do any more what the Python code does, and nobody can say since when.
-
-    From time to time the step is traced again and compared with its graph. A value that is watched (module attributes,
-    counters, optimizer settings, plain objects) gets a new graph when it changes; one that cannot be watched (behind an
-    object of C, in a file, a clock, an iterator) shows itself here. The message names the line, what it was and what it
-    is, and since which step the graph may have been out of date: go back to a checkpoint before that one. Keep such a
-    value in a buffer or a plain attribute, or read it in a hook.
-    """
-
-
 class BatchError(SPMDError, ValueError):
     """The batch cannot be split over the data-parallel ranks.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._C import _DisableAutocast
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 # Where the text of compiled graphs is kept.
 from torch.fx.graph_module import _loader as _graph_sources
@@ -377,10 +378,17 @@ def last_learning_rate_readers(scheduler: Any) -> list[Callable[[], Any]]:
     return [lambda i=i: scheduler._last_lr[i] for i in range(count)]
 
 
-def is_shard_order_check(frame: FrameType) -> bool:
-    """Whether a comparison of placements is ``DTensorSpec._verify_shard_order``'s assertion.
+def leave_order_of_shards_alone(kind: type) -> None:
+    """Let ``DTensorSpec`` not check the order of shards where a placement of this class is among them.
 
-    torch 2.11 asserts with ``==`` that a sharded dimension's placement is a plain shard; without this no tensor could
-    lie in blocks there. Its operator cache compares with ``==`` as well, and must be told the truth.
+    It compares each with a plain shard, as of which ``kind`` is none (its operator cache compares as well, and must be
+    told the truth); it makes the same exception for its own strided shards. Without this no tensor could lie in blocks.
     """
-    return frame.f_code.co_name == "_verify_shard_order"
+    check = DTensorSpec._verify_shard_order
+
+    @functools.wraps(check)
+    def checked(self: Any, shard_order: Any) -> None:
+        if not any(isinstance(placement, kind) for placement in self.placements):
+            check(self, shard_order)
+
+    DTensorSpec._verify_shard_order = checked

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spmd.strategy.recheck import Rechecks
 from tests.strategy.small import Net, Quiet, assert_as_eager, run
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -18,11 +17,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adagrad": {},
 }
 """Fused; weight decay is 0, as the learning rate is in the first step of the warm-up."""
-
-
-@pytest.fixture(autouse=True)
-def nobody_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rechecks, "is_due", lambda *_: False)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

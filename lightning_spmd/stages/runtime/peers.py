@@ -8,12 +8,13 @@ knows whether it runs.
 from __future__ import annotations
 
 import contextlib
-import dis
+import linecache
 import os
 import re
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,8 +217,11 @@ def _innermost(error: BaseException) -> TracebackType | None:
 
 def _raised_in_python(error: BaseException) -> bool:
     """Whether a ``raise`` statement made it; an error from C++ comes up at a call."""
-    trace = _innermost(error)
-    return trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return False
+    line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0)
+    return line.encode()[frames[-1].colno or 0 :].startswith(b"raise")
 
 
 def _summary(error: BaseException) -> str:
