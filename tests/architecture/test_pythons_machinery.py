@@ -1,0 +1,64 @@
+"""Nothing depends on how CPython runs code: no bytecode, no profile hook, no frame by depth, nothing of Python's own replaced.
+
+What a step's Python does is found by running it. Each row is a way that was once taken and broke with a version of
+Python, or with a program that nobody had foreseen.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.architecture.test_architecture import FILES, TREES, imports
+
+_NAMES = re.compile(
+    r"^(co_code|co_consts|co_names|co_exceptiontable|f_lasti|tb_lasti|_getframe|setprofile|settrace|get_referrers|opmap)$"
+)
+_OF_PYTHON = {"builtins", "math", "numpy", "random", "logging", "np", "print", "float", "int", "bool", "str"}
+
+
+def _found(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _NAMES.match(node.attr):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAMES.match(node.value):
+            yield node.lineno, node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr" and node.args:
+            yield from _replaced(node.args[0], node.lineno)
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        for target in targets:
+            if isinstance(target, ast.Attribute):
+                yield from _replaced(target.value, node.lineno)
+
+
+def _replaced(owner: ast.expr, line: int) -> Iterator[tuple[int, str]]:
+    """An attribute of something of Python's own is set."""
+    while isinstance(owner, ast.Attribute):
+        owner = owner.value
+    if isinstance(owner, ast.Name) and owner.id in _OF_PYTHON:
+        yield line, f"{owner.id} is written to"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_reads_or_replaces_pythons_machinery(name: str) -> None:
+    found = [*_found(TREES[name]), *((line, dotted) for line, dotted in imports(name) if dotted in ("dis", "opcode"))]
+    assert not found, f"{name}: {found}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "frame.f_lasti",
+        "sys._getframe(1)",
+        "getattr(sys, 'setprofile')",
+        "builtins.print = mine",
+        "math.sqrt = mine",
+        "setattr(random, name, mine)",
+        "np.random.rand = mine",
+    ],
+)
+def test_each_way_is_found(text: str) -> None:
+    assert list(_found(ast.parse(text)))
