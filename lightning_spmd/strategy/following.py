@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.several_optimizers import parts_of
@@ -31,6 +31,7 @@ from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
+from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs
 from lightning_spmd.strategy.meeting import Call, Fingerprints, Meeting
 from lightning_spmd.strategy.replay import Recorded, log_global, replay
 from lightning_spmd.strategy.run_context import RunContext
@@ -340,10 +341,13 @@ class Following:
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
         step.on_values = self._flush
+        step.must_be_graph = must_be_graphs(context)
         wants: dict[Want, int] = {}
 
         def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
             source = step.source_if_known(tensor)
+            if source is None and isinstance(tensor, DTensor):  # no rank has all of it: a graph tells it
+                source = step.source_of(step.called(Tensor.detach, (tensor,), {}))
             if source is None:  # it is told as it is now, whoever writes into it later
                 return step.value_now(tensor)
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
@@ -355,6 +359,8 @@ class Following:
             talk.drop()
             if meeting is not None:
                 meeting.goes_eagerly(_in_words(step) or "")
+                if step.must_be_graph:
+                    raise NoEagerWay(meeting.reason or _in_words(step))
                 if meeting.runs_again:
                     raise Abandoned(_in_words(step))
 
@@ -386,6 +392,8 @@ class Following:
                 raise
         del tree
         step.end()
+        if step.is_eager and step.must_be_graph:  # the user's code swallowed that
+            raise NoEagerWay(_in_words(step))
         if step.is_eager:
             self._count_eager(FollowedStep(step, None, queue, (), None).reason or "")
             return FollowedStep(step, _resolved(returned), queue, (), None)
@@ -401,7 +409,7 @@ class Following:
         self._live.outside, self._live.numbers = step.outside, step.numbers
         program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live)
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
-        if self._taken[step.path] == 1 and len(self._taken) > NEW_PATHS:
+        if self._taken[step.path] == 1 and len(self._taken) > NEW_PATHS and not step.must_be_graph:
             step.eagerly("it takes a path that no step took before")
             return FollowedStep(step, _resolved(returned), queue, (), None)
         mark = step.mark if meeting is None else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
@@ -491,11 +499,6 @@ class Following:
         What runs behind ``training_step`` is captured, and does not run: it must be code that is known.
         """
         module, optimizer, mesh = context.module, context.optimizer, context.mesh
-        in_parts = mesh is not None and mesh.batch_size != math.prod(mesh.sizes.values())
-        if in_parts or (mesh is not None and context.plan(variant).shards_parameters):
-            return "parameters or sequences are in parts"
-        if mesh is not None and context.plan(variant).needs_graphs and not variant.apply:
-            return "gradients in parts are held"
         if variant.pauses:
             return "hooks look at gradients"
         if context.bf16_updates != "plain":  # no step of which may run eagerly

@@ -33,7 +33,7 @@ from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
 from lightning_spmd.strategy.choice import Ballot, agreed
 from lightning_spmd.strategy.following import FollowedStep, Following, RanEagerly
 from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
-from lightning_spmd.strategy.last_resort import train_eagerly
+from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs, train_eagerly
 from lightning_spmd.strategy.meeting import Done, Meeting, all_are_rows, may_be_of_all_ranks
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
@@ -158,7 +158,7 @@ class TrainingIteration:
         self.table.open.note(batch)
         if self.table.open.wanted(batch, self.table.step_key(request)):  # one graph is made for all sizes
             return False
-        return self.context.mesh is None or may_be_of_all_ranks(batch)
+        return not self._has_part or may_be_of_all_ranks(batch)
 
     def _run_followed(
         self,
@@ -193,9 +193,13 @@ class TrainingIteration:
                         executable, outputs = self._graph_of_followed(following, followed, request, meeting)
                     except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
                         self.flush()
+                        if must_be_graphs(self.context):
+                            train_eagerly(self.context, str(error))
                         following.graph_failed(str(error))
                         followed.for_good(str(error))
                         raise RanEagerly(followed.returned, str(error)) from None
+                except NoEagerWay as error:
+                    train_eagerly(self.context, str(error))
                 except Abandoned as abandoned:
                     tell(f"strategy='spmd' runs training_step a second time for one batch: {abandoned}")
                     raise _NotFollowed from None

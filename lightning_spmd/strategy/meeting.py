@@ -51,6 +51,7 @@ class Meeting:
         rows: of all ranks.
         split: by data rank.
         is_eager: the ranks have agreed to go on eagerly.
+        reason: why, as the first of them says.
         calls: gives those of the step so far.
         was_told_draws: says whether Python has read something behind random numbers.
         runs_again: on some rank it has, and the step cannot go on: each rank has drawn its part of these numbers, and
@@ -70,6 +71,7 @@ class Meeting:
         if request.batch is None:
             raise ValueError("a step without a batch has no Python that runs")
         self.is_eager, self._is_first = False, is_first
+        self.reason = ""
         self.calls: Callable[[], list[Call]] = list
         self.was_told_draws: Callable[[], bool] = bool
         self.runs_again = False
@@ -181,8 +183,8 @@ class Meeting:
         if len({state for _, state, _ in sides}) > 1 and self._context.streams is not None:  # all ranks draw the same
             self._streams.enter_context(self._context.streams.active())
             self._context.streams.select((), 0)
-        reasons = [told for told, _, _ in sides if told is not None]
-        return reasons[0] if reasons else ""
+        self.reason = next((told for told, _, _ in sides if told is not None), "")
+        return self.reason
 
     def _difference(self) -> str:
         """What the ranks' steps do not have in common, in words.
