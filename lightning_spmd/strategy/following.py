@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
-from lightning_spmd.stages.capture.follow.follower import Abandoned, Follower, Step
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
 from lightning_spmd.stages.capture.follow.notes import Given, Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
@@ -33,7 +32,8 @@ from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs
 from lightning_spmd.strategy.meeting import Call, Fingerprints, Meeting
-from lightning_spmd.strategy.replay import Recorded, log_global, replay
+from lightning_spmd.strategy.own_meeting import logs_of, of_all_ranks
+from lightning_spmd.strategy.replay import Recorded, replay
 from lightning_spmd.strategy.run_context import RunContext
 
 MOST_EAGER = 8
@@ -129,6 +129,22 @@ class FollowedStep:
             self._step.by_hand.settle()
         return [by_want[want] for want in self._wants]
 
+    def ran_eagerly(self, meeting: Meeting | None) -> RanEagerly:
+        """What is raised once the step has run for good."""
+        returned = self.returned if meeting is None else meeting.weighed(self.returned, self.queue.rows)
+        return RanEagerly(returned, self.reason or "")
+
+    def of_all_ranks(self, loss: Tensor, logged: Sequence[Any]) -> None:
+        """On a rank's own batch: what is shown is of all ranks' batches.
+
+        Args:
+            loss: of all ranks.
+            logged: value and rows of each ``self.log``.
+        """
+        mine = self.returned.get("loss") if isinstance(self.returned, dict) else self.returned
+        self.returned = map_leaves(lambda _, leaf: loss if leaf is mine else leaf, self.returned)
+        self.queue.calls = of_all_ranks(self.queue.calls, logged)
+
     def logged(self, results: Sequence[Any]) -> None:
         """The queued calls were made, with these results."""
         self.queue.done(results)
@@ -189,6 +205,8 @@ class _Talk:
         Raises:
             CannotBeFollowed: another rank goes on eagerly.
         """
+        if self._meeting is not None and self._meeting.is_own and self._step.must_be_graph:
+            raise CannotBeFollowed("a value is read on each rank's own batch, and the ranks have parts of parameters")
         first = self.conversation is None
         gives = not self._is_over and (self._can_begin() if first else self._takes_its_path())
         if self._meeting is not None:
@@ -196,7 +214,8 @@ class _Talk:
         if not gives or self._likely is None:
             self.drop()
             # a graph of the beginning changes nothing, so no optimizer steps in it: the whole batch is gathered instead
-            return None if self._meeting is None or self._step.by_hand is not None else self._of_the_beginning()
+            alone = self._meeting is None or self._meeting.is_own or self._step.by_hand is not None
+            return None if alone else self._of_the_beginning()
         if self.conversation is None:
             self.conversation = self._begin(self._likely.executable)
         return self.conversation.values(None if first else self._numbers())
@@ -335,8 +354,9 @@ class Following:
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
         step = Step(self._follower, given)
         del given
-        step.whole = None if meeting is None else meeting.whole
+        step.whole = None if meeting is None or meeting.is_own else meeting.whole
         if meeting is not None:
+            step.draws_elsewhere = True
             step.stand_ins = meeting.stand_ins
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
@@ -367,8 +387,7 @@ class Following:
         step.on_read, step.before_eager = talk.values, before_eager
         queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
         if meeting is not None:
-            queue.log_now = functools.partial(log_global, rows=meeting.rows)
-            queue.part = meeting.part
+            queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
         hand = None if self._by_hand is None else self._by_hand.of(step)
         with contextlib.ExitStack() as around:
@@ -403,16 +422,22 @@ class Following:
         del loss
         for made in step.kept():
             wants.setdefault(Want(made, OutputRole.LOGGED), len(wants))
-        free = frozenset(step.numbers)
+        free, is_own = frozenset(step.numbers), meeting is not None and meeting.is_own
+        logs = logs_of(queue.calls, list(wants), self._live) if is_own else ()
         all_wants = self._wants.setdefault((step.path, free), {})
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers = step.outside, step.numbers
-        program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live)
+        program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs)
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
-        if self._taken[step.path] == 1 and len(self._taken) > NEW_PATHS and not step.must_be_graph:
+        may_wait = not step.must_be_graph and not is_own
+        if self._taken[step.path] == 1 and len(self._taken) > NEW_PATHS and may_wait:
             step.eagerly("it takes a path that no step took before")
             return FollowedStep(step, _resolved(returned), queue, (), None)
-        mark = step.mark if meeting is None else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
+        mark = (
+            step.mark
+            if meeting is None or is_own
+            else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
+        )
         return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
 
     def _calls_of(self, step: Step) -> list[Call]:
@@ -482,7 +507,8 @@ class Following:
             taken = {position for call in calls if call.method in METHODS for position in wanted_by(call)}
             values = [meeting.part(v) if i in taken else v for i, v in enumerate(values)]
         recorded, is_global = Recorded(calls, {}), meeting is not None
-        queue.done(replay(self._context.module, recorded, values, batch.values, rows, is_global=is_global))
+        log = None if meeting is None else meeting.log_now
+        queue.done(replay(self._context.module, recorded, values, batch.values, rows, is_global=is_global, log=log))
 
     def _count_eager(self, reason: str) -> None:
         self._eager += not any(name in reason for name in _ALWAYS_EAGER)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import weakref
 import zlib
@@ -26,10 +27,11 @@ from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.graph_table import Found
 from lightning_spmd.strategy.reading import whole_batch
+from lightning_spmd.strategy.replay import log_global
 from lightning_spmd.strategy.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.same_draws import as_on_rank_zero
 
-_READS, _DONE, _EAGER = 1, 2, 3
+_READS, DONE, _EAGER = 1, 2, 3
 """Why a rank meets the others."""
 _LARGE = 2**16
 """Bytes; more are not read in every step."""
@@ -57,6 +59,9 @@ class Meeting:
         runs_again: on some rank it has, and the step cannot go on: each rank has drawn its part of these numbers, and
             nobody can draw them again.
     """
+
+    is_own = False
+    """Each rank has a batch of its own."""
 
     def __init__(
         self,
@@ -131,6 +136,20 @@ class Meeting:
         begin = sum(self.split[:rank])
         return value[begin : begin + self.split[rank]]
 
+    @property
+    def log_now(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        """Makes a call of ``log`` in the step, given the module and the arguments."""
+        return functools.partial(log_global, rows=self.rows)
+
+    def weighed(self, returned: Any, rows: Any) -> Any:
+        """What a step that ran eagerly returned, with the loss of all ranks, and gradients whose mean is theirs.
+
+        Args:
+            returned: by the step.
+            rows: what it says of the size of its batch.
+        """
+        return returned
+
     # ------------------------------------------------------------------ where the ranks meet
     def reads(self, mark: int, graph: int | None) -> bool:
         """Python reads a value; whether all ranks have one graph that gives it.
@@ -144,7 +163,7 @@ class Meeting:
         """
         if self.is_eager:
             return False
-        return self._met(self.cast(_READS, mark, graph))
+        return self.met(self.cast(_READS, mark, graph))
 
     def goes_eagerly(self, reason: str) -> None:
         """This step goes on eagerly: the others learn it, if it is not theirs to say."""
@@ -159,14 +178,22 @@ class Meeting:
             mark: of the path.
             found: the graph that this rank would run.
         """
-        return Done(found, self.cast(_DONE, mark, found.index), self._met)
+        return Done(found, self.cast(DONE, mark, found.index), self.met)
 
     def cast(self, why: int, mark: int, graph: int | None, reason: str = "") -> Callable[[], Any]:
         """Begin to say why this rank is here."""
         self._reason = reason
         return self._control.cast(self._place, graph, why, mark)
 
-    def _met(self, count: Callable[[], Any]) -> bool:
+    def met(self, count: Callable[[], Any]) -> bool:
+        """All ranks are here; whether they have the same graph.
+
+        Args:
+            count: gives what they said.
+
+        Raises:
+            CannotBeFollowed: on all ranks; they go on eagerly.
+        """
         vote = count()
         fewest, most = vote.rows
         if most == _EAGER or fewest != most or vote.shape[0] != vote.shape[1]:

@@ -234,6 +234,7 @@ class Step(TorchFunctionMode):
         whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
             have a part each.
         must_be_graph: there is no other way to run such steps.
+        draws_elsewhere: on several ranks graphs draw other numbers than torch's generator gives.
         stale: tensors without memory, of a step that runs for good, and what they are now, by ``id``.
     """
 
@@ -244,7 +245,7 @@ class Step(TorchFunctionMode):
         self.notes: list[Note] = []
         self.outside: list[Tensor] = []
         self.reason: tuple[str, str | None] | None = None
-        self.is_apart = self.was_told_draws = self.must_be_graph = False
+        self.is_apart = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
         self.whole: Callable[[], Sequence[Tensor]] | None = None
         self.stand_ins: Collection[int] = ()
         self.stale: dict[int, tuple[Tensor, Tensor]] = {}
@@ -789,7 +790,7 @@ class Step(TorchFunctionMode):
             return mapped(leaf, value)
 
     def _values_so_far(self) -> Values:
-        if self.whole is not None and any(note.draws for note in self.notes):
+        if self.draws_elsewhere and any(note.draws for note in self.notes):
             raise CannotBeFollowed("a value is read behind random numbers, of which each rank draws its part")
         self.on_values()
         if self._preview is None:
