@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,11 @@ from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
+from lightning_spmd.stages.capture.follow.lists_of_rows import is_watched
 from lightning_spmd.stages.capture.follow.notes import Given, Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
+from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
 from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
@@ -42,6 +45,8 @@ _ALWAYS_EAGER = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "retai
 """A step that calls one of these is right as eager training's alone."""
 NEW_PATHS = 8
 """So many paths get a graph when a step takes them first; from then on when one takes them again."""
+NEW_PATHS_IN_PARTS = 64
+"""The same where a step that runs eagerly needs whole parameters; each shape of a batch has paths of its own."""
 
 
 class RanEagerly(Exception):
@@ -300,6 +305,7 @@ class Following:
         self._context, self._flush = context, flush
         self._follower = Follower(self._names, self._is_named)
         optimizer = context.optimizer
+        self._evaluates = optimizer is None
         self._by_hand = None
         if optimizer is not None and not context.module.automatic_optimization:
             self._by_hand = ByHand(parts_of(optimizer))
@@ -361,7 +367,7 @@ class Following:
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
         step.on_values = self._flush
-        step.must_be_graph = must_be_graphs(context)
+        step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
 
         def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
@@ -379,13 +385,19 @@ class Following:
             talk.drop()
             if meeting is not None:
                 meeting.goes_eagerly(_in_words(step) or "")
-                if step.must_be_graph:
-                    raise NoEagerWay(meeting.reason or _in_words(step))
-                if meeting.runs_again:
-                    raise Abandoned(_in_words(step))
+            if step.must_be_graph or self._evaluates:  # such a step begins anew, on whole parameters
+                raise NoEagerWay((meeting and meeting.reason) or _in_words(step))
+            if meeting is not None and meeting.runs_again:
+                raise Abandoned(_in_words(step))
 
         step.on_read, step.before_eager = talk.values, before_eager
         queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
+        if self._evaluates:
+            queue.logs_at_once = False  # the step may have to run again
+            if meeting is not None:
+                meeting.on_look = functools.partial(_looks_at_rows, step)
+            if meeting is not None and meeting.has_others_rows:
+                step.refuses_read = functools.partial(read_of_rows, step, rows=meeting.rows)
         if meeting is not None:
             queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
@@ -411,17 +423,20 @@ class Following:
                 raise
         del tree
         step.end()
-        if step.is_eager and step.must_be_graph:  # the user's code swallowed that
+        if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
             raise NoEagerWay(_in_words(step))
         if step.is_eager:
             self._count_eager(FollowedStep(step, None, queue, (), None).reason or "")
             return FollowedStep(step, _resolved(returned), queue, (), None)
         self._graphs += 1
         loss = returned.get("loss") if isinstance(returned, dict) else returned
-        source = step.source_if_known(loss) if isinstance(loss, Tensor) and hand is None else None
+        has_loss = hand is None and not self._evaluates
+        source = step.source_if_known(loss) if isinstance(loss, Tensor) and has_loss else None
         del loss
+        # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
+        role = OutputRole.STEP_OUTPUT if self._evaluates else OutputRole.LOGGED
         for made in step.kept():
-            wants.setdefault(Want(made, OutputRole.LOGGED), len(wants))
+            wants.setdefault(Want(made, role), len(wants))
         free, is_own = frozenset(step.numbers), meeting is not None and meeting.is_own
         logs = logs_of(queue.calls, list(wants), self._live) if is_own else ()
         all_wants = self._wants.setdefault((step.path, free), {})
@@ -430,7 +445,8 @@ class Following:
         program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs)
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
         may_wait = not step.must_be_graph and not is_own
-        if self._taken[step.path] == 1 and len(self._taken) > NEW_PATHS and may_wait:
+        most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
+        if self._taken[step.path] == 1 and len(self._taken) > most and may_wait:
             step.eagerly("it takes a path that no step took before")
             return FollowedStep(step, _resolved(returned), queue, (), None)
         mark = (
@@ -525,6 +541,8 @@ class Following:
         What runs behind ``training_step`` is captured, and does not run: it must be code that is known.
         """
         module, optimizer, mesh = context.module, context.optimizer, context.mesh
+        if not variant.backward:
+            return None
         if variant.pauses:
             return "hooks look at gradients"
         if context.bf16_updates != "plain":  # no step of which may run eagerly
@@ -566,9 +584,15 @@ def _unnamed_tensors(step: Step) -> Iterator[Tensor]:
                 yield step.outside[number]
 
 
+def _looks_at_rows(step: Step, path: str) -> None:
+    """Python is about to look at a list with an entry for each of this rank's rows."""
+    if not step.is_apart and not step.is_eager:
+        step.eagerly(f"it looks at batch{path}, which has an entry for each of this rank's rows")
+
+
 def _resolved(returned: Any) -> Any:
     """What a step returned, with metrics' values as they are."""
-    return map_leaves(lambda _, leaf: known(leaf), returned)
+    return map_leaves(lambda _, leaf: leaf.itself if is_watched(leaf) else known(leaf), returned)
 
 
 def with_loss(returned: Any) -> Any:

@@ -49,8 +49,8 @@ MOST_BEGINNINGS = 16
 """Graphs of beginnings of steps that are kept."""
 
 
-class _NotFollowed(Exception):
-    """Control flow, on all ranks: a graph stands for the step's Python."""
+class NotFollowed(Exception):
+    """Control flow, on all ranks: the step's Python does not run on placeholders; the text says why, where known."""
 
 
 class TrainingIteration:
@@ -119,7 +119,7 @@ class TrainingIteration:
                 except NoGlobalBatch as reason:
                     self.own_batches.begin(str(reason))
                     return self._run_followed(self.following, batch_tree, arguments, variant, clip)
-            except _NotFollowed:
+            except NotFollowed:
                 self.following = None
         if isinstance(self.gradients, LiveGradients):
             self.gradients.look_again(self._builder.state_mesh)
@@ -179,7 +179,7 @@ class TrainingIteration:
 
         Raises:
             RanEagerly: it ran as eager training's.
-            _NotFollowed: on all ranks; it has not run, or must run once more.
+            NotFollowed: on all ranks; it has not run, or must run once more.
         """
         own = self.own_batches.are_used
         if own and variant.pauses:
@@ -191,7 +191,7 @@ class TrainingIteration:
             part = self.table.step_key(request)
             can = self._can_be_followed(following, request, batch)
             if self.context.mesh is None and not can:
-                raise _NotFollowed
+                raise NotFollowed
             meeting = self._meeting(request, can)
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
@@ -213,7 +213,7 @@ class TrainingIteration:
                     train_eagerly(self.context, str(error))
                 except Abandoned as abandoned:
                     tell(f"strategy='spmd' runs training_step a second time for one batch: {abandoned}")
-                    raise _NotFollowed from None
+                    raise NotFollowed from None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
         found = resolve(executable.captured.returned, outputs, ())
@@ -234,7 +234,7 @@ class TrainingIteration:
         """All ranks are at this step, with batches that are one; None on one device.
 
         Raises:
-            _NotFollowed: on all ranks; one of them cannot.
+            NotFollowed: on all ranks; one of them cannot.
         """
         control, mesh, batch = self.context.control, self.context.mesh, request.batch
         if control is None or mesh is None or batch is None:
@@ -242,7 +242,7 @@ class TrainingIteration:
         moment = self._moment(request)
         if request.variant.own_batch:
             if not self._own.meet(control, request, moment, can_be_followed):
-                raise _NotFollowed
+                raise NotFollowed
             return OwnMeeting(self.context, control, request, (), moment.place, is_first=False)
         try:
             found = Ballot(control, mesh, self.table, request, moment, follows=can_be_followed).result()
@@ -252,7 +252,7 @@ class TrainingIteration:
             raise
         is_first, self._met = not self._met, True
         if found.index is None or (is_first and not all_are_rows(control, batch)):
-            raise _NotFollowed
+            raise NotFollowed
         return Meeting(self.context, control, request, found.split, moment.place, is_first=is_first)
 
     def _run_beginning(

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
-from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
+from lightning_spmd.stages.capture.follow.lists_of_rows import watched
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.graph_table import Found
@@ -55,6 +56,7 @@ class Meeting:
         is_eager: the ranks have agreed to go on eagerly.
         reason: why, as the first of them says.
         calls: gives those of the step so far.
+        on_look: told the path of a list with an entry for each of this rank's rows, before Python looks at it.
         was_told_draws: says whether Python has read something behind random numbers.
         runs_again: on some rank it has, and the step cannot go on: each rank has drawn its part of these numbers, and
             nobody can draw them again.
@@ -78,6 +80,7 @@ class Meeting:
         self.is_eager, self._is_first = False, is_first
         self.reason = ""
         self.calls: Callable[[], list[Call]] = list
+        self.on_look: Callable[[str], None] = lambda _: None
         self.was_told_draws: Callable[[], bool] = bool
         self.runs_again = False
         self.rows, self.split = sum(split), split
@@ -111,7 +114,7 @@ class Meeting:
 
     def taken(self) -> tuple[Any, list[Tensor]]:
         """The batch with what stands for its tensors, of those with rows for all ranks' rows; and these tensors."""
-        return _for_all_ranks(self._batch, self.rows)
+        return _for_all_ranks(self._batch, self.rows, lambda path: self.on_look(path))
 
     def whole(self) -> list[Tensor]:
         """The tensors of the batch with the rows of all ranks, who all ask for them."""
@@ -122,6 +125,11 @@ class Meeting:
             live = [self._batch.is_shared(index) for index in self._batch.tensors]
             self._whole = [t if is_live else t.clone() for t, is_live in zip(found, live, strict=True)]
         return self._whole
+
+    @property
+    def has_others_rows(self) -> bool:
+        """Whether other ranks have rows of the batch that this one has not."""
+        return len(self.split) > 1
 
     def part(self, value: Any) -> Any:
         """This rank's rows of a tensor that has those of all ranks; other values as they are."""
@@ -288,14 +296,18 @@ class Done:
         return self
 
 
-def may_be_of_all_ranks(batch: Batch) -> bool:
+def may_be_of_all_ranks(batch: Batch, *, lists: bool = False) -> bool:
     """Whether Python may be given a batch with the rows of all ranks in its tensors.
 
     Not where something beside them counts this rank's rows, has an entry for each, or may hold tensors of its own.
+
+    Args:
+        batch: the batch.
+        lists: what has an entry for each row may be there, if Python does not look at it.
     """
     others = [value for value in batch.values if not isinstance(value, Tensor)]
     plain = all(value is None or isinstance(value, (str, bytes, bool, int, float, complex)) for value in others)
-    return plain and not batch.has_lists_of_rows and not any(map(batch.counts_rows, batch.values))
+    return plain and (lists or not batch.has_lists_of_rows) and not any(map(batch.counts_rows, batch.values))
 
 
 def all_are_rows(control: ControlPlane, batch: Batch) -> bool:
@@ -306,7 +318,7 @@ def all_are_rows(control: ControlPlane, batch: Batch) -> bool:
     return all(same) or not any(same)
 
 
-def _for_all_ranks(batch: Batch, rows: int) -> tuple[Any, list[Tensor]]:
+def _for_all_ranks(batch: Batch, rows: int, on_look: Callable[[str], None]) -> tuple[Any, list[Tensor]]:
     """A batch with what stands for its tensors, and that."""
     stand_ins: dict[int, Tensor] = {}
     for index in batch.tensors:
@@ -318,12 +330,15 @@ def _for_all_ranks(batch: Batch, rows: int) -> tuple[Any, list[Tensor]]:
         stand_ins[index] = stand_in.requires_grad_() if live.requires_grad else stand_in
     count = -1
 
-    def leaf(_: str, value: Any) -> Any:
+    def leaf(path: str, value: Any) -> Any:
         nonlocal count
+        if batch.is_list_of_rows(value):
+            count += len(leaves(value))
+            return watched(value, functools.partial(on_look, path))
         count += 1
         return stand_ins.get(count, value)
 
-    tree = map_leaves(leaf, batch.tree)
+    tree = map_leaves(leaf, batch.tree, ends_at=batch.is_list_of_rows)
     return tree, [stand_ins[index] for index in batch.tensors]
 
 

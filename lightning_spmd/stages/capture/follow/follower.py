@@ -254,6 +254,7 @@ class Step(TorchFunctionMode):
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
         self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
+        self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
         self.by_hand: HandStep | None = None
         self._here = follower.root()
         self._held: list[tuple[Any, Any]] = []
@@ -719,6 +720,8 @@ class Step(TorchFunctionMode):
                 )
             with self.beside():
                 return func(*args, **kwargs)
+        if (reason := self.refuses_read(func, mine)) is not None:
+            self.eagerly(reason)
         source = self._sources.get(id(args[0])) if args else None
         fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
         history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__

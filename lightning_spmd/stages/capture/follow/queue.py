@@ -162,6 +162,7 @@ class Queue:
 
     Attributes:
         is_open: whether calls are queued; else they are made at once.
+        logs_at_once: whether what is logged first, and no tensor, is logged where the step logs it.
         log_now: makes a call of ``log`` at once, given the module and the arguments.
         part: on several ranks, what of a tensor a metric of this rank takes that is not queued.
         is_own: values are those of a rank's own batch, and become all ranks': numbers are queued like others.
@@ -177,7 +178,7 @@ class Queue:
     ) -> None:
         self._beside = beside
         self.calls: list[RecordedCall] = []
-        self.is_open = True
+        self.is_open = self.logs_at_once = True
         self.log_now: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] = _log
         self.part: Callable[[Any], Any] | None = None
         self.is_own, self.rows = False, None
@@ -244,8 +245,8 @@ class Queue:
                 raise ValueError(
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
-            plain = not self.calls and not isinstance(value, (Tensor, MetricResult, Metric))
-            if plain and not self.is_own:  # the step may ask for it
+            at_once = self.logs_at_once and not self.calls and not self.is_own  # the step may ask for it
+            if at_once and not isinstance(value, (Tensor, MetricResult, Metric)):
                 with self._beside():
                     self.log_now(module, (name, value, *args), kwargs)
                 return
