@@ -37,6 +37,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     mapped,
     tensors_in,
 )
+from lightning_spmd.stages.capture.follow.packed import PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
 from lightning_spmd.stages.capture.follow.worlds import World
@@ -273,6 +274,7 @@ class Step(TorchFunctionMode):
         """Calls inside are followed."""
         with (
             self.follower.unseen.replaced(self._apply, self._run_first),
+            PackedSequences(self).replaced(),
             self._below,
             self,
         ):
