@@ -292,8 +292,8 @@ def mark_stepped(optimizer: Any) -> None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identity of the tensor's storage; fake tensors have no data pointer to compare."""
-    return tensor.untyped_storage()._cdata
+    """Identity of the tensor's storage, or its part's; fake tensors have no data pointer to compare."""
+    return local_tensor(tensor).untyped_storage()._cdata
 
 
 # DTensor keeps the strategies that it and users register per operator in its dispatcher's propagator; there is no

@@ -112,7 +112,7 @@ def _forward(
         return _forward_shapes(input, lengths, hx, weights, *settings)
     reserve = input.new_empty(1)
     leaves = _leaves([input, *hx, *weights], [how.train] * (1 + len(hx) + len(weights)))
-    results = _in_dtypes(how, leaves, lengths, len(hx))
+    results = computed_eagerly(how, leaves, lengths, len(hx))
     if how.train:
         reserve.kept = _Kept(leaves, results, lengths, _places([*leaves, lengths]))  # type: ignore[attr-defined]
     return [*(r.detach().contiguous() for r in results), reserve]
@@ -137,7 +137,7 @@ def _backward(
         leaves, results = kept.leaves, kept.results
     else:  # a rank may have parts now of what it had whole
         leaves = _leaves(tensors, wanted)
-        results = _in_dtypes(how, leaves, lengths, len(hx))
+        results = computed_eagerly(how, leaves, lengths, len(hx))
     asked = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants]
     given = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None]
     with torch.enable_grad():  # made last, they come first in the backward pass
@@ -240,7 +240,7 @@ def _casts(how: Settings, device: str) -> contextlib.AbstractContextManager[Any]
     return torch.autocast(device, dtype=how.autocast, cache_enabled=how.cached)
 
 
-def _in_dtypes(how: Settings, tensors: Sequence[Tensor], lengths: Tensor, states: int) -> list[Tensor]:
+def computed_eagerly(how: Settings, tensors: Sequence[Tensor], lengths: Tensor, states: int) -> list[Tensor]:
     """The same in the dtypes that the graph knows: of a rank's rows alone they may be others."""
     results = _computed(how, tensors, lengths, states)
     with torch.set_grad_enabled(how.train):

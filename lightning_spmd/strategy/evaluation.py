@@ -7,37 +7,54 @@ logged values are global, metrics and predictions stay with the rank that has th
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, fx
 from typing_extensions import override
 
-from lightning_spmd.errors import BatchError
+from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementError
 from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Shard
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import CapturedStep, Variant
-from lightning_spmd.messages import warn
+from lightning_spmd.messages import speaking_of, warn
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.strategy.iteration import TrainingIteration
+from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
+from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
+from lightning_spmd.strategy.as_before import AsBefore
+from lightning_spmd.strategy.boundary import ends_no_loop
+from lightning_spmd.strategy.following import EndedByUser, Following
+from lightning_spmd.strategy.iteration import NotFollowed, TrainingIteration
+from lightning_spmd.strategy.last_resort import NoEagerWay
+from lightning_spmd.strategy.meeting import may_be_of_all_ranks
+from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.places import Moment, evaluation_moment
+from lightning_spmd.strategy.replay import Recorded, replay, resolve
 from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
+_CANNOT = NotFollowed, NoEagerWay, CannotBeFollowed, CannotBeBuilt, FirstRunError, CaptureError, BatchError
+"""What says, on all ranks, that a step can be no graph."""
 
 
 class EvaluationSteps(TrainingIteration):
     """The graphs of one run's validation, test and predict steps.
 
-    They are found, agreed on, built and run as those of training; what differs is what is captured, where random
-    numbers come from, and that one method may run eagerly while the others stay graphs.
+    They are followed, agreed on, built and run as those of training; what differs is what is captured, where random
+    numbers come from, and that one method may run eagerly while the others stay graphs. A step that cannot be followed
+    begins anew: in the middle of it no rank has whole parameters.
     """
+
+    follows = False  # of training's
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -45,6 +62,7 @@ class EvaluationSteps(TrainingIteration):
         self._method = ""
         self._discard = False
         self._now: Moment | None = None
+        self._followings: dict[str, Following] = {}
         self._row_outputs = WeakKeyDictionary[Executable, dict[int, list[int]]]()
 
     def evaluate(self, method: str, args: tuple[Any, ...], *, turns: bool = False, discard: bool = False) -> Any:
@@ -78,20 +96,78 @@ class EvaluationSteps(TrainingIteration):
             trainer = self.context.trainer
             place = (trainer.global_step, trainer.current_epoch, method, *sorted(arguments.items()))
             self.context.streams.tick = stable_hash(place)
+        before = AsBefore(self.context.module, tensors=not discard)
         try:
-            return self.run(batch, arguments, Variant.evaluation(method), None)
-        except BatchError as error:  # training asks for other batches; here each rank can go on with its own
-            self._fall_back(str(error))
+            returned = self._followed(batch, arguments, Variant.evaluation(method))
+        except _CANNOT as error:
+            self.flush()
+            before.put_back()
+            self._fall_back(self._reason(error))
+        except EndedByUser as ended:
+            raise ended.error from None
+        if not discard:
+            return returned
+        before.put_back()
+        return None
+
+    @ends_no_loop
+    def _followed(self, batch_tree: Any, arguments: dict[str, Any], variant: Variant) -> Any:
+        """Run the user's Python on what stands for the batch of all ranks, and its graph."""
+        following = self._followings.get(variant.method)
+        is_first = following is None
+        if following is None:
+            following = self._followings[variant.method] = Following(self.context, self.flush)
+        batch = Batch(batch_tree, self._shared, part=self._has_part)
+        with speaking_of(variant.method):
+            request = self._request(batch, arguments, variant, None)
+            part = self.table.step_key(request)
+            reason = self._why_not(following, request, batch)
+            if self.context.mesh is None and reason is not None:
+                raise NotFollowed(reason)
+            self._met = not is_first
+            try:
+                meeting = self._meeting(request, reason is None)
+            except NotFollowed as error:
+                raise NotFollowed(str(error) or reason or "") from None
+            beginning = functools.partial(self._run_beginning, request, meeting)
+            with contextlib.nullcontext() if meeting is None else meeting.ends():
+                try:
+                    with torch.inference_mode(mode=False), torch.no_grad():  # the former's tensors know no versions
+                        followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
+                    request = dataclasses.replace(request, program=followed.program)
+                    executable, outputs = self._graph_of_followed(following, followed, request, meeting)
+                except RankDisagreementError as error:  # on its own rows each rank may do what it does
+                    raise NotFollowed(str(error)) from None
+        if followed.program is not None:
+            following.ran(followed.program, executable, part, self._found.index)
+        values = followed.fill(resolve(executable.captured.returned, self._own_rows(executable, outputs), ()))
+        if self._discard:
+            return None
+        with self.context.step_context(variant.method):
+            calls, rows = Recorded(followed.queue.calls, {}), 0 if meeting is None else meeting.rows
+            is_global = meeting is not None
+            followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
+        return followed.returned
+
+    def _why_not(self, following: Following, request: StepRequest, batch: Batch) -> str | None:
+        """Why this rank cannot run the step's Python on what stands for the batch of all ranks."""
+        if (reason := following.reason_not_to(self.context, request.variant)) is not None:
+            return reason
+        if self._has_part and not may_be_of_all_ranks(batch, lists=True):
+            return (
+                "its batch holds more than tensors of rows, numbers and texts, or a number that counts this rank's rows"
+            )
+        return None
+
+    def _reason(self, error: BaseException) -> str:
+        """Why the step is not followed; of all ranks, who are here together, the first one that knows."""
+        control = self.context.control
+        told = [str(error)] if control is None else control.gather(str(error))
+        return next(filter(None, told), "it cannot be followed")
 
     @override
     def _moment(self, request: StepRequest) -> Moment:
         return self._now or super()._moment(request)
-
-    @override
-    def _answer(self, executable: Executable, outputs: Sequence[Any], batch: Batch, rows: int) -> Any:
-        if self._discard:
-            return None
-        return super()._answer(executable, self._own_rows(executable, outputs), batch, rows)
 
     def _own_rows(self, executable: Executable, outputs: Sequence[Any]) -> Sequence[Any]:
         """Outputs of which every rank has the rows of all, as an operator without a sharding rule leaves them, cut."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.several_optimizers import parts_of
@@ -23,16 +23,20 @@ from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
-from lightning_spmd.stages.capture.follow.follower import Abandoned, Follower, Step
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
+from lightning_spmd.stages.capture.follow.lists_of_rows import is_watched
 from lightning_spmd.stages.capture.follow.notes import Given, Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
+from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
 from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
+from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs
 from lightning_spmd.strategy.meeting import Call, Fingerprints, Meeting
-from lightning_spmd.strategy.replay import log_global, replay
+from lightning_spmd.strategy.own_meeting import logs_of, of_all_ranks
+from lightning_spmd.strategy.replay import replay
 from lightning_spmd.strategy.run_context import RunContext
 
 MOST_EAGER = 8
@@ -41,6 +45,8 @@ _ALWAYS_EAGER = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "retai
 """A step that calls one of these is right as eager training's alone."""
 NEW_PATHS = 8
 """So many paths get a graph when a step takes them first; from then on when one takes them again."""
+NEW_PATHS_IN_PARTS = 64
+"""The same where a step that runs eagerly needs whole parameters; each shape of a batch has paths of its own."""
 
 
 class RanEagerly(Exception):
@@ -128,6 +134,22 @@ class FollowedStep:
             self._step.by_hand.settle()
         return [by_want[want] for want in self._wants]
 
+    def ran_eagerly(self, meeting: Meeting | None) -> RanEagerly:
+        """What is raised once the step has run for good."""
+        returned = self.returned if meeting is None else meeting.weighed(self.returned, self.queue.rows)
+        return RanEagerly(returned, self.reason or "")
+
+    def of_all_ranks(self, loss: Tensor, logged: Sequence[Any]) -> None:
+        """On a rank's own batch: what is shown is of all ranks' batches.
+
+        Args:
+            loss: of all ranks.
+            logged: value and rows of each ``self.log``.
+        """
+        mine = self.returned.get("loss") if isinstance(self.returned, dict) else self.returned
+        self.returned = map_leaves(lambda _, leaf: loss if leaf is mine else leaf, self.returned)
+        self.queue.calls = of_all_ranks(self.queue.calls, logged)
+
     def logged(self, results: Sequence[Any]) -> None:
         """The queued calls were made, with these results."""
         self.queue.done(results)
@@ -188,6 +210,8 @@ class _Talk:
         Raises:
             CannotBeFollowed: another rank goes on eagerly.
         """
+        if self._meeting is not None and self._meeting.is_own and self._step.must_be_graph:
+            raise CannotBeFollowed("a value is read on each rank's own batch, and the ranks have parts of parameters")
         first = self.conversation is None
         gives = not self._is_over and (self._can_begin() if first else self._takes_its_path())
         if self._meeting is not None:
@@ -195,7 +219,8 @@ class _Talk:
         if not gives or self._likely is None:
             self.drop()
             # a graph of the beginning changes nothing, so no optimizer steps in it: the whole batch is gathered instead
-            return None if self._meeting is None or self._step.by_hand is not None else self._of_the_beginning()
+            alone = self._meeting is None or self._meeting.is_own or self._step.by_hand is not None
+            return None if alone else self._of_the_beginning()
         if self.conversation is None:
             self.conversation = self._begin(self._likely.executable)
         return self.conversation.values(None if first else self._numbers())
@@ -280,6 +305,7 @@ class Following:
         self._context, self._flush = context, flush
         self._follower = Follower(self._names, self._is_named)
         optimizer = context.optimizer
+        self._evaluates = optimizer is None
         self._by_hand = None
         if optimizer is not None and not context.module.automatic_optimization:
             self._by_hand = ByHand(parts_of(optimizer))
@@ -334,16 +360,20 @@ class Following:
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
         step = Step(self._follower, given)
         del given
-        step.whole = None if meeting is None else meeting.whole
+        step.whole = None if meeting is None or meeting.is_own else meeting.whole
         if meeting is not None:
+            step.draws_elsewhere = True
             step.stand_ins = meeting.stand_ins
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
         step.on_values = self._flush
+        step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
 
         def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
             source = step.source_if_known(tensor)
+            if source is None and isinstance(tensor, DTensor):  # no rank has all of it: a graph tells it
+                source = step.source_of(step.called(Tensor.detach, (tensor,), {}))
             if source is None:  # it is told as it is now, whoever writes into it later
                 return step.value_now(tensor)
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
@@ -355,14 +385,21 @@ class Following:
             talk.drop()
             if meeting is not None:
                 meeting.goes_eagerly(_in_words(step) or "")
-                if meeting.runs_again:
-                    raise Abandoned(_in_words(step))
+            if step.must_be_graph or self._evaluates:  # such a step begins anew, on whole parameters
+                raise NoEagerWay((meeting and meeting.reason) or _in_words(step))
+            if meeting is not None and meeting.runs_again:
+                raise Abandoned(_in_words(step))
 
         step.on_read, step.before_eager = talk.values, before_eager
         queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
+        if self._evaluates:
+            queue.logs_at_once = False  # the step may have to run again
+            if meeting is not None:
+                meeting.on_look = functools.partial(_looks_at_rows, step)
+            if meeting is not None and meeting.has_others_rows:
+                step.refuses_read = functools.partial(read_of_rows, step, rows=meeting.rows)
         if meeting is not None:
-            queue.log_now = functools.partial(log_global, rows=meeting.rows)
-            queue.part = meeting.part
+            queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
         hand = None if self._by_hand is None else self._by_hand.of(step)
         with contextlib.ExitStack() as around:
@@ -386,25 +423,37 @@ class Following:
                 raise
         del tree
         step.end()
+        if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
+            raise NoEagerWay(_in_words(step))
         if step.is_eager:
             self._count_eager(FollowedStep(step, None, queue, (), None).reason or "")
             return FollowedStep(step, _resolved(returned), queue, (), None)
         self._graphs += 1
         loss = returned.get("loss") if isinstance(returned, dict) else returned
-        source = step.source_if_known(loss) if isinstance(loss, Tensor) and hand is None else None
+        has_loss = hand is None and not self._evaluates
+        source = step.source_if_known(loss) if isinstance(loss, Tensor) and has_loss else None
         del loss
+        # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
+        role = OutputRole.STEP_OUTPUT if self._evaluates else OutputRole.LOGGED
         for made in step.kept():
-            wants.setdefault(Want(made, OutputRole.LOGGED), len(wants))
-        free = frozenset(step.numbers)
+            wants.setdefault(Want(made, role), len(wants))
+        free, is_own = frozenset(step.numbers), meeting is not None and meeting.is_own
+        logs = logs_of(queue.calls, list(wants), self._live) if is_own else ()
         all_wants = self._wants.setdefault((step.path, free), {})
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers = step.outside, step.numbers
-        program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live)
+        program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs)
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
-        if self._taken[step.path] == 1 and len(self._taken) > NEW_PATHS:
+        may_wait = not step.must_be_graph and not is_own
+        most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
+        if self._taken[step.path] == 1 and len(self._taken) > most and may_wait:
             step.eagerly("it takes a path that no step took before")
             return FollowedStep(step, _resolved(returned), queue, (), None)
-        mark = step.mark if meeting is None else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
+        mark = (
+            step.mark
+            if meeting is None or is_own
+            else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
+        )
         return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
 
     def _calls_of(self, step: Step) -> list[Call]:
@@ -473,8 +522,8 @@ class Following:
             rows = meeting.rows
             taken = {position for call in calls if call.method in METHODS for position in wanted_by(call)}
             values = [meeting.part(v) if i in taken else v for i, v in enumerate(values)]
-        is_global = meeting is not None
-        queue.done(replay(self._context.module, calls, values, batch.values, rows, is_global=is_global))
+        is_global, log = meeting is not None, None if meeting is None else meeting.log_now
+        queue.done(replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log))
 
     def _count_eager(self, reason: str) -> None:
         self._eager += not any(name in reason for name in _ALWAYS_EAGER)
@@ -491,11 +540,8 @@ class Following:
         What runs behind ``training_step`` is captured, and does not run: it must be code that is known.
         """
         module, optimizer, mesh = context.module, context.optimizer, context.mesh
-        in_parts = mesh is not None and mesh.batch_size != math.prod(mesh.sizes.values())
-        if in_parts or (mesh is not None and context.plan(variant).shards_parameters):
-            return "parameters or sequences are in parts"
-        if mesh is not None and context.plan(variant).needs_graphs and not variant.apply:
-            return "gradients in parts are held"
+        if not variant.backward:
+            return None
         if variant.pauses:
             return "hooks look at gradients"
         if context.bf16_updates != "plain":  # no step of which may run eagerly
@@ -537,9 +583,15 @@ def _unnamed_tensors(step: Step) -> Iterator[Tensor]:
                 yield step.outside[number]
 
 
+def _looks_at_rows(step: Step, path: str) -> None:
+    """Python is about to look at a list with an entry for each of this rank's rows."""
+    if not step.is_apart and not step.is_eager:
+        step.eagerly(f"it looks at batch{path}, which has an entry for each of this rank's rows")
+
+
 def _resolved(returned: Any) -> Any:
     """What a step returned, with metrics' values as they are."""
-    return map_leaves(lambda _, leaf: known(leaf), returned)
+    return map_leaves(lambda _, leaf: leaf.itself if is_watched(leaf) else known(leaf), returned)
 
 
 def with_loss(returned: Any) -> Any:

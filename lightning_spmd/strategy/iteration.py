@@ -31,13 +31,14 @@ from lightning_spmd.strategy.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.building import Beginning, GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
 from lightning_spmd.strategy.choice import Ballot, agreed
-from lightning_spmd.strategy.following import FollowedStep, Following, RanEagerly
+from lightning_spmd.strategy.following import FollowedStep, Following
 from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
-from lightning_spmd.strategy.last_resort import train_eagerly
+from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs, train_eagerly
 from lightning_spmd.strategy.meeting import Done, Meeting, all_are_rows, may_be_of_all_ranks
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
-from lightning_spmd.strategy.own_graphs import OwnBallot, OwnGraphs
+from lightning_spmd.strategy.own_graphs import OwnBallot, OwnDone, OwnGraphs
+from lightning_spmd.strategy.own_meeting import OwnMeeting
 from lightning_spmd.strategy.places import Moment, training_moment
 from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import Recorded, replay, resolve
@@ -48,8 +49,8 @@ MOST_BEGINNINGS = 16
 """Graphs of beginnings of steps that are kept."""
 
 
-class _NotFollowed(Exception):
-    """Control flow, on all ranks: a graph stands for the step's Python."""
+class NotFollowed(Exception):
+    """Control flow, on all ranks: the step's Python does not run on placeholders; the text says why, where known."""
 
 
 class TrainingIteration:
@@ -113,8 +114,12 @@ class TrainingIteration:
             variant = dataclasses.replace(variant, accumulated=True)
         if self.following is not None and variant.backward:
             try:
-                return self._run_followed(self.following, batch_tree, arguments, variant, clip)
-            except _NotFollowed:
+                try:
+                    return self._run_followed(self.following, batch_tree, arguments, variant, clip)
+                except NoGlobalBatch as reason:
+                    self.own_batches.begin(str(reason))
+                    return self._run_followed(self.following, batch_tree, arguments, variant, clip)
+            except NotFollowed:
                 self.following = None
         if isinstance(self.gradients, LiveGradients):
             self.gradients.look_again(self._builder.state_mesh)
@@ -151,14 +156,16 @@ class TrainingIteration:
 
     def _can_be_followed(self, following: Following, request: StepRequest, batch: Batch) -> bool:
         """Whether this rank could run the step's Python as every step's."""
-        if following.ended is not None or self.own_batches.are_used:
+        if following.ended is not None:
             return False
         if Following.reason_not_to(self.context, request.variant) is not None:
             return False
+        if request.variant.own_batch:
+            return not request.variant.by_hand
         self.table.open.note(batch)
         if self.table.open.wanted(batch, self.table.step_key(request)):  # one graph is made for all sizes
             return False
-        return self.context.mesh is None or may_be_of_all_ranks(batch)
+        return not self._has_part or may_be_of_all_ranks(batch)
 
     def _run_followed(
         self,
@@ -172,37 +179,51 @@ class TrainingIteration:
 
         Raises:
             RanEagerly: it ran as eager training's.
-            _NotFollowed: on all ranks; it has not run, or must run once more.
+            NotFollowed: on all ranks; it has not run, or must run once more.
         """
-        batch = Batch(batch_tree, self._shared, part=self._has_part)
+        own = self.own_batches.are_used
+        if own and variant.pauses:
+            raise CannotShowError("batches are the ranks' own")
+        batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
         with speaking_of(variant.method):
+            variant = dataclasses.replace(variant, own_batch=own)
             request = self._request(batch, arguments, variant, clip)
             part = self.table.step_key(request)
             can = self._can_be_followed(following, request, batch)
             if self.context.mesh is None and not can:
-                raise _NotFollowed
+                raise NotFollowed
             meeting = self._meeting(request, can)
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
                     followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
                     if followed.program is None:
-                        raise RanEagerly(followed.returned, followed.reason or "")
+                        raise followed.ran_eagerly(meeting)
                     request = dataclasses.replace(request, program=followed.program)
                     try:
                         executable, outputs = self._graph_of_followed(following, followed, request, meeting)
                     except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
                         self.flush()
+                        if must_be_graphs(self.context):
+                            train_eagerly(self.context, str(error))
                         following.graph_failed(str(error))
                         followed.for_good(str(error))
-                        raise RanEagerly(followed.returned, str(error)) from None
+                        raise followed.ran_eagerly(meeting) from None
+                except NoEagerWay as error:
+                    train_eagerly(self.context, str(error))
                 except Abandoned as abandoned:
                     tell(f"strategy='spmd' runs training_step a second time for one batch: {abandoned}")
-                    raise _NotFollowed from None
+                    raise NotFollowed from None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
-        values = followed.fill(resolve(executable.captured.returned, outputs, ()))
+        found = resolve(executable.captured.returned, outputs, ())
+        values = followed.fill(found[: len(followed.program.wants)])
         rows, split = (0, self._found.split) if meeting is None else (meeting.rows, None)
+        if executable.captured.own_batch is not None:
+            rows = outputs[executable.captured.own_batch.rows]
+            rows = int(rows) if rows.device.type == "cpu" else rows  # a GPU need not be waited for
+            loss, *logged = found[len(followed.program.wants) :]
+            followed.of_all_ranks(loss, logged)
         self.ran = Ran.of(executable, rows, split, (self.table, self._own.table))
         with self.context.step_context(variant.method):
             calls, is_global = Recorded(followed.queue.calls, {}), meeting is not None
@@ -213,19 +234,25 @@ class TrainingIteration:
         """All ranks are at this step, with batches that are one; None on one device.
 
         Raises:
-            _NotFollowed: on all ranks; one of them cannot.
+            NotFollowed: on all ranks; one of them cannot.
         """
         control, mesh, batch = self.context.control, self.context.mesh, request.batch
         if control is None or mesh is None or batch is None:
             return None
         moment = self._moment(request)
+        if request.variant.own_batch:
+            if not self._own.meet(control, request, moment, can_be_followed):
+                raise NotFollowed
+            return OwnMeeting(self.context, control, request, (), moment.place, is_first=False)
         try:
             found = Ballot(control, mesh, self.table, request, moment, follows=can_be_followed).result()
-        except BatchError:  # there may be another way
-            raise _NotFollowed from None
+        except BatchError as error:  # on all ranks
+            if error.is_ragged:
+                self._may_go_local(request, str(error))
+            raise
         is_first, self._met = not self._met, True
         if found.index is None or (is_first and not all_are_rows(control, batch)):
-            raise _NotFollowed
+            raise NotFollowed
         return Meeting(self.context, control, request, found.split, moment.place, is_first=is_first)
 
     def _run_beginning(
@@ -260,7 +287,12 @@ class TrainingIteration:
         """
         tensors = [] if request.batch is None else request.batch.tensor_values
         done = None
-        if meeting is not None:
+        if meeting is not None and meeting.is_own:
+            done = self._own.done(request, meeting)
+            ahead = None if followed.has_begun else self._run_ahead(done, tensors)
+            if ahead is not None:
+                return ahead
+        elif meeting is not None:
             done = meeting.done(followed.mark, self.table.find(request, meeting.split))
             ahead = None if followed.has_begun else self._run_ahead(done, tensors)
             if ahead is not None:
@@ -377,7 +409,7 @@ class TrainingIteration:
         """
         if ballot is None or ballot.found.index is None or self._pending is not None:
             return None
-        side = self._own if isinstance(ballot, OwnBallot) else self
+        side = self._own if isinstance(ballot, OwnBallot | OwnDone) else self
         found, index = ballot.found, ballot.found.index
         executable = side.table.graph(index)
         if not executable.can_ask or (not isinstance(ballot, Done) and side.rechecks.is_due(index)):
@@ -416,7 +448,7 @@ class TrainingIteration:
     def _executable(self, request: StepRequest, ballot: Ballot | OwnBallot | Done | None) -> Executable:
         """The graph of a step, found or built."""
         table = self.table
-        if isinstance(ballot, OwnBallot):
+        if isinstance(ballot, OwnBallot | OwnDone):
             self._found = ballot.found
             return self._own_executable(request, ballot)
         if ballot is None:
@@ -476,10 +508,12 @@ class TrainingIteration:
         if self.context.mesh is not None and variant.forward and variant.backward and self.own_batches.may_be_used:
             raise NoGlobalBatch(reason)
 
-    def _own_executable(self, request: StepRequest, ballot: OwnBallot) -> Executable:
+    def _own_executable(self, request: StepRequest, ballot: OwnBallot | OwnDone) -> Executable:
         try:
             executable = self._own.executable(request, ballot)
         except CannotBeBuilt as error:
+            if request.program is not None:
+                raise
             self._fall_back(self.own_batches.refused(str(error)))
         self.flush()  # what another iteration left is not compared here
         self.own_batches.announce(executable)

@@ -12,6 +12,20 @@ from lightning_spmd.strategy.eager_semantics import averaged
 from lightning_spmd.strategy.run_context import FellBack, RunContext
 
 
+class NoEagerWay(BaseException):
+    """Control flow, on all ranks: a step whose Python is under way can be no graph, and run no other way.
+
+    No ``except Exception`` of the user's swallows it.
+    """
+
+
+def must_be_graphs(context: RunContext) -> bool:
+    """Whether no rank alone could run a step: of its parameters, or of the state of its optimizers, it has a part."""
+    plan = context.plan(Variant())
+    by_hand = context.optimizer is not None and not context.module.automatic_optimization
+    return context.mesh is not None and (plan.shards_parameters or (plan.needs_graphs and by_hand))
+
+
 def train_eagerly(context: RunContext, reason: str) -> NoReturn:
     """Go on eagerly, announced with the reason.
 

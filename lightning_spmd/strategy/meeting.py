@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import weakref
 import zlib
@@ -19,17 +20,19 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
-from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
+from lightning_spmd.stages.capture.follow.lists_of_rows import watched
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.graph_table import Found
 from lightning_spmd.strategy.reading import whole_batch
+from lightning_spmd.strategy.replay import log_global
 from lightning_spmd.strategy.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.same_draws import as_on_rank_zero
 
-_READS, _DONE, _EAGER = 1, 2, 3
+_READS, DONE, _EAGER = 1, 2, 3
 """Why a rank meets the others."""
 _LARGE = 2**16
 """Bytes; more are not read in every step."""
@@ -51,11 +54,16 @@ class Meeting:
         rows: of all ranks.
         split: by data rank.
         is_eager: the ranks have agreed to go on eagerly.
+        reason: why, as the first of them says.
         calls: gives those of the step so far.
+        on_look: told the path of a list with an entry for each of this rank's rows, before Python looks at it.
         was_told_draws: says whether Python has read something behind random numbers.
         runs_again: on some rank it has, and the step cannot go on: each rank has drawn its part of these numbers, and
             nobody can draw them again.
     """
+
+    is_own = False
+    """Each rank has a batch of its own."""
 
     def __init__(
         self,
@@ -70,7 +78,9 @@ class Meeting:
         if request.batch is None:
             raise ValueError("a step without a batch has no Python that runs")
         self.is_eager, self._is_first = False, is_first
+        self.reason = ""
         self.calls: Callable[[], list[Call]] = list
+        self.on_look: Callable[[str], None] = lambda _: None
         self.was_told_draws: Callable[[], bool] = bool
         self.runs_again = False
         self.rows, self.split = sum(split), split
@@ -104,7 +114,7 @@ class Meeting:
 
     def taken(self) -> tuple[Any, list[Tensor]]:
         """The batch with what stands for its tensors, of those with rows for all ranks' rows; and these tensors."""
-        return _for_all_ranks(self._batch, self.rows)
+        return _for_all_ranks(self._batch, self.rows, lambda path: self.on_look(path))
 
     def whole(self) -> list[Tensor]:
         """The tensors of the batch with the rows of all ranks, who all ask for them."""
@@ -115,6 +125,11 @@ class Meeting:
             live = [self._batch.is_shared(index) for index in self._batch.tensors]
             self._whole = [t if is_live else t.clone() for t, is_live in zip(found, live, strict=True)]
         return self._whole
+
+    @property
+    def has_others_rows(self) -> bool:
+        """Whether other ranks have rows of the batch that this one has not."""
+        return len(self.split) > 1
 
     def part(self, value: Any) -> Any:
         """This rank's rows of a tensor that has those of all ranks; other values as they are."""
@@ -129,6 +144,20 @@ class Meeting:
         begin = sum(self.split[:rank])
         return value[begin : begin + self.split[rank]]
 
+    @property
+    def log_now(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        """Makes a call of ``log`` in the step, given the module and the arguments."""
+        return functools.partial(log_global, rows=self.rows)
+
+    def weighed(self, returned: Any, rows: Any) -> Any:
+        """What a step that ran eagerly returned, with the loss of all ranks, and gradients whose mean is theirs.
+
+        Args:
+            returned: by the step.
+            rows: what it says of the size of its batch.
+        """
+        return returned
+
     # ------------------------------------------------------------------ where the ranks meet
     def reads(self, mark: int, graph: int | None) -> bool:
         """Python reads a value; whether all ranks have one graph that gives it.
@@ -142,7 +171,7 @@ class Meeting:
         """
         if self.is_eager:
             return False
-        return self._met(self.cast(_READS, mark, graph))
+        return self.met(self.cast(_READS, mark, graph))
 
     def goes_eagerly(self, reason: str) -> None:
         """This step goes on eagerly: the others learn it, if it is not theirs to say."""
@@ -157,14 +186,22 @@ class Meeting:
             mark: of the path.
             found: the graph that this rank would run.
         """
-        return Done(found, self.cast(_DONE, mark, found.index), self._met)
+        return Done(found, self.cast(DONE, mark, found.index), self.met)
 
     def cast(self, why: int, mark: int, graph: int | None, reason: str = "") -> Callable[[], Any]:
         """Begin to say why this rank is here."""
         self._reason = reason
         return self._control.cast(self._place, graph, why, mark)
 
-    def _met(self, count: Callable[[], Any]) -> bool:
+    def met(self, count: Callable[[], Any]) -> bool:
+        """All ranks are here; whether they have the same graph.
+
+        Args:
+            count: gives what they said.
+
+        Raises:
+            CannotBeFollowed: on all ranks; they go on eagerly.
+        """
         vote = count()
         fewest, most = vote.rows
         if most == _EAGER or fewest != most or vote.shape[0] != vote.shape[1]:
@@ -181,8 +218,8 @@ class Meeting:
         if len({state for _, state, _ in sides}) > 1 and self._context.streams is not None:  # all ranks draw the same
             self._streams.enter_context(self._context.streams.active())
             self._context.streams.select((), 0)
-        reasons = [told for told, _, _ in sides if told is not None]
-        return reasons[0] if reasons else ""
+        self.reason = next((told for told, _, _ in sides if told is not None), "")
+        return self.reason
 
     def _difference(self) -> str:
         """What the ranks' steps do not have in common, in words.
@@ -259,14 +296,18 @@ class Done:
         return self
 
 
-def may_be_of_all_ranks(batch: Batch) -> bool:
+def may_be_of_all_ranks(batch: Batch, *, lists: bool = False) -> bool:
     """Whether Python may be given a batch with the rows of all ranks in its tensors.
 
     Not where something beside them counts this rank's rows, has an entry for each, or may hold tensors of its own.
+
+    Args:
+        batch: the batch.
+        lists: what has an entry for each row may be there, if Python does not look at it.
     """
     others = [value for value in batch.values if not isinstance(value, Tensor)]
     plain = all(value is None or isinstance(value, (str, bytes, bool, int, float, complex)) for value in others)
-    return plain and not batch.has_lists_of_rows and not any(map(batch.counts_rows, batch.values))
+    return plain and (lists or not batch.has_lists_of_rows) and not any(map(batch.counts_rows, batch.values))
 
 
 def all_are_rows(control: ControlPlane, batch: Batch) -> bool:
@@ -277,7 +318,7 @@ def all_are_rows(control: ControlPlane, batch: Batch) -> bool:
     return all(same) or not any(same)
 
 
-def _for_all_ranks(batch: Batch, rows: int) -> tuple[Any, list[Tensor]]:
+def _for_all_ranks(batch: Batch, rows: int, on_look: Callable[[str], None]) -> tuple[Any, list[Tensor]]:
     """A batch with what stands for its tensors, and that."""
     stand_ins: dict[int, Tensor] = {}
     for index in batch.tensors:
@@ -289,12 +330,15 @@ def _for_all_ranks(batch: Batch, rows: int) -> tuple[Any, list[Tensor]]:
         stand_ins[index] = stand_in.requires_grad_() if live.requires_grad else stand_in
     count = -1
 
-    def leaf(_: str, value: Any) -> Any:
+    def leaf(path: str, value: Any) -> Any:
         nonlocal count
+        if batch.is_list_of_rows(value):
+            count += len(leaves(value))
+            return watched(value, functools.partial(on_look, path))
         count += 1
         return stand_ins.get(count, value)
 
-    tree = map_leaves(leaf, batch.tree)
+    tree = map_leaves(leaf, batch.tree, ends_at=batch.is_list_of_rows)
     return tree, [stand_ins[index] for index in batch.tensors]
 
 

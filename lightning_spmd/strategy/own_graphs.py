@@ -19,6 +19,7 @@ from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.choice import check_same_part, hash_of_step
 from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
+from lightning_spmd.strategy.meeting import DONE, Done, Meeting
 from lightning_spmd.strategy.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.places import Moment
 from lightning_spmd.strategy.recheck import Rechecks
@@ -57,7 +58,33 @@ class OwnGraphs:
         ready = found.index is not None and not self.rechecks.is_due(found.index)
         return OwnBallot(control, self.table, request, moment, found, self._exchanged(found) if ready else None)
 
-    def executable(self, request: StepRequest, ballot: OwnBallot) -> Executable:
+    def meet(self, control: ControlPlane, request: StepRequest, moment: Moment, can_be_followed: bool) -> bool:
+        """All ranks are at this step; whether all of them can run its Python.
+
+        Args:
+            control: messages among the ranks.
+            request: the step.
+            moment: where in the run it is.
+            can_be_followed: whether this rank can.
+
+        Raises:
+            RankDisagreementError: on every rank; they are not at the same batch, or about to do different things.
+            SIGTERMException: on every rank; one of them was told to stop.
+        """
+        shape = hash_of_step(self.table.step_key(request), None)
+        graph = 0 if can_be_followed else None
+        vote = control.cast(moment.place, graph, 0, shape, ends=moment.ends, told=moment.told)()
+        moment.check(control, vote)
+        if vote.shape[0] != vote.shape[1]:
+            check_same_part(control, self.table, request)
+        return not vote.missing
+
+    def done(self, request: StepRequest, meeting: Meeting) -> OwnDone:
+        """The exchange once the Python of a step is done, begun."""
+        found = self.table.find(request, ())
+        return OwnDone(found, meeting.cast(DONE, 0, self._exchanged(found)), meeting.met)
+
+    def executable(self, request: StepRequest, ballot: OwnBallot | OwnDone) -> Executable:
         """This rank's graph of a step, found or built.
 
         Raises:
@@ -118,6 +145,8 @@ class OwnGraphs:
     def _looked_at(self, request: StepRequest, found: Found) -> tuple[Found, str | None]:
         """Ranks for which it is time trace their graph again; (the graph if it is right, why none may be built)."""
         control = self._context.control
+        if request.program is not None:
+            return found, None
         due = found.index is not None and self.rechecks.is_due(found.index)
         if control is None or not any(control.gather(due)):
             return found, None
@@ -133,6 +162,10 @@ class OwnGraphs:
             return found, None
         refusal = None if self.table.drop(found) else stale.text
         return dataclasses.replace(found, index=None, reason=None), refusal
+
+
+class OwnDone(Done):
+    """The same once the Python of a step is done, on a batch of each rank's own: ranks run what exchanges the same."""
 
 
 class OwnBallot:

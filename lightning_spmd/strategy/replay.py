@@ -45,6 +45,7 @@ def replay(
     rows: int,
     *,
     is_global: bool,
+    log: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None,
 ) -> list[Any]:
     """Make the calls in their order.
 
@@ -56,21 +57,23 @@ def replay(
         rows: rows of the global batch.
         is_global: there are several ranks: ``log`` takes the values for the global ones that they are, the batch size
             that weighs epoch means is the global one, and a metric's batch value is synced.
+        log: makes calls of ``log`` of several ranks in another way.
 
     Returns:
         what each call returned.
     """
     results: list[Any] = []
+    log = log or functools.partial(log_global, rows=rows)
     for call in calls:
         target = module.get_submodule(call.target) if call.target else module
         args = resolve(call.args, outputs, leaves, results)
         kwargs = resolve(call.kwargs, outputs, leaves, results)
         if is_global and call.method == "log":
-            results.append(log_global(target, args, kwargs, rows))
+            results.append(log(target, args, kwargs))
         elif is_global and call.method == "log_dict":
             said = {**dict(zip(_LOG_DICT_ARGUMENTS, args, strict=False)), **kwargs}
             for name, value in said.pop("dictionary").items():
-                log_global(target, (name, value), said, rows)
+                log(target, (name, value), said)
             results.append(None)
         elif is_global and call.method == "forward":
             results.append(_forward_with_sync(target, args, kwargs))
@@ -118,6 +121,30 @@ def log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows:
         del attributes["reduce"]
 
 
+def log_of_rank(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int | None, batches: int) -> None:
+    """Log under a key of graphs in a step that runs eagerly: this rank's own value or, with ``sync_dist``, the ranks'.
+
+    Args:
+        module: that logs.
+        args: of ``log``.
+        kwargs: likewise.
+        rows: of this rank's batch, if it has a number of rows.
+        batches: number of ranks with batches of their own.
+    """
+    said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+    operation = said.get("reduce_fx", "mean")
+    weight: Any = said.get("batch_size") or rows
+    total = None if weight is None else weight * batches
+    if said.get("sync_dist") and not isinstance(said["value"], Metric) and isinstance(operation, str):
+        reduce = module.trainer.strategy.reduce
+        value = torch.as_tensor(said["value"], device=module.device).detach().clone()
+        if operation == "mean" and weight is not None:  # ranks may have different numbers of rows
+            total = int(reduce(torch.tensor(weight, device=module.device), reduce_op="sum"))
+            value = value * weight / total
+        said["value"] = reduce(value, reduce_op="sum" if operation == "mean" and weight is not None else operation)
+    log_global(module, (), {**said, "batch_size": total}, None)
+
+
 @contextlib.contextmanager
 def log_keys_kept(module: nn.Module, rows: int | None, batches: int) -> Iterator[None]:
     """Around an eager step of a run whose earlier steps were graphs on several ranks.
@@ -133,18 +160,7 @@ def log_keys_kept(module: nn.Module, rows: int | None, batches: int) -> Iterator
     """
 
     def log(owner: LightningModule, *args: Any, **kwargs: Any) -> None:
-        said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
-        operation = said.get("reduce_fx", "mean")
-        weight: Any = said.get("batch_size") or rows
-        total = None if weight is None else weight * batches
-        if said.get("sync_dist") and not isinstance(said["value"], Metric) and isinstance(operation, str):
-            reduce = owner.trainer.strategy.reduce
-            value = torch.as_tensor(said["value"], device=owner.device).detach().clone()
-            if operation == "mean" and weight is not None:  # ranks may have different numbers of rows
-                total = int(reduce(torch.tensor(weight, device=owner.device), reduce_op="sum"))
-                value = value * weight / total
-            said["value"] = reduce(value, reduce_op="sum" if operation == "mean" and weight is not None else operation)
-        log_global(owner, (), {**said, "batch_size": total}, None)
+        log_of_rank(owner, args, kwargs, rows, batches)
 
     owners = [m for m in module.modules() if isinstance(m, LightningModule)]
     for owner in owners:

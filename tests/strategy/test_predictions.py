@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tests.helpers.ranks import RankPool
 from tests.strategy.evaluations import (
-    CLASSES,
     ROWS,
     ByLoader,
+    Evaluation,
     Everything,
     joined,
     predict,
@@ -94,9 +94,14 @@ class ReturnsAnObject(Quiet):
         return Hidden(self(batch[0]))
 
 
-@pytest.mark.usefixtures("captured_steps")
-def test_an_object_that_hides_tensors_runs_eagerly() -> None:
-    with pytest.warns(UserWarning, match="a Hidden that holds tensors"):
-        ours = predict(ReturnsAnObject, True)
-    assert (ours.captures, ours.eager_steps) == (0, 3)
-    assert ours.predicted[0][0].logits.shape == (ROWS, CLASSES)
+def test_tensors_in_an_object_of_any_kind_are_filled(two_ranks: RankPool) -> None:
+    theirs = predict(ReturnsAnObject, False, sizes=(24,))
+    for rank, ours in enumerate([predict(ReturnsAnObject, True, sizes=(24,)), *two_ranks.run(_seen, 24)]):
+        assert (ours.captures, ours.eager_steps) == (1, 0)
+        own = slice(None) if rank == 0 else slice(rank - 1, None, 2)
+        rows = torch.cat([p.logits for p in ours.predicted[0]])
+        torch.testing.assert_close(rows, torch.cat([p.logits for p in theirs.predicted[0]])[own])
+
+
+def _seen(count: int) -> Evaluation:
+    return predict(ReturnsAnObject, True, 2, sizes=(count,))

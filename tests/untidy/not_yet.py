@@ -19,7 +19,6 @@ CAPTURED = frozenset(
         "MomentumQueue",
         "DataAssigned",
         "Prototypes",
-        "Packed",
         "PenaltyNowAndThen",
         "OwnFunction",
         "CountsBackwards",

@@ -282,6 +282,10 @@ class Batch:
         """Whether there are lists with an entry for each of this rank's rows, and the step sees more."""
         return bool(self._lists)
 
+    def is_list_of_rows(self, value: Any) -> bool:
+        """Whether a part of the batch is such a list."""
+        return id(value) in self._lists
+
     def counts_rows(self, value: Any) -> bool:
         """Whether a number is that of this rank's rows, and the step sees more."""
         return self._own is not None and is_count(value, self._own)

@@ -18,17 +18,18 @@ from lightning_spmd.ir.guards import Guards
 from lightning_spmd.ir.reads import HandOver
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
-from lightning_spmd.ir.steps import CapturedStep, OutputRef
+from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, tensors_in
-from lightning_spmd.stages.capture.follow.program import Live, Program
+from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
 from lightning_spmd.stages.capture.host_scalar import HostScalar
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps
+from lightning_spmd.stages.capture.own_batch import OwnBatch
 from lightning_spmd.stages.capture.packing import remove_dead_nodes, with_mutations
 from lightning_spmd.stages.capture.reads import writes_apart
 from lightning_spmd.stages.capture.request import CaptureRequest
@@ -72,7 +73,10 @@ class _FollowedTrace(IterationTrace):
         self._outside: dict[int, Tensor] = {}
         self._reads = 0
         self._handed: dict[tuple[int, Place], Any] = {}  # numbers that Python has once it has read
+        if request.batch is not None and request.variant.own_batch:
+            self.own = OwnBatch(request.batch, request.device, self.recorder.node_of, self.outputs.add)
         self._positions: dict[int, int] = {}  # of wants among the outputs
+        self._of_all_ranks: list[Any] = []  # of a rank's own batch: the loss, and what is logged
         self._host_values: dict[str, Callable[[], Any]] = {}
         self._named: dict[str, Callable[[], Tensor]] = {}
         self._readers: dict[int, Callable[[], Tensor]] = {}  # of constants that each step hands over
@@ -205,8 +209,35 @@ class _FollowedTrace(IterationTrace):
         loss = self._values.of(program.loss)
         if not loss.requires_grad:
             raise CaptureError("the loss that training_step returns does not depend on any trained parameter")
-        self.outputs.add(loss.detach(), OutputRole.LOSS, (), "loss")
+        shown = loss.detach()
+        if self.own is not None:
+            calls = [self._logged(index) for index in range(len(program.logs))]
+            loss, shown, _ = self.own.weigh(loss, None, calls, self.outputs.values, self._batch)
+            self._of_all_ranks = [(call.kwargs["value"], call.kwargs["batch_size"]) for call in calls]
+        position = self.outputs.add(shown, OutputRole.LOSS, (), "loss")
+        self._of_all_ranks.insert(0, OutputRef(position))
         return loss if request.loss_divisor == 1 else loss / request.loss_divisor
+
+    def _logged(self, index: int) -> RecordedCall:
+        """A call of ``self.log``, with what there is of its values in the graph."""
+        log, positions = self.program.logs[index], {w: self._positions[i] for i, w in enumerate(self.program.wants)}
+
+        def place(what: str, source: Want | bool | None) -> Any:
+            if isinstance(source, Want):
+                return OutputRef(positions[source])
+            if source is None:
+                return None
+            name, live = f"{what} {index} {log.name}", self.program.live
+            self._host_values[name] = lambda: live.logged[what, index]
+            return self.inputs.scalar(live.logged[what, index], InputRole.HOST_VALUE, (name,), name)
+
+        said = {
+            "name": log.name,
+            "value": place("value", log.value),
+            "batch_size": place("rows", log.rows),
+            "reduce_fx": log.operation,
+        }
+        return RecordedCall("", "log", (), said, log.source)
 
     def _tell(self, indices: Any) -> None:
         for index in indices:
@@ -237,7 +268,9 @@ class _FollowedTrace(IterationTrace):
         graph.lint()
         inputs = self.inputs.in_order()
         predicate = decisions.guard([node for node, _ in inputs]) if decisions else None
-        wanted = [OutputRef(self._positions[i]) for i in range(len(self.program.wants))]
+        wanted: list[Any] = [OutputRef(self._positions[i]) for i in range(len(self.program.wants))]
+        if self.own is not None:
+            wanted += self._of_all_ranks
         return CapturedStep(
             private.GraphModule(nn.Module(), graph),
             Signature(with_mutations(graph, inputs), tuple(self.outputs.entries)),
@@ -247,6 +280,7 @@ class _FollowedTrace(IterationTrace):
             variant=self.request.variant,
             host_values=self._host_values,
             named=self._named,
+            own_batch=None if self.own is None else self.own.facts,
         )
 
 

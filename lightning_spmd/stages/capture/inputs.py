@@ -57,7 +57,7 @@ class InputTable:
         known = self._fakes.get(id(live))
         if known is not None:
             return known[1]
-        fake = self._whole(live) if isinstance(live, DTensor) else self.fake_mode.from_tensor(live, static_shapes=True)
+        fake = twin_of(live, self.fake_mode)
         self._fakes[id(live)] = (live, fake)
         vars(fake).update({k: v for k, v in vars(live).items() if k not in vars(fake).keys() | private.NAMES_OF_DTENSORS})
         node = self._placeholder(role, key, name, TensorSpec.of(fake))
@@ -65,11 +65,6 @@ class InputTable:
         self.recorder.bind(fake, node)
         return fake
 
-    def _whole(self, live: DTensor) -> Tensor:
-        """The fake twin of a tensor of which this rank holds a part: the graph sees all of it."""
-        with private.disable_dispatch_modes(), self.fake_mode:
-            fake = torch.empty_strided(live.shape, live.stride(), dtype=live.dtype, device=live.device)
-            return nn.Parameter(fake, live.requires_grad) if isinstance(live, nn.Parameter) else fake
 
     def fresh_tensor(self, spec: TensorSpec, role: InputRole, key: tuple[Any, ...], name: str) -> Tensor:
         """A fake tensor of the given spec that stands for a live one of another (this rank's) shape."""
@@ -135,6 +130,15 @@ class InputTable:
     def in_order(self) -> list[tuple[fx.Node, GraphInput]]:
         """(placeholder, entry) in placeholder order."""
         return [(n, self.entries[n]) for n in self.recorder.graph.nodes if n.op == "placeholder"]
+
+
+def twin_of(live: Tensor, fake_mode: Any) -> Tensor:
+    """The fake twin of a live tensor; of one of which this rank holds a part it is all of it."""
+    if not isinstance(live, DTensor):
+        return fake_mode.from_tensor(live, static_shapes=True)
+    with private.disable_dispatch_modes(), fake_mode:
+        fake = torch.empty_strided(live.shape, live.stride(), dtype=live.dtype, device=live.device)
+        return nn.Parameter(fake, live.requires_grad) if isinstance(live, nn.Parameter) else fake
 
 
 def _identifier(role: InputRole, name: str) -> str:

@@ -31,8 +31,10 @@ from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.packing import in_memory_order_of
 
-_LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
+LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
 _BY_NAME: Mapping[Any, str] = {torch.sum: "sum", torch.max: "max", torch.min: "min", torch.mean: "mean"}
+_NUMBERS: tuple[Any, ...] = (int, float, torch.SymInt, torch.SymFloat)
+_OPERATIONS = ("sum", "max", "min")
 AddOutput = Callable[[Any, OutputRole, tuple[Any, ...], str], int]
 
 
@@ -101,7 +103,7 @@ class OwnBatch:
         Returns:
             the loss for the backward pass, the loss of all ranks, and ``returned`` with that in it.
         """
-        said = [_said(call) for call in calls]
+        said = [said_in(call) for call in calls]
         explicit = [_value(one.get("batch_size"), outputs) for one in said]
         size, why = self._size(explicit, calls, fakes)
         counts = self._counts([size, *(n for n in explicit if n is not None)])
@@ -143,9 +145,8 @@ class OwnBatch:
     ) -> RecordedCall:
         """A recorded ``self.log`` with the value of all ranks."""
         here: Any = _value(said["value"], outputs)
-        operation = said.get("reduce_fx", "mean")
-        operation = operation if isinstance(operation, str) else _BY_NAME.get(operation, "mean")
-        if type(here) in (int, float):
+        operation = operation_of(said)
+        if isinstance(here, _NUMBERS) and not isinstance(here, bool):
             here = torch.full((), here, dtype=torch.float64, device=self._device)
         if not isinstance(here, Tensor):  # a metric, which syncs by itself, or a number that is the same on all ranks
             return call
@@ -153,7 +154,7 @@ class OwnBatch:
         if not here.is_floating_point():
             here = here.to(torch.get_default_dtype())
         name = f"log {index} {said['name']}"
-        weighted = here * count.share if operation not in ("sum", "max", "min") else here
+        weighted = here if operation in _OPERATIONS else here * count.share
         joined = self.term(weighted, name, operation if operation in ("max", "min") else "sum")
         said = {**said, "value": OutputRef(self._add_output(joined, OutputRole.LOGGED, (), name))}
         if said.get("batch_size") is not None:
@@ -161,11 +162,18 @@ class OwnBatch:
         return dataclasses.replace(call, args=(), kwargs=said)
 
 
-def _said(call: RecordedCall) -> dict[str, Any]:
+def operation_of(said: Mapping[str, Any]) -> str:
+    """How the ranks' values of a ``self.log`` become one."""
+    operation = said.get("reduce_fx", "mean")
+    operation = operation if isinstance(operation, str) else _BY_NAME.get(operation, "mean")
+    return operation if operation in _OPERATIONS else "mean"
+
+
+def said_in(call: RecordedCall) -> dict[str, Any]:
     """The arguments of a ``self.log`` by name; nothing for other calls."""
     if call.method != "log":
         return {}
-    return {**dict(zip(_LOG_ARGUMENTS, call.args, strict=False)), **call.kwargs}
+    return {**dict(zip(LOG_ARGUMENTS, call.args, strict=False)), **call.kwargs}
 
 
 def _value(value: Any, outputs: Sequence[Any]) -> Any:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
@@ -36,9 +37,11 @@ from lightning_spmd.stages.capture.follow.notes import (
     mapped,
     tensors_in,
 )
+from lightning_spmd.stages.capture.follow.packed import PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
 from lightning_spmd.stages.capture.follow.worlds import World
+from lightning_spmd.stages.capture.inputs import twin_of
 from lightning_spmd.stages.capture.user_code import user_location
 
 MOST_NEXT = 32
@@ -162,7 +165,8 @@ class _Recording:
         if source not in self.outside:
             given = self._step.follower.given
             live = given[source.position] if type(source) is Given else self._step.tensor_of(source)
-            self.outside[source] = fake = self.mode.from_tensor(live, static_shapes=True)
+            with self._step.beside():
+                self.outside[source] = fake = twin_of(live, self.mode)
             if self._step.by_hand is not None and fake.is_leaf:
                 fake.requires_grad_(self._step.by_hand.trained_at_first(live))
         return self.outside[source]
@@ -230,6 +234,8 @@ class Step(TorchFunctionMode):
         was_told_draws: Python has read something behind random numbers.
         whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
             have a part each.
+        must_be_graph: there is no other way to run such steps.
+        draws_elsewhere: on several ranks graphs draw other numbers than torch's generator gives.
         stale: tensors without memory, of a step that runs for good, and what they are now, by ``id``.
     """
 
@@ -240,7 +246,7 @@ class Step(TorchFunctionMode):
         self.notes: list[Note] = []
         self.outside: list[Tensor] = []
         self.reason: tuple[str, str | None] | None = None
-        self.is_apart = self.was_told_draws = False
+        self.is_apart = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
         self.whole: Callable[[], Sequence[Tensor]] | None = None
         self.stand_ins: Collection[int] = ()
         self.stale: dict[int, tuple[Tensor, Tensor]] = {}
@@ -249,6 +255,7 @@ class Step(TorchFunctionMode):
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
         self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
+        self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
         self.by_hand: HandStep | None = None
         self._here = follower.root()
         self._held: list[tuple[Any, Any]] = []
@@ -267,6 +274,7 @@ class Step(TorchFunctionMode):
         """Calls inside are followed."""
         with (
             self.follower.unseen.replaced(self._apply, self._run_first),
+            PackedSequences(self).replaced(),
             self._below,
             self,
         ):
@@ -315,7 +323,7 @@ class Step(TorchFunctionMode):
         kind = note.met.get(number)
         if kind is None:  # it was met before, and compared then
             return True
-        if kind.type is not type(tensor) or kind.trained is not tensor.requires_grad or tensor.grad_fn is not None:
+        if kind.type is not _class_of(tensor) or kind.trained is not tensor.requires_grad or tensor.grad_fn is not None:
             return False
         if kind.spec != TensorSpec.of(tensor) or kind.shares != self._shares(tensor, number):
             return False
@@ -338,7 +346,9 @@ class Step(TorchFunctionMode):
         if self._names is None:
             self._names = self.follower.names()
         name = self._names.get(id(tensor))
-        return Kind(name, type(tensor), TensorSpec.of(tensor), tensor.requires_grad, self._shares(tensor, number))
+        if name is None and isinstance(tensor, DTensor):
+            raise CannotBeFollowed("a tensor in parts that is no parameter or buffer of the module")
+        return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, self._shares(tensor, number))
 
     # ------------------------------------------------------------------ for optimization by hand
     @property
@@ -483,7 +493,7 @@ class Step(TorchFunctionMode):
             for tensor in self.outside[known:]:
                 del self._sources[id(tensor)]
             del self.outside[known:]
-        if len(self._here.children) >= MOST_NEXT:
+        if len(self._here.children) >= MOST_NEXT and not self.must_be_graph:
             self.eagerly(f"{getattr(func, '__name__', func)} is called with other arguments in every step")
             return func(*args, **kwargs)
         try:
@@ -704,7 +714,7 @@ class Step(TorchFunctionMode):
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Python gets values: what was called so far is run, by a graph that goes on later, or on copies."""
         mine = tensors_in((args, kwargs))
-        if not any(id(t) in self._sources for t in mine):
+        if not any(id(t) in self._sources or isinstance(t, DTensor) for t in mine):
             self.on_values()
             if any(self._shares(t, len(self.outside)) is not None for t in mine if t.layout is torch.strided):
                 self.eagerly(
@@ -712,6 +722,8 @@ class Step(TorchFunctionMode):
                 )
             with self.beside():
                 return func(*args, **kwargs)
+        if (reason := self.refuses_read(func, mine)) is not None:
+            self.eagerly(reason)
         source = self._sources.get(id(args[0])) if args else None
         fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
         history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
@@ -730,7 +742,7 @@ class Step(TorchFunctionMode):
         for note in reversed(self._here.children):
             if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, self) == {}:
                 return note
-        if len(self._here.children) >= MOST_NEXT:
+        if len(self._here.children) >= MOST_NEXT and not self.must_be_graph:
             raise CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), reads=True)
@@ -783,7 +795,7 @@ class Step(TorchFunctionMode):
             return mapped(leaf, value)
 
     def _values_so_far(self) -> Values:
-        if self.whole is not None and any(note.draws for note in self.notes):
+        if self.draws_elsewhere and any(note.draws for note in self.notes):
             raise CannotBeFollowed("a value is read behind random numbers, of which each rank draws its part")
         self.on_values()
         if self._preview is None:
@@ -917,6 +929,13 @@ class Step(TorchFunctionMode):
 
 class Abandoned(BaseException):
     """Control flow: Python must run again, for what it was told it would not be told again."""
+
+
+def _class_of(tensor: Tensor) -> type:
+    """The class of a tensor from outside, whether it is in parts or not."""
+    if isinstance(tensor, DTensor):
+        return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+    return type(tensor)
 
 
 def _index(index: Any) -> Any:

@@ -27,6 +27,25 @@ class Want:
     after: int | None = None
 
 
+@dataclass(frozen=True)
+class Log:
+    """A call of ``self.log`` with a value that is each rank's own, and becomes one of all ranks.
+
+    Args:
+        name: of the value.
+        value: what is logged; True: a number of the step; None: what is all ranks' already, or stays this rank's.
+        rows: ``batch_size=``; True: a number of the step; None: there is none.
+        operation: by which the ranks' values become one: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+        source: ``file:line``.
+    """
+
+    name: str
+    value: Want | bool | None
+    rows: Want | bool | None
+    operation: str
+    source: str
+
+
 @dataclass
 class Live:
     """What of the step that runs now graphs take as inputs.
@@ -34,10 +53,12 @@ class Live:
     Args:
         outside: tensors that the step did not make, in the order in which it met them.
         numbers: of calls, by depth and place.
+        logged: numbers in calls of ``self.log``, by what they are there and the number of the call.
     """
 
     outside: Sequence[Tensor] = ()
     numbers: dict[tuple[int, Place], Any] = field(default_factory=dict[tuple[int, Place], Any])
+    logged: dict[tuple[str, int], Any] = field(default_factory=dict[tuple[str, int], Any])
 
 
 @dataclass(frozen=True)
@@ -51,6 +72,7 @@ class Program:
         loss: what ``training_step`` returned as its loss.
         free: the numbers of its calls, by depth and place, that are others in other steps.
         live: the tensors and numbers of this step, and of each later one that takes this path.
+        logs: on a rank's own batch, what of it becomes all ranks'.
     """
 
     notes: Sequence[Note]
@@ -59,6 +81,7 @@ class Program:
     loss: Source | None
     free: frozenset[tuple[int, Place]]
     live: Live
+    logs: tuple[Log, ...] = ()
 
     def reads(self) -> list[Note]:
         """The calls by which Python gets values."""
@@ -77,4 +100,4 @@ class Program:
     @property
     def key(self) -> tuple[Any, ...]:
         """What must be equal for a graph to be this step's."""
-        return self.number, self.free, len(self.wants), self.loss
+        return self.number, self.free, len(self.wants), self.loss, self.logs

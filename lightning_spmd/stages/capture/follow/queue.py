@@ -18,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.stages.capture.user_code import user_location
 
 METHODS = ("update", "forward", "compute", "reset")
 """Of metrics."""
@@ -161,8 +162,11 @@ class Queue:
 
     Attributes:
         is_open: whether calls are queued; else they are made at once.
+        logs_at_once: whether what is logged first, and no tensor, is logged where the step logs it.
         log_now: makes a call of ``log`` at once, given the module and the arguments.
         part: on several ranks, what of a tensor a metric of this rank takes that is not queued.
+        is_own: values are those of a rank's own batch, and become all ranks': numbers are queued like others.
+        rows: ``batch_size=`` of the first ``self.log`` that has it.
     """
 
     def __init__(
@@ -174,9 +178,10 @@ class Queue:
     ) -> None:
         self._beside = beside
         self.calls: list[RecordedCall] = []
-        self.is_open = True
+        self.is_open = self.logs_at_once = True
         self.log_now: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] = _log
         self.part: Callable[[Any], Any] | None = None
+        self.is_own, self.rows = False, None
         self._results: list[MetricResult] = []
         self._shadows, self._want, self._run_for_good = shadows, want, run_for_good
         self._before: list[tuple[dict[str, Any], str, Any]] = []
@@ -225,12 +230,14 @@ class Queue:
             found = self._want(value, role) if isinstance(value, Tensor) else value
             return OutputRef(found) if isinstance(value, Tensor) and type(found) is int else found
 
-        call = RecordedCall(target, method, map_leaves(leaf, args), map_leaves(leaf, kwargs), "")
+        source = (user_location() or "") if self.is_own else ""
+        call = RecordedCall(target, method, map_leaves(leaf, args), map_leaves(leaf, kwargs), source)
         self.calls.append(call)
         return len(self.calls) - 1
 
     def _log(self, path: str, module: Any) -> Callable[..., None]:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            self.rows = kwargs.get("batch_size") if self.rows is None else self.rows
             if not self.is_open:
                 self.log_now(module, (name, known(value), *args), kwargs)
                 return
@@ -238,7 +245,8 @@ class Queue:
                 raise ValueError(
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
-            if not self.calls and not isinstance(value, (Tensor, MetricResult, Metric)):  # the step may ask for it
+            at_once = self.logs_at_once and not self.calls and not self.is_own  # the step may ask for it
+            if at_once and not isinstance(value, (Tensor, MetricResult, Metric)):
                 with self._beside():
                     self.log_now(module, (name, value, *args), kwargs)
                 return

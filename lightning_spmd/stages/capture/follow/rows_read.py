@@ -1,0 +1,77 @@
+"""Which reads of a step would tell Python what other ranks' rows gave, where a rank keeps its own rows alone.
+
+What ``predict_step`` returns, and what a validation appends to a list, are a rank's own rows. A tensor is cut to them
+once the graph ran; numbers that Python has are not. So a step that reads numbers of single rows runs on its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spmd.stages.capture.follow.follower import Step
+from lightning_spmd.stages.capture.follow.notes import Given, Made, Note, Source, sources_in
+
+_DECIDE = {
+    Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
+    Tensor.__contains__, Tensor.__repr__, Tensor.__format__,
+}  # fmt: skip
+"""Of many numbers they tell one, or a text."""
+_PARTS = {"unbind", "__iter__", "select", "split", "chunk", "tensor_split"}
+
+
+def read_of_rows(step: Step, func: Any, tensors: Sequence[Tensor], *, rows: int) -> str | None:
+    """Why Python must not be told; None if it may.
+
+    Args:
+        step: of the read.
+        func: that reads.
+        tensors: that it reads.
+        rows: of all ranks.
+    """
+    name = getattr(func, "__name__", str(func))
+    with step.beside():
+        is_of_many = any(tensor.numel() > 1 for tensor in tensors)
+    if func not in _DECIDE and is_of_many:
+        return f"{name} of a tensor that may have a number for each row"
+    sources = [source for tensor in tensors if (source := step.source_if_known(tensor)) is not None]
+    with step.beside():
+        return f"{name} of a single row's value" if _of_one_row(step, sources, rows) else None
+
+
+def _of_one_row(step: Step, sources: list[Source], rows: int) -> bool:
+    """Whether something was computed from some rows of the batch that were picked by their numbers."""
+    seen: set[int] = set()
+    while sources:
+        source = sources.pop()
+        if type(source) is not Made or source.depth in seen:
+            continue
+        seen.add(source.depth)
+        note = step.notes[source.depth]
+        if _has(rows, note.fakes):
+            continue
+        operands = sources_in((note.args, note.kwargs))
+        if _picks(note) and _has(rows, [_tensor(step, operand) for operand in operands[:1]]):
+            return True
+        sources += operands
+    return False
+
+
+def _has(rows: int, tensors: Sequence[Tensor]) -> bool:
+    return any(tensor.ndim > 0 and tensor.shape[0] == rows for tensor in tensors)
+
+
+def _tensor(step: Step, source: Source) -> Tensor:
+    if type(source) is Made:
+        return step.notes[source.depth].fakes[source.index]
+    return step.follower.given[source.position] if type(source) is Given else step.outside[source.number]  # type: ignore[union-attr]
+
+
+def _picks(note: Note) -> bool:
+    if note.name != "__getitem__":
+        return note.name in _PARTS
+    index = note.args[1][0] if type(note.args[1]) is tuple and note.args[1] else note.args[1]
+    return type(index) is int

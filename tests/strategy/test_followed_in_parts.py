@@ -1,0 +1,68 @@
+"""Steps are followed where parameters, gradients, state or sequences are in parts."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, rows
+from tests.strategy.test_followed_on_ranks import Counting, with_runs
+
+LAYERS = {"first": "colwise", "last": "rowwise"}
+PLANS: dict[str, dict[str, Any]] = {
+    "zero3": {"data_parallel": "zero3"},
+    "tp2": {"tensor_parallel_size": 2, "tensor_parallel_plan": LAYERS},
+}
+
+
+class Untidy(Counting):
+    """A counter, a list, a print, values of a loss and of parameters that are read, a branch on one, a log of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = 10.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        value, norm = loss.item(), self.last.weight.norm().item()
+        self.kept += [value, norm, loss.detach(), float(self.last.bias[0])]
+        print(f"{value:.3f}")
+        if value < self.best:
+            self.best = value
+            loss = loss * (1 + 0.1 * norm)
+        self.log("bias", self.last.bias.sum())
+        return loss
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_two_ranks_equal_one_device(plan: str, two_ranks: RankPool) -> None:
+    reference, expected = with_runs(Untidy, "auto", data=lambda: InOrder(rows(), ROWS))
+    answers = two_ranks.run(with_runs, Untidy, PLANS[plan], 2)
+    assert_compiled(*[result for result, _ in answers])
+    assert_equals_one_device([result for result, _ in answers], reference)
+    for _, kept in answers:
+        assert kept[0] == expected[0] == 18, "training_step runs once in each step"
+        assert kept == pytest.approx(expected, rel=1e-5)
+
+
+class Swallowing(Counting):
+    """One rank alone does what no graph can, and shrugs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = torch.tanh(self.first(batch[0]))
+        with contextlib.suppress(Exception):
+            if batch_idx == 2 and self.global_rank == 1:
+                h.retain_grad()
+        return F.cross_entropy(self.last(h), batch[1])
+
+
+def test_what_can_be_no_graph_is_an_error_on_all_ranks(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"retain_grad.* \(.*test_followed_in_parts.py:\d+\).* use data_par") as caught:
+        two_ranks.run(with_runs, Swallowing, PLANS["zero3"], 2)
+    assert caught.value.type_names == ["ConfigurationError"] * 2
