@@ -11,7 +11,6 @@ NOT_YET: dict[str, str] = {
 CAPTURED = frozenset(
     [
         "MaskedColumns",
-        "DrawnMixture",
         "Masked",
         "MaskedWrite",
         "Experts",
@@ -20,7 +19,6 @@ CAPTURED = frozenset(
         "DataAssigned",
         "Prototypes",
         "Checkpointed",
-        "ReentrantCheckpoint",
         "PerSample",
         "SavedTensorsPacked",
         "MetricWeighs",
@@ -32,6 +30,7 @@ CAPTURED = frozenset(
 PARTLY_EAGER = frozenset(
     [
         "HardestRows",
+        "ReentrantCheckpoint",
         "SortedTensors",
         "SeededStep",
         "ReplayedState",
