@@ -63,8 +63,6 @@ class Swallowing(Counting):
 
 
 def test_what_can_be_no_graph_is_an_error_on_all_ranks(two_ranks: RankPool) -> None:
-    with pytest.raises(
-        RankError, match=r"untyped_storage.* \(.*test_followed_in_parts.py:\d+\).* use data_par"
-    ) as caught:
+    with pytest.raises(RankError, match=r"untyped_storage.* \(.*_in_parts.py:\d+\).* use data_par") as caught:
         two_ranks.run(with_runs, Swallowing, PLANS["zero3"], 2)
     assert caught.value.type_names == ["ConfigurationError"] * 2
