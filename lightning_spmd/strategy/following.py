@@ -55,11 +55,12 @@ class RanEagerly(Exception):
     Args:
         returned: by ``training_step``.
         reason: why, with ``file:line``.
+        gradients: of the loss, with the tensors whose they are, where Python has run that runs in its backward pass.
     """
 
-    def __init__(self, returned: Any, reason: str) -> None:
+    def __init__(self, returned: Any, reason: str, gradients: list[tuple[Tensor, Tensor]] | None) -> None:
         super().__init__(reason)
-        self.returned = returned
+        self.returned, self.gradients = returned, gradients
 
 
 class EndedByUser(Exception):
@@ -130,14 +131,13 @@ class FollowedStep:
             stands = isinstance(source, Given) and source.position in self._step.stand_ins
             if want.after is None and (stands or isinstance(source, Made)):
                 self._step.fill(source, by_want[want])  # type: ignore[arg-type]
-        if self._step.by_hand is not None:
-            self._step.by_hand.settle()
+        self._step.settle()
         return [by_want[want] for want in self._wants]
 
     def ran_eagerly(self, meeting: Meeting | None) -> RanEagerly:
         """What is raised once the step has run for good."""
         returned = self.returned if meeting is None else meeting.weighed(self.returned, self.queue.rows)
-        return RanEagerly(returned, self.reason or "")
+        return RanEagerly(returned, self.reason or "", self._step.gradients)
 
     def of_all_ranks(self, loss: Tensor, logged: Sequence[Any]) -> None:
         """On a rank's own batch: what is shown is of all ranks' batches.
@@ -219,7 +219,8 @@ class _Talk:
         if not gives or self._likely is None:
             self.drop()
             # a graph of the beginning changes nothing, so no optimizer steps in it: the whole batch is gathered instead
-            alone = self._meeting is None or self._meeting.is_own or self._step.by_hand is not None
+            steps = self._step.by_hand is not None and self._step.by_hand.optimizes
+            alone = self._meeting is None or self._meeting.is_own or steps
             return None if alone else self._of_the_beginning()
         if self.conversation is None:
             self.conversation = self._begin(self._likely.executable)
@@ -306,9 +307,8 @@ class Following:
         self._follower = Follower(self._names, self._is_named)
         optimizer = context.optimizer
         self._evaluates = optimizer is None
-        self._by_hand = None
-        if optimizer is not None and not context.module.automatic_optimization:
-            self._by_hand = ByHand(parts_of(optimizer))
+        self._is_by_hand = optimizer is not None and not context.module.automatic_optimization
+        self._by_hand = ByHand(parts_of(optimizer) if optimizer is not None and self._is_by_hand else ())
         self._live = Live()
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
@@ -366,7 +366,7 @@ class Following:
             step.stand_ins = meeting.stand_ins
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
-        step.on_values = self._flush
+        step.on_values, step.scaled = self._flush, self._scaled
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
 
@@ -401,21 +401,22 @@ class Following:
         if meeting is not None:
             queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
-        hand = None if self._by_hand is None else self._by_hand.of(step)
+        hand = self._by_hand.of(step)
         with contextlib.ExitStack() as around:
             if meeting is not None:
                 around.enter_context(meeting.active())
             around.enter_context(self._module_paths(step))
-            around.enter_context(context.step_context(method))
             around.enter_context(queue.active())
-            if hand is not None:
-                around.enter_context(hand.active())
+            around.enter_context(hand.active())
             around.enter_context(step.active())
             try:
-                returned = with_loss(getattr(context.module, method)(tree, *arguments.values()))
+                with context.step_context(method):
+                    returned = with_loss(getattr(context.module, method)(tree, *arguments.values()))
+                if not self._is_by_hand and not self._evaluates:
+                    self._backward(step, returned)
             except BaseException as error:
                 talk.drop()
-                if hand is not None and not step.is_eager:  # what it did before has been, as without the strategy
+                if self._is_by_hand and not step.is_eager:  # what it did before has been, as without the strategy
                     step.eagerly("the step raised an exception")
                 step.end()
                 if isinstance(error, StopIteration):
@@ -426,11 +427,11 @@ class Following:
         if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
             raise NoEagerWay(_in_words(step))
         if step.is_eager:
-            self._count_eager(FollowedStep(step, None, queue, (), None).reason or "")
+            self._count_eager(_in_words(step) or "")
             return FollowedStep(step, _resolved(returned), queue, (), None)
         self._graphs += 1
         loss = returned.get("loss") if isinstance(returned, dict) else returned
-        has_loss = hand is None and not self._evaluates
+        has_loss = not self._is_by_hand and not self._evaluates
         source = step.source_if_known(loss) if isinstance(loss, Tensor) and has_loss else None
         del loss
         # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
@@ -455,6 +456,20 @@ class Following:
             else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
         )
         return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        scaler = self._context.scaler()
+        return loss if scaler is None else scaler.scale(loss)
+
+    def _backward(self, step: Step, returned: Any) -> None:
+        """Run the user's Python that runs in the backward pass of a loss."""
+        loss: Any = returned.get("loss") if isinstance(returned, dict) else returned
+        parts = self._context.trainer.accumulate_grad_batches
+        is_made = isinstance(loss, Tensor) and not step.is_eager and step.source_if_known(loss) is not None
+        if is_made and step.functions.are_there and step.asks(loss):
+            step.functions.of_loss(loss, parts)
+        if parts > 1 and step.by_hand is not None and step.by_hand.has_gradients and not step.is_eager:
+            step.eagerly("a backward pass in the step, where gradients are accumulated")
 
     def _calls_of(self, step: Step) -> list[Call]:
         """The calls of a step, for the other ranks."""

@@ -19,6 +19,7 @@ from lightning_spmd.ir.several_optimizers import SeveralOptimizers, parts_of
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
+from lightning_spmd.stages.capture.packing import in_memory_order_of
 from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.strategy.beside_parts import whole_beside_parts
 from lightning_spmd.strategy.detectors import Context
@@ -83,6 +84,7 @@ class Training:
         self._ran_forward = False
         self._backward_passes = 0  # of the current batch, on the eager path
         self._steps_eagerly = False
+        self._gradients: list[tuple[Tensor, Tensor]] | None = None  # of a loss whose backward pass has been
         self._ran_eagerly = False  # the micro-batch before, though others are graphs
         self._held: dict[str, Tensor] = {}
         self._overlapping = Overlapping(settings, lambda: self.iteration and self.iteration.pending, self.flush)
@@ -204,7 +206,7 @@ class Training:
         """
         self._follow_optimizer()
         iteration = self._usable_iteration()
-        self._backward_passes, self.ran = 0, Ran()
+        self._backward_passes, self.ran, self._gradients = 0, Ran(), None
         if self._ran_eagerly and iteration is not None:
             self._take_gradients(iteration)
         self._ran_eagerly = False
@@ -221,6 +223,7 @@ class Training:
             output = iteration.run(batch, arguments, variant, self._clip)
         except RanEagerly as ran:
             self._finish_eagerly(iteration)
+            self._gradients = ran.gradients
             self._steps.add("training_step")
             return ran.returned
         except EndedByUser as ended:
@@ -309,7 +312,8 @@ class Training:
         self._ran_eagerly = True
         parameters = dict(iteration.context.module.named_parameters())
         for name, gradient in iteration.gradients.items():
-            parameters[name].grad = gradient if self._holders == 1 else gradient * self._holders
+            held, own = gradient if self._holders == 1 else gradient * self._holders, parameters[name].grad
+            parameters[name].grad = held if own is None else held + own  # which the step has put there
         iteration.gradients.clear()
 
     @property
@@ -337,7 +341,13 @@ class Training:
 
     # ------------------------------------------------------------------ backward
     def give_gradients(self, module: Any) -> bool:
-        """Let ``p.grad`` be what a graph computed; whether one did."""
+        """Let ``p.grad`` be what a graph computed, or a step that was followed; whether one did."""
+        if self._gradients is not None:
+            pairs, self._gradients = self._gradients, None
+            for leaf, gradient in pairs:
+                owned = in_memory_order_of(leaf, gradient)
+                leaf.grad = owned if leaf.grad is None else leaf.grad.add_(owned)
+            return True
         if self.iteration is None or self._ran_eagerly or not module.automatic_optimization:
             return False
         if self._pauses is not None:

@@ -44,7 +44,7 @@ class EagerInTurn(Counting):
 
     def more(self, loss: Tensor, batch: dict[str, Tensor]) -> Tensor:
         if self.runs in (3, 5) and self.trainer.global_rank == self.runs // 4:
-            loss.retain_grad()
+            loss.detach().untyped_storage()
         return loss
 
 

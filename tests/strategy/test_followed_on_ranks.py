@@ -70,7 +70,7 @@ class Retaining(Counting):
         self.runs += 1
         h = torch.tanh(self.first(batch[0]))
         if batch_idx % 3 == 2:
-            h.retain_grad()
+            h.detach().untyped_storage()
         loss = F.cross_entropy(self.last(h), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss

@@ -11,7 +11,6 @@ NOT_YET: dict[str, str] = {
 CAPTURED = frozenset(
     [
         "MaskedColumns",
-        "DrawnMixture",
         "Masked",
         "MaskedWrite",
         "Experts",
@@ -19,16 +18,9 @@ CAPTURED = frozenset(
         "MomentumQueue",
         "DataAssigned",
         "Prototypes",
-        "PenaltyNowAndThen",
-        "OwnFunction",
-        "CountsBackwards",
         "Checkpointed",
-        "ReentrantCheckpoint",
-        "HookOnATensor",
-        "HookThatNotes",
         "PerSample",
         "SavedTensorsPacked",
-        "InnerBackward",
         "MetricWeighs",
         "MetricCollections",
     ]
@@ -38,6 +30,7 @@ CAPTURED = frozenset(
 PARTLY_EAGER = frozenset(
     [
         "HardestRows",
+        "ReentrantCheckpoint",
         "SortedTensors",
         "SeededStep",
         "ReplayedState",
@@ -49,7 +42,6 @@ PARTLY_EAGER = frozenset(
         "SmoothingScheduled",
         "Tied",
         "Bags",
-        "RetainedGradient",
         "Focal",
         "MetricLogged",
     ]
@@ -62,7 +54,6 @@ NOT_YET_ON_RANKS: dict[str, str] = {
     "MaskedWrite": _CAPTURED,
     "UniqueLabels": _CAPTURED,
     "Prototypes": _CAPTURED,
-    "HookThatNotes": _CAPTURED,
     "MetricWeighs": _CAPTURED,
     "MetricCollections": "a collection that is made in the step is given the rows of all ranks, on each of them",
     "MomentumQueue": "raises: eager, rows of a rank",

@@ -24,13 +24,13 @@ class InGraph:
 
     Args:
         recorder: records.
-        swaps: the optimizers on fake tensors.
+        swaps: the optimizers on fake tensors; None where none steps.
 
     Attributes:
         gradients: what is in ``p.grad`` at some time.
     """
 
-    def __init__(self, recorder: Recorder, swaps: OptimizerSwaps) -> None:
+    def __init__(self, recorder: Recorder, swaps: OptimizerSwaps | None) -> None:
         self.gradients: list[fx.Node] = []
         self._recorder, self._swaps = recorder, swaps
 
@@ -60,6 +60,8 @@ class InGraph:
         settings: list[dict[str, Any]],
     ) -> None:
         """As in every world."""
+        if self._swaps is None:
+            raise CaptureError("an optimizer steps in a step that optimizes automatically")
         swap = self._swaps.parts[number]
         swap.set(settings)
         self._swaps.stepped.add(number)
@@ -77,7 +79,7 @@ class InGraph:
         Raises:
             CaptureError: a step changes what Python may have looked at since.
         """
-        for role, key, name, value in self._swaps.changes():
+        for role, key, name, value in () if self._swaps is None else self._swaps.changes():
             if role is OutputRole.HYPER_PARAMETER:
                 raise CaptureError(f"a step changes {name}, which Python may read before a graph has run")
             yield role, key, name, value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
 from lightning_spmd.stages.capture.decisions import decision_program
+from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, tensors_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.values import Values
@@ -29,6 +30,7 @@ from lightning_spmd.stages.capture.host_scalar import HostScalar
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps
+from lightning_spmd.stages.capture.own_backward import leaves_of
 from lightning_spmd.stages.capture.own_batch import OwnBatch
 from lightning_spmd.stages.capture.packing import remove_dead_nodes, with_mutations
 from lightning_spmd.stages.capture.reads import writes_apart
@@ -61,8 +63,10 @@ class _FollowedTrace(IterationTrace):
         super().__init__(request)
         self.program = program
         self.recorder.reads.role_of = self.inputs.role_of
-        self._values = Values(self._fake)
+        self._values = Values(self._fake, Engine(self._on_thread))
+        self._behind: list[Note] = []  # the calls from the backward pass on, if Python runs in it
         self.by_hand: InGraph | None = None
+        self._values.world = InGraph(self.recorder, None)
         if request.optimizer is not None and request.variant.by_hand:
             self.swap = OptimizerSwaps(parts_of(request.optimizer), self.names, self.inputs)
             self.by_hand = self._values.world = InGraph(self.recorder, self.swap)
@@ -102,6 +106,7 @@ class _FollowedTrace(IterationTrace):
             trained = [] if automatic is None else self.trained_parameters(automatic)
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
+            stack.callback(self._values.engine.close)
             with explained(self.recorder, lambda: name_of_part(self.recorder, request.optimizer)), none_swallowed():
                 if automatic is None:
                     self.forward(None)
@@ -111,14 +116,17 @@ class _FollowedTrace(IterationTrace):
         return self._packed()
 
     def _make_batch(self) -> None:
-        batch = self.request.batch
+        batch, changed = self.request.batch, dict[int, bool]()
+        for note in self.program.notes:
+            if note.func is Tensor.requires_grad_ and type(note.args[0]) is Given:
+                changed.setdefault(note.args[0].position, not note.args[1])
         for position, index in enumerate(() if batch is None else batch.tensors):
             live = batch.values[index]  # type: ignore[union-attr]
             shared = batch.is_shared(index)  # type: ignore[union-attr]
             spec = self.request.seen_as(position, global_spec(live, None if shared else self.request.rows))
             role = InputRole.SHARED_BATCH if shared else InputRole.BATCH
             fake = self.inputs.fresh_tensor(spec, role, (position,), f"batch{batch.paths[index]}")  # type: ignore[union-attr]
-            self._batch.append(fake.requires_grad_(live.requires_grad))
+            self._batch.append(fake.requires_grad_(bool(changed.get(position, live.requires_grad))))
 
     # ------------------------------------------------------------------ tensors and numbers of the notes
     def _fake(self, source: Given | Outside) -> Tensor:
@@ -128,7 +136,7 @@ class _FollowedTrace(IterationTrace):
         if number not in self._outside:
             with private.disable_dispatch_modes():
                 fake = self._outside[number] = self._from_outside(number)
-                if self.by_hand is not None and fake.is_leaf and number in self._trained:  # it may be frozen since
+                if fake.is_leaf and number in self._trained:  # it may be frozen since
                     fake.requires_grad_(self._trained[number])
         return self._outside[number]
 
@@ -144,7 +152,7 @@ class _FollowedTrace(IterationTrace):
         index = len(self.recorder.constants)
         self.recorder.constants.append(live)
         self._readers[index] = read
-        key = (index, MOVES) if self.by_hand is not None and id(live) in self._live_gradients else (index,)
+        key = (index, MOVES) if id(live) in self._live_gradients else (index,)
         return self.inputs.tensor(live, InputRole.CONSTANT, key, f"tensor {number}")
 
     @functools.cached_property
@@ -187,28 +195,22 @@ class _FollowedTrace(IterationTrace):
     @override
     def forward(self, batch: Any) -> Tensor | None:
         request, program = self.request, self.program
-        told: dict[int | None, list[int]] = {}
-        for index, want in enumerate(program.wants):
-            told.setdefault(want.after, []).append(index)
+        notes = list(program.notes)
+        begin = next((i for i, note in enumerate(notes) if is_of_loss(note.func)), len(notes))
+        self._values.engine.scaled = self.scaling.scaled
         with request.step_context():
-            self._tell(told.get(0, ()))
-            for note in program.notes:
-                with located_at(note.source):
-                    self.recorder.module_path[-1] = note.module
-                    if note.reads:
-                        self._hand_over(note)
-                    self._values.run(note, self._numbers_of(note))
-                self._tell(told.get(note.depth + 1, ()))
-        for index in told.get(None, ()):
-            want = program.wants[index]
-            self._positions[index] = self.outputs.add(
-                self._values.of(want.source).detach(), want.role, (), f"kept {index}"
-            )
+            self._tell(0)
+            self._make(notes[:begin])
         if program.loss is None:
+            self._make(notes[begin:])
+            self._tell(None)
             return None
         loss = self._values.of(program.loss)
         if not loss.requires_grad:
             raise CaptureError("the loss that training_step returns does not depend on any trained parameter")
+        self._behind = notes[begin:]
+        if not self._behind:
+            self._tell(None)
         shown = loss.detach()
         if self.own is not None:
             calls = [self._logged(index) for index in range(len(program.logs))]
@@ -239,11 +241,54 @@ class _FollowedTrace(IterationTrace):
         }
         return RecordedCall("", "log", (), said, log.source)
 
-    def _tell(self, indices: Any) -> None:
-        for index in indices:
+    def _make(self, notes: Sequence[Note]) -> None:
+        """Make calls."""
+        for note in notes:
+            with located_at(note.source):
+                self.recorder.module_path[-1] = note.module
+                if note.reads:
+                    self._hand_over(note)
+                self._values.run(note, self._numbers_of(note))
+            self._tell(note.depth + 1)
+
+    @override
+    def backward(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        if not self._behind:
+            return super().backward(loss, trained)
+        found: dict[str, Tensor] = {}
+        self._values.engine.of_loss = lambda: found.update(super(_FollowedTrace, self).backward(loss, trained))
+        with torch.no_grad():
+            self._make(self._behind)
+        self._tell(None)
+        return found
+
+    @override
+    def asked_beside(self, loss: Tensor, trained: list[Tensor]) -> list[Tensor] | None:
+        known = {id(parameter) for parameter in trained}
+        return [leaf for leaf in leaves_of([loss]) if id(leaf) not in known] if self._behind else None
+
+    @contextlib.contextmanager
+    def _on_thread(self) -> Iterator[None]:
+        """What is recorded by autograd's engine."""
+        with self.fake_mode, _Through(self.recorder):
+            yield
+
+    @functools.cached_property
+    def _told(self) -> dict[int | None, list[int]]:
+        """The wants by how many calls have been made."""
+        told: dict[int | None, list[int]] = {}
+        for index, want in enumerate(self.program.wants):
+            told.setdefault(want.after, []).append(index)
+        return told
+
+    def _tell(self, after: int | None) -> None:
+        for index in self._told.get(after, ()):
             want = self.program.wants[index]
             value = self._values.of(want.source).detach()
-            self._positions[index] = self.outputs.add_as_it_is(value, want.role, (), f"told {index}", shared=False)
+            if after is None:
+                self._positions[index] = self.outputs.add(value, want.role, (), f"kept {index}")
+            else:
+                self._positions[index] = self.outputs.add_as_it_is(value, want.role, (), f"told {index}", shared=False)
 
     # ------------------------------------------------------------------ packing
     @override
@@ -282,6 +327,21 @@ class _FollowedTrace(IterationTrace):
             named=self._named,
             own_batch=None if self.own is None else self.own.facts,
         )
+
+
+class _Through(private.TorchDispatchMode):
+    """Records on another thread.
+
+    Args:
+        recorder: records.
+    """
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.__torch_dispatch__(func, types, args, kwargs)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -116,8 +116,11 @@ class IterationTrace:
 
     def backward(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """The gradients of the loss, by name of the parameter, in the layout that ``p.grad`` would have."""
-        check_backward(loss, [p for _, p in trained])
-        found = torch.autograd.grad(loss, [p for _, p in trained], allow_unused=True)
+        asked = [p for _, p in trained]
+        others = self.asked_beside(loss, asked)
+        if others is None:
+            check_backward(loss, asked)
+        found = torch.autograd.grad(loss, [*asked, *(others or ())], allow_unused=True)[: len(asked)]
         taken = self.inputs.storages()
         gradients: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -131,6 +134,13 @@ class IterationTrace:
                 elif self.own is not None and name in self.request.needed:
                     gradients[name] = self.own.no_gradient(name, parameter)
         return gradients
+
+    def asked_beside(self, loss: Tensor, trained: list[Tensor]) -> list[Tensor] | None:
+        """Other tensors whose gradients are asked for, so that all runs that ``loss.backward()`` would.
+
+        None: the same runs without.
+        """
+        return None
 
     def _add_accumulated(self, gradients: dict[str, Tensor], trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
         for name, parameter in trained:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.follow.engine import Begin
 from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed, Step
 from lightning_spmd.stages.capture.follow.notes import Made, Source
 from lightning_spmd.stages.capture.follow.values import Values
@@ -123,6 +124,16 @@ class HandStep:
 
         return unwatched
 
+    @property
+    def optimizes(self) -> bool:
+        """Whether optimizers step in the step."""
+        return bool(self._common.optimizers)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the step has put gradients into ``.grad`` of parameters."""
+        return any(isinstance(t, nn.Parameter) and g is not None for t, g in self._gradients.values())
+
     # ------------------------------------------------------------------ gradients
     def handles(self, name: str, owner: str) -> bool:
         """Whether a function of torch is about optimization by hand."""
@@ -142,7 +153,7 @@ class HandStep:
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
         """``tensor.grad`` as the step has it now; where no mode is active."""
-        known = self._gradients.get(id(tensor))
+        known = self._gradients.get(id(tensor)) or self.step.functions.retained.get(id(tensor))
         return tensor.grad if known is None else known[1]
 
     def _set_gradient(self, func: Any, args: Any) -> Any:
@@ -217,7 +228,10 @@ class HandStep:
             return False
         held = [self.gradient(leaf) for leaf in leaves]
         arguments = (roots, weights, leaves, held, retain, create, inputs is not None)
-        found = self._call(self._common.backward, arguments)
+        if self.step.functions.are_there:
+            found = self.step.functions.through_engine(self._common.backward, arguments, {}, create=create)
+        else:
+            found = self._call(self._common.backward, arguments)
         for leaf, now in zip(leaves, () if self.step.is_eager else found, strict=False):
             if now is not None:
                 self._gradients[id(leaf)] = leaf, now
@@ -232,7 +246,8 @@ class HandStep:
         if None in sources:
             return None
         for note in reversed(step.next_notes):
-            if note.func is self._common.backward and note.args[0] == sources and not note.args[-1]:
+            func = note.func.function if isinstance(note.func, Begin) else note.func
+            if func is self._common.backward and note.args[0] == sources and not note.args[-1]:
                 return [step.tensor_now(source) for source in note.args[2]]
         try:
             return step.recorded_leaves(sources, leaves_of)

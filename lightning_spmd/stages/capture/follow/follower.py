@@ -21,7 +21,9 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.stages.capture.fake_calls import FakeCalls
 from lightning_spmd.stages.capture.follow import placeholders
+from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall
 from lightning_spmd.stages.capture.follow.fitting import compiled, keeps_shapes, never, numbers_that_differ
+from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.notes import (
     Fresh,
     Given,
@@ -85,6 +87,16 @@ class HandStep(Protocol):
         """A call of such a function."""
         ...
 
+    @property
+    def optimizes(self) -> bool:
+        """Whether optimizers step in the step."""
+        ...
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the step has put gradients into ``.grad`` of parameters."""
+        ...
+
     def gradient(self, tensor: Tensor) -> Tensor | None:
         """``tensor.grad`` as the step has it now; where no mode is active."""
         ...
@@ -132,6 +144,7 @@ class Follower:
         self._roots: dict[Any, Note] = {}
         self.names, self.is_named = names, is_named
         self.kinds: dict[Any, str] = {}
+        self.begins: dict[Any, Begin] = {}
         self.recorded = 0
         """Calls that were recorded, of all steps."""
 
@@ -157,7 +170,7 @@ class _Recording:
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.below = _FakeBelow(self.mode)
         self.outside: dict[Source, Tensor] = {}
-        self.values = Values(self._fake)
+        self.values = Values(self._fake, Engine(self.active))
         if step.by_hand is not None:
             self.values.world = step.by_hand.on_fakes(lambda: self.values.made.values())
 
@@ -232,6 +245,9 @@ class Step(TorchFunctionMode):
         is_apart: whether calls now are none of the user's code.
         stand_ins: positions of tensors of the batch that only stand for them.
         was_told_draws: Python has read something behind random numbers.
+        is_over: Python is done.
+        functions: Python of the user's that runs in backward passes.
+        scaled: gives what the backward pass of a loss begins with.
         whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
             have a part each.
         must_be_graph: there is no other way to run such steps.
@@ -246,7 +262,10 @@ class Step(TorchFunctionMode):
         self.notes: list[Note] = []
         self.outside: list[Tensor] = []
         self.reason: tuple[str, str | None] | None = None
-        self.is_apart = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
+        self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
+        self.functions = Functions(self, follower.begins)
+        self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+        self._live: Values | None = None
         self.whole: Callable[[], Sequence[Tensor]] | None = None
         self.stand_ins: Collection[int] = ()
         self.stale: dict[int, tuple[Tensor, Tensor]] = {}
@@ -281,7 +300,7 @@ class Step(TorchFunctionMode):
             try:
                 yield
             finally:
-                self.is_apart = True
+                self.is_apart = self.is_over = True
                 self.stale.clear()
 
     @property
@@ -292,8 +311,7 @@ class Step(TorchFunctionMode):
     def _apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
         if self.is_apart or self.is_eager:
             return private.applied(kind, args, kwargs)
-        self.eagerly(f"{kind.__name__}.apply has a backward of its own")
-        return private.applied(kind, args, kwargs)
+        return self.functions.apply(kind, args, kwargs)
 
     def _run_first(self, name: str) -> None:
         if not self.is_apart and not self.is_eager:
@@ -495,17 +513,35 @@ class Step(TorchFunctionMode):
             del self.outside[known:]
         if len(self._here.children) >= MOST_NEXT and not self.must_be_graph:
             self.eagerly(f"{getattr(func, '__name__', func)} is called with other arguments in every step")
-            return func(*args, **kwargs)
+            return self.for_good(func, args, kwargs)
         try:
             note = self._record(func, args, kwargs, around)
         except CannotBeFollowed as error:
             self.eagerly(str(error))
-            return func(*args, **kwargs)
+            return self.for_good(func, args, kwargs)
         except private.DataDependentOutputException:
             return self._asks_for_values(func, args, kwargs)
         if note is None:
             return self._about_history(func, args, kwargs)
         return self._take(note, args, kwargs)
+
+    def for_good(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a step that runs for good."""
+        if self._live is None or not isinstance(func, EngineCall):
+            return func(*args, **kwargs)
+        with self.beside():
+            return self._live.call(func, args, kwargs)
+
+    def asks(self, tensor: Tensor) -> bool:
+        """Whether a tensor asks for gradients."""
+        source = self._sources.get(id(tensor))
+        return (self.notes[source.depth].fakes[source.index] if type(source) is Made else tensor).requires_grad
+
+    def of_engine(self, func: Any, args: Any, kwargs: Any, *, create: bool) -> Any:
+        """A call of autograd's engine."""
+        if self.functions.are_there:
+            return self.functions.through_engine(func, args, kwargs, create=create)
+        return self.called(func, args, kwargs)
 
     def _is_as_large(self, note: Note, args: Any, kwargs: Any) -> bool:
         """Whether what a call gives with other numbers is of the kind that was noted."""
@@ -568,11 +604,11 @@ class Step(TorchFunctionMode):
         before, count, known_kind = (
             [TensorSpec.of(t) for t in operands],
             recording.below.count,
-            func in self.follower.kinds,
+            func in self.follower.kinds or isinstance(func, EngineCall),
         )
         try:
             with self.beside(), recording.active():
-                out = func(*given[0], **given[1])
+                out = recording.values.call(func, *given)
         except private.DataDependentOutputException:
             if not known_kind:
                 raise
@@ -587,7 +623,8 @@ class Step(TorchFunctionMode):
             t.layout is not torch.strided or not isinstance(t, private.FakeTensor) for t in new_tensors(out, given)
         ):
             raise CannotBeFollowed(f"{note.name} makes a tensor of another kind")
-        if not tensors_in(out) and out is not None and recording.below.count != count:  # numbers: Python reads them
+        of_engine = isinstance(func, EngineCall)
+        if not (of_engine or tensors_in(out) or out is None or recording.below.count == count):  # Python reads numbers
             raise private.DataDependentOutputException(func)
         if not known_kind:
             is_question = not tensors_in(out) and recording.below.count == count
@@ -662,6 +699,9 @@ class Step(TorchFunctionMode):
         """A question about how a tensor came about: asked of the recorded one, for a placeholder has no history."""
         source = self._sources.get(id(args[0])) if args else None
         subject = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
+        of = getattr(getattr(func, "__self__", None), "__name__", "")
+        if of == "grad_fn" and subject is not None and (node := self.functions.node(subject)) is not None:
+            return node
         with self.beside():
             return func(*args, **kwargs) if subject is None else func(subject, *args[1:], **kwargs)
 
@@ -669,7 +709,11 @@ class Step(TorchFunctionMode):
         """Something is hung on a tensor, or its history used: of the user's own at once, of placeholders for good."""
         name = getattr(func, "__name__", "")
         if name in ("grad",):
-            return self.called(func, args, kwargs)
+            return self.of_engine(func, args, kwargs, create=args[4] if len(args) > 4 else kwargs.get("create_graph"))
+        if name in ("register_hook", "retain_grad") and type(self._sources.get(id(args[0]))) in (Made, Given):
+            if not self.asks(args[0]):
+                raise RuntimeError(f"cannot {name.replace('_', ' ')} of a tensor that doesn't require gradient")
+            return self.functions.hook(*args, **kwargs) if name == "register_hook" else self.functions.retain(args[0])
         if name == "requires_grad_" and type(self._sources.get(id(args[0]))) is Made:
             return self.called(func, args, kwargs)
         mine = [t for t in tensors_in((args, kwargs)) if id(t) in self._sources]
@@ -800,6 +844,7 @@ class Step(TorchFunctionMode):
         self.on_values()
         if self._preview is None:
             self._preview, self._generators = Values(self._copied), _random_states()
+            self._preview.engine.scaled = self.scaled
             if self.by_hand is not None:
                 self._preview.world = self.by_hand.on_copies(self._preview)
         values = self._preview
@@ -826,13 +871,13 @@ class Step(TorchFunctionMode):
         """Run what was called so far for good; from here on the step is eager training's."""
         self.reason = why, user_location()
         self.before_eager()
-        self._preview, self._recording = None, None
-        self._copies.clear()
+        self._forget()
         if self._generators is not None:
             _put(self._generators)
         self.on_values()
         self._given_becomes_real()
-        values = Values(self.tensor_of)
+        values = self._live = Values(self.tensor_of)
+        values.engine.inline, values.engine.scaled = self.functions.inline, self.scaled
         if self.by_hand is not None:
             values.world = self.by_hand.live()
         with private.disable_dispatch_modes():
@@ -849,9 +894,28 @@ class Step(TorchFunctionMode):
         for note in self.notes:
             note.handed.clear()
         self._held.clear()
+        values.made.clear()
+        self.settle()
+        self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
+
+    def _forget(self) -> None:
+        """Recordings and copies are needed no more."""
+        for values in (self._preview, None if self._recording is None else self._recording.values):
+            if values is not None:
+                values.engine.close()
+        self._preview, self._recording = None, None
+        self._copies.clear()
+
+    @property
+    def gradients(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Of a step that ran for good, gradients of its loss, if they have been computed."""
+        return None if self._live is None else self._live.engine.gradients
+
+    def settle(self) -> None:
+        """What ``.grad`` is in the step it is now for all."""
         if self.by_hand is not None:
             self.by_hand.settle()
-        self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
+        self.functions.settle()
 
     def _given_becomes_real(self) -> None:
         if self.whole is None:
@@ -872,9 +936,7 @@ class Step(TorchFunctionMode):
         """Python is done: what it showed is compiled, so that the next step follows fast."""
         if self._preview is not None and self._generators is not None:
             _put(self._generators)
-            self._preview = None
-            self._copies.clear()
-        self._recording = None
+        self._forget()
         if self.is_eager:
             return
         self._numbers = {(n.depth, p): v for n in self.notes if n.free for p, v in self._numbers_of(n).items()}
@@ -905,16 +967,29 @@ class Step(TorchFunctionMode):
     def kept(self) -> list[Made | Given]:
         """The results that somebody still has, and on several ranks what stands for tensors of the batch."""
         self._held.clear()
+        self.functions.forget()
+        retained = self._retained()
         if self.by_hand is not None:
             self.by_hand.let_go(self._sources)
         self._sources.clear()
         given = [Given(i) for i in placeholders.kept(self.follower.given) if i in self.stand_ins]
-        return given + [
+        made = [
             Made(note.depth, index)
             for note in self.notes
             for index in range(len(note.handed))
             if placeholders.is_kept(note, index)
         ]
+        for of, gradient in retained:
+            if isinstance(of, Given) or of in made:
+                self.functions.keep(self.tensor_now(of), self.tensor_now(gradient))
+                made.append(gradient)
+        return given + list(dict.fromkeys(made))
+
+    def _retained(self) -> list[tuple[Made | Given, Made]]:
+        """Retained gradients, and of what."""
+        pairs = [(self._sources.get(id(t)), self._sources.get(id(g))) for t, g in self.functions.retained.values()]
+        self.functions.retained.clear()
+        return [(of, g) for of, g in pairs if isinstance(of, (Made, Given)) and isinstance(g, Made)]
 
     def fill(self, source: Made | Given, value: Tensor) -> None:
         """Give a result that somebody has, or what stands for a tensor of the batch, its value."""

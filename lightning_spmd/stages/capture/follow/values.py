@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall
 from lightning_spmd.stages.capture.follow.notes import (
     SOURCES,
     Around,
@@ -31,13 +32,16 @@ class Values:
 
     Args:
         of_outside: gives what stands for a tensor of the batch, or one that the step did not make.
+        engine: autograd's, where it needs something around it.
 
     Attributes:
         world: in which calls of optimization by hand are made; None where there are none.
+        engine: autograd's.
     """
 
-    def __init__(self, of_outside: Callable[[Given | Outside], Tensor]) -> None:
+    def __init__(self, of_outside: Callable[[Given | Outside], Tensor], engine: Engine | None = None) -> None:
         self.world: World | None = None
+        self.engine = Engine() if engine is None else engine
         self.made: dict[Made, Tensor] = {}
         self.done = 0
         self._of_outside = of_outside
@@ -61,10 +65,7 @@ class Values:
             return None
         args, kwargs = self.arguments(note, numbers)
         with surroundings(note.around):
-            if isinstance(note.func, CallByHand) and self.world is not None:
-                out = note.func.make(self.world, *args)
-            else:
-                out = note.func(*args, **kwargs)
+            out = self.call(note.func, args, kwargs)
         found: list[Any] = []
         mapped(found.append, note.results)
         of_tensors = [leaf for leaf in found if type(leaf) in (Fresh, Operand)]
@@ -73,6 +74,14 @@ class Values:
                 self.made[Made(note.depth, leaf.index)] = tensor
         self.done = note.depth + 1
         return out
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call with these arguments."""
+        if isinstance(func, EngineCall):
+            return func.make(self, *args, **kwargs)
+        if isinstance(func, CallByHand) and self.world is not None:
+            return func.make(self.world, *args)
+        return func(*args, **kwargs)
 
     def keep(self, depth: int, out: Any, operands: Any) -> None:
         """Remember what a call made that is recorded now."""

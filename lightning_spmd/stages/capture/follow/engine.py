@@ -1,0 +1,257 @@
+"""Autograd's engine, which pauses where the user's Python runs in a backward pass, and goes on with what that gave.
+
+A call of the engine is made on a thread of its own, and one of the two threads always waits for the other: so Python
+runs in the step's own thread and in the engine's order, on placeholders, while the engine is at fake tensors, copies or
+the true ones; and where Python takes another way in the middle of its backward pass, the engine waits there, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.own_backward import leaves_of
+
+OVER = -1
+"""In place of where the engine arrived: it is done."""
+
+
+class Engine:
+    """The calls of autograd's engine in one world.
+
+    Args:
+        around: entered on its thread.
+
+    Attributes:
+        inline: runs the Python of a place at once, where no call of the engine waits for it.
+        of_loss: made in place of the backward pass of the loss that training_step returned.
+        scaled: gives what the backward pass of a loss begins with.
+        gradients: of a loss that training_step returned, with the tensors whose they are, if they have been computed.
+        handles: of the hooks that were put on tensors, by place.
+    """
+
+    def __init__(self, around: Callable[[], Any] = contextlib.nullcontext) -> None:
+        self.inline: Callable[[int, tuple[Any, ...]], tuple[Any, ...]] | None = None
+        self.of_loss: Callable[[], None] | None = None
+        self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+        self.gradients: list[tuple[Tensor, Tensor]] | None = None
+        self.handles: dict[int, Any] = {}
+        self._around = around
+        self._passes: list[_Pass] = []
+
+    def begin(self, function: Callable[[], Any]) -> tuple[Any, ...]:
+        """Call the engine; gives where it arrived and the gradients there, or OVER and what the call gives."""
+        self._passes.append(_Pass(function, self._around))
+        return self.go_on(())
+
+    def go_on(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The user's Python gave this; likewise."""
+        try:
+            is_over, found = self._passes[-1].resume(results)
+        except BaseException:
+            self._passes.pop()
+            raise
+        if is_over:
+            self._passes.pop()
+            return (OVER, found)
+        return found
+
+    def arrived(self, place: int, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """The engine is at a place where the user's Python runs; gives what that gives."""
+        for waiting in reversed(self._passes):
+            if waiting.is_this_thread:
+                return waiting.pause((place, *gradients))
+        if self.inline is None:
+            raise RuntimeError("a backward pass runs Python of the user's where none is followed")
+        return self.inline(place, tuple(gradients))
+
+    def close(self) -> None:
+        """Nobody goes on."""
+        while self._passes:
+            self._passes.pop().abandon()
+
+
+class _Pass:
+    """One call, on a thread of its own."""
+
+    def __init__(self, function: Callable[[], Any], around: Callable[[], Any]) -> None:
+        self._function, self._around = function, around
+        self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._thread = threading.Thread(target=self._run, name="lightning_spmd backward", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_this_thread(self) -> bool:
+        return threading.get_ident() == self._thread.ident
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+            with contextlib.ExitStack() as stack:
+                if self._stream is not None:
+                    stack.enter_context(torch.cuda.stream(self._stream))
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # other threads have no modes
+                stack.enter_context(self._around())
+                found = True, self._function()
+        except BaseException as error:
+            found = error
+        self._found.put(found)
+
+    def _wait(self) -> tuple[Any, ...]:
+        results = self._told.get()
+        if results is None:
+            raise _Abandoned
+        return results
+
+    def resume(self, results: tuple[Any, ...]) -> tuple[bool, Any]:
+        self._told.put(results)
+        found = self._found.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def pause(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._found.put((False, found))
+        return self._wait()
+
+    def abandon(self) -> None:
+        self._told.put(None)
+        self._thread.join()
+
+
+class _Abandoned(BaseException):
+    """Control flow: the step goes on otherwise."""
+
+
+class EngineCall:
+    """What is noted as called, and is made by the engine of whoever makes notes true.
+
+    Args:
+        name: for the user.
+    """
+
+    keeps_shapes = True
+    """No number among the arguments decides the size of anything."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it.
+
+        Args:
+            values: of the calls before (``values.py``).
+            args: of the call.
+            kwargs: likewise.
+        """
+        raise NotImplementedError
+
+
+class Begin(EngineCall):
+    """A call in which the engine may arrive where Python runs.
+
+    Args:
+        function: what is called.
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(f"{getattr(function, '__name__', function)}")
+        self.function = function
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        return values.engine.begin(lambda: values.call(self.function, args, kwargs))
+
+
+class GoOn(EngineCall):
+    """The engine goes on with what Python gave."""
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        return values.engine.go_on(args)
+
+
+class OfLoss(EngineCall):
+    """The backward pass of the loss that training_step returned."""
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        if values.engine.of_loss is not None:
+            values.engine.of_loss()
+            return
+        loss, divisor = args
+        loss = values.engine.scaled(loss if divisor == 1 else loss / divisor)
+        leaves = leaves_of([loss])
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        pairs = zip(leaves, found, strict=True)
+        values.engine.gradients = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+
+
+def is_of_loss(func: Any) -> bool:
+    """Whether a call begins the backward pass of the loss that training_step returned."""
+    return isinstance(func, Begin) and func.function is OF_LOSS
+
+
+class Join(EngineCall):
+    """What a function with a backward of its own gave gets its history."""
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        place, materialize, inputs, outputs, dirty, still = args
+        return private.applied(_Joined, (values.engine.arrived, place, materialize, outputs, dirty, still, *inputs), {})
+
+
+class _Joined(torch.autograd.Function):
+    """Stands for a function of the user's, which has run."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:  # type: ignore[override]
+        ctx.arrived, ctx.place, materialize, outputs, dirty, still = args[:6]
+        ctx.set_materialize_grads(materialize)
+        if dirty:
+            ctx.mark_dirty(*dirty)
+        if still:
+            ctx.mark_non_differentiable(*still)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # type: ignore[override]
+        return (*([None] * 6), *ctx.arrived(ctx.place, gradients))
+
+
+def is_joined(node: Any) -> bool:
+    """Whether a node of autograd's graph stands for a function of the user's."""
+    return isinstance(node, BackwardCFunction) and type(node).__name__ == "_JoinedBackward"
+
+
+class Hook(EngineCall):
+    """A hook on a tensor."""
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        place, tensor = args
+        arrived = values.engine.arrived
+        values.engine.handles[place] = tensor.register_hook(lambda gradient: arrived(place, (gradient,))[0])
+
+
+class Unhook(EngineCall):
+    """It is taken away."""
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        values.engine.handles.pop(args[0]).remove()
+
+
+GO_ON, OF_LOSS, JOIN, HOOK, UNHOOK = (
+    GoOn("backward"), OfLoss("backward"), Join("apply"), Hook("register_hook"), Unhook("remove"),
+)  # fmt: skip

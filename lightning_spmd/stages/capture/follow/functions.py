@@ -1,0 +1,282 @@
+"""The user's Python in backward passes: functions with a backward of their own, and hooks.
+
+``forward`` of such a function runs where it is applied, and what it calls is noted as all else. What it gave gets its
+history by one more note. Where a backward pass arrives there, ``backward`` runs, with placeholders as gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.follow.engine import GO_ON, HOOK, JOIN, OF_LOSS, OVER, UNHOOK, Begin, is_joined
+from lightning_spmd.stages.capture.follow.notes import tensors_in
+
+
+class _Step(Protocol):
+    """The step whose functions these are."""
+
+    @property
+    def is_eager(self) -> bool: ...
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any: ...
+    def for_good(self, func: Any, args: Any, kwargs: Any) -> Any: ...
+    def asks(self, tensor: Tensor) -> bool: ...
+
+
+class Functions:
+    """Those of one step.
+
+    Args:
+        step: the step.
+        begins: calls of the engine by what is called, of all steps.
+
+    Attributes:
+        retained: tensors whose gradient is retained, and that, by ``id``.
+    """
+
+    def __init__(self, step: _Step, begins: dict[Any, Begin]) -> None:
+        self._step, self._begins = step, begins
+        self._places: dict[int, Callable[..., tuple[Any, ...]]] = {}
+        self._nodes: dict[int, Node] = {}
+        self._handles: dict[int, Handle] = {}  # of retained gradients
+        self.retained: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    @property
+    def are_there(self) -> bool:
+        """Whether a backward pass may run Python of the user's."""
+        return bool(self._places)
+
+    def forget(self) -> None:
+        """Python is done."""
+        self._places.clear()
+        self._nodes.clear()
+        self._handles.clear()
+
+    def _placed(self, function: Callable[..., tuple[Any, ...]]) -> int:
+        """The number of a place at which this runs, the same in all steps that take the path."""
+        self._places[len(self._places)] = function
+        return len(self._places) - 1
+
+    # ------------------------------------------------------------------ in the forward pass
+    def apply(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``kind.apply``."""
+        step = self._step
+        if has_own_setup := kind.setup_context is not Function.setup_context:
+            bound = inspect.signature(kind.forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        context: Any = Context()
+        context.needs_input_grad = tuple([isinstance(a, Tensor) and step.asks(a) for a in args])
+        with torch.no_grad():
+            if has_own_setup:
+                found = kind.forward(*args)
+                kind.setup_context(context, args, found)
+            else:
+                found = kind.forward(context, *args, **kwargs)
+        outputs = found if isinstance(found, tuple) else (found,)
+        made = tuple([o for o in outputs if isinstance(o, Tensor)])
+        inputs = tuple([a for a in args if isinstance(a, Tensor)])
+        if not made:
+            return found
+        parts = tuple([tuple(tensors_in(part)) for part in (context.dirty_tensors, context.non_differentiable)])
+        applied = _Applied(kind, context, [isinstance(a, Tensor) for a in args])
+        place = self._placed(applied)
+        self._nodes[place] = Node(kind, context, applied)
+        joined = list(self._call(JOIN, (place, context.materialize_grads, inputs, made, *parts), {}))
+        results = tuple([joined.pop(0) if isinstance(o, Tensor) else o for o in outputs])
+        return results if isinstance(found, tuple) else results[0]
+
+    def node(self, fake: Tensor) -> Any:
+        """What stands for the ``grad_fn`` of a tensor, given its fake; None if that is none of the user's functions."""
+        node: Any = fake.grad_fn
+        return self._nodes.get(node.place) if is_joined(node) else None
+
+    def hook(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> Handle:
+        """``tensor.register_hook``."""
+        place = self._placed(lambda gradient: (function(gradient),))
+        self._call(HOOK, (place, tensor), {})
+        if (last := self._handles.get(id(tensor))) is not None:  # what is retained is the gradient behind all hooks
+            last.remove()
+            self._retain(tensor)
+        return Handle(self._step, place)
+
+    def retain(self, tensor: Tensor) -> None:
+        """``tensor.retain_grad``."""
+        if id(tensor) not in self._handles:
+            self.retained[id(tensor)] = tensor, None
+            self._retain(tensor)
+
+    def _retain(self, tensor: Tensor) -> None:
+        def note(gradient: Tensor) -> None:
+            before = self.retained[id(tensor)][1]
+            now = gradient.clone() if before is None else before + gradient
+            self.retained[id(tensor)] = tensor, now
+            if self._step.is_eager:
+                tensor.grad = now
+
+        place = self._placed(lambda gradient: (note(gradient),))
+        self._call(HOOK, (place, tensor), {})
+        self._handles[id(tensor)] = Handle(self._step, place)
+
+    def keep(self, tensor: Tensor, gradient: Tensor) -> None:
+        """Somebody has a tensor whose gradient is retained when Python is done."""
+        self.retained[id(tensor)] = tensor, gradient
+
+    def settle(self) -> None:
+        """Retained gradients are there."""
+        with private.no_torch_functions():
+            for tensor, gradient in self.retained.values():
+                tensor.grad = gradient
+        if not self._step.is_eager:
+            self.retained.clear()
+
+    # ------------------------------------------------------------------ in the backward pass
+    def of_loss(self, loss: Tensor, divisor: int) -> None:
+        """The backward pass of what training_step returned."""
+        self.through_engine(OF_LOSS, (loss, divisor), {}, create=False)
+
+    def through_engine(self, function: Any, args: Any, kwargs: Any, *, create: bool) -> Any:
+        """A call of the engine: where it arrives at Python of the user's, that runs.
+
+        Args:
+            function: what is called.
+            args: of the call.
+            kwargs: likewise.
+            create: gradients have a history of their own.
+        """
+        begin = self._begins.get(function)
+        if begin is None:
+            begin = self._begins[function] = Begin(function)
+        place, *found = self._call(begin, args, kwargs)
+        while place != OVER:
+            with torch.set_grad_enabled(create):
+                results = self._places[place](*found)
+            place, *found = self._call(GO_ON, results, {})
+        return found[0]
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return (self._step.for_good if self._step.is_eager else self._step.called)(func, args, kwargs)
+
+    def inline(self, place: int, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The Python of a place, of a step that runs for good."""
+        return self._places[place](*gradients)
+
+
+class Context(FunctionCtx):
+    """The ``ctx`` of a function that is followed."""
+
+    def __init__(self) -> None:
+        self.to_save: tuple[Any, ...] = ()
+        self.dirty_tensors: tuple[Tensor, ...] = ()
+        self.non_differentiable: tuple[Tensor, ...] = ()
+        self.materialize_grads = True
+        self.needs_input_grad: tuple[bool, ...] = ()
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """What was saved."""
+        return tuple(self.to_save)
+
+    def maybe_clear_saved_tensors(self) -> None:
+        """As torch has it."""
+
+
+class _Applied:
+    """The backward of one call of a function.
+
+    Args:
+        kind: the function.
+        context: of the call.
+        are_tensors: of each argument whether it is one.
+    """
+
+    def __init__(self, kind: Any, context: Context, are_tensors: list[bool]) -> None:
+        self.before: dict[int, Callable[..., Any]] = {}
+        self.after: dict[int, Callable[..., Any]] = {}
+        self._kind, self._context, self._are_tensors = kind, context, are_tensors
+
+    def __call__(self, *gradients: Any) -> tuple[Any, ...]:
+        for hook in tuple(self.before.values()):
+            found = hook(gradients)
+            gradients = gradients if found is None else found
+        kind, count = self._kind, len(self._are_tensors)
+        function = kind.backward if kind.vjp is Function.vjp else kind.vjp
+        found = function(self._context, *gradients)
+        results = found if isinstance(found, tuple) else (found,)
+        if len(results) < count or any(r is not None for r in results[count:]):
+            raise RuntimeError(
+                f"function {kind.__name__}Backward returned an incorrect number of gradients (expected {count}, got "
+                f"{len(results)})"
+            )
+        mine = tuple([r for r, is_tensor in zip(results, self._are_tensors, strict=False) if is_tensor])
+        for hook in tuple(self.after.values()):
+            found = hook(mine, gradients)
+            mine = mine if found is None else tuple(found)
+        return mine
+
+
+class Node:
+    """``grad_fn`` of what a function of the user's gave.
+
+    Args:
+        kind: the function.
+        context: of the call.
+        applied: its backward.
+    """
+
+    def __init__(self, kind: Any, context: Context, applied: _Applied) -> None:
+        self._name, self._context, self._applied = f"{kind.__name__}Backward", context, applied
+
+    def name(self) -> str:
+        """As torch has it."""
+        return self._name
+
+    def register_hook(self, function: Callable[..., Any]) -> Any:
+        """As torch has it."""
+        return _added(self._applied.after, function)
+
+    def register_prehook(self, function: Callable[..., Any]) -> Any:
+        """As torch has it."""
+        return _added(self._applied.before, function)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def _added(hooks: dict[int, Any], function: Callable[..., Any]) -> Any:
+    from torch.utils.hooks import RemovableHandle
+
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = function
+    return handle
+
+
+class Handle:
+    """What takes a hook of a tensor away.
+
+    Args:
+        step: the step in which it was put there.
+        place: of the hook.
+    """
+
+    def __init__(self, step: Any, place: int) -> None:
+        self._step, self._place = step, place
+
+    def remove(self) -> None:
+        """Take it away."""
+        step, self._step = self._step, None
+        if step is not None and not step.is_over:
+            (step.for_good if step.is_eager else step.called)(UNHOOK, (self._place,), {})
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
