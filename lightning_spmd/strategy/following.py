@@ -24,17 +24,17 @@ from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
-from lightning_spmd.stages.capture.follow.lists_of_rows import is_watched
 from lightning_spmd.stages.capture.follow.notes import Given, Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
+from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
 from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs
-from lightning_spmd.strategy.meeting import Call, Fingerprints, Meeting
+from lightning_spmd.strategy.meeting import Call, Fingerprints, LookedAtRows, Meeting
 from lightning_spmd.strategy.own_meeting import logs_of, of_all_ranks
 from lightning_spmd.strategy.replay import Recorded, replay
 from lightning_spmd.strategy.run_context import RunContext
@@ -363,7 +363,7 @@ class Following:
         step.whole = None if meeting is None or meeting.is_own else meeting.whole
         if meeting is not None:
             step.draws_elsewhere = True
-            step.stand_ins = meeting.stand_ins
+            step.stand_ins, step.on_given = meeting.stand_ins, meeting.look_at
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
         step.on_values, step.scaled = self._flush, self._scaled
@@ -385,6 +385,8 @@ class Following:
             talk.drop()
             if meeting is not None:
                 meeting.goes_eagerly(_in_words(step) or "")
+                if meeting.looked:
+                    raise LookedAtRows(meeting.looked)
             if step.must_be_graph or self._evaluates:  # such a step begins anew, on whole parameters
                 raise NoEagerWay((meeting and meeting.reason) or _in_words(step))
             if meeting is not None and meeting.runs_again:
@@ -394,8 +396,6 @@ class Following:
         queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
         if self._evaluates:
             queue.logs_at_once = False  # the step may have to run again
-            if meeting is not None:
-                meeting.on_look = functools.partial(_looks_at_rows, step)
             if meeting is not None and meeting.has_others_rows:
                 step.refuses_read = functools.partial(read_of_rows, step, rows=meeting.rows)
         if meeting is not None:
@@ -409,6 +409,8 @@ class Following:
             around.enter_context(queue.active())
             around.enter_context(hand.active())
             around.enter_context(step.active())
+            if meeting is not None:
+                around.enter_context(meeting.wires.watched())
             try:
                 with context.step_context(method):
                     returned = with_loss(getattr(context.module, method)(tree, *arguments.values()))
@@ -416,13 +418,18 @@ class Following:
                     self._backward(step, returned)
             except BaseException as error:
                 talk.drop()
-                if self._is_by_hand and not step.is_eager:  # what it did before has been, as without the strategy
+                if self._is_by_hand and not step.is_eager and not isinstance(error, LookedAtRows):
+                    # what it did before has been, as without the strategy
                     step.eagerly("the step raised an exception")
                 step.end()
                 if isinstance(error, StopIteration):
                     raise EndedByUser(error) from None
                 raise
         del tree
+        if meeting is not None:
+            meeting.wires.is_over = True
+            if meeting.looked:  # the user's code swallowed that
+                raise LookedAtRows(meeting.looked)
         step.end()
         if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
             raise NoEagerWay(_in_words(step))
@@ -599,15 +606,9 @@ def _unnamed_tensors(step: Step) -> Iterator[Tensor]:
                 yield step.outside[number]
 
 
-def _looks_at_rows(step: Step, path: str) -> None:
-    """Python is about to look at a list with an entry for each of this rank's rows."""
-    if not step.is_apart and not step.is_eager:
-        step.eagerly(f"it looks at batch{path}, which has an entry for each of this rank's rows")
-
-
 def _resolved(returned: Any) -> Any:
-    """What a step returned, with metrics' values as they are."""
-    return map_leaves(lambda _, leaf: leaf.itself if is_watched(leaf) else known(leaf), returned)
+    """What a step returned, with metrics' values, and what is a rank's own, as they are."""
+    return map_leaves(lambda _, leaf: value_of(leaf) if is_tripwire(leaf) else known(leaf), returned)
 
 
 def with_loss(returned: Any) -> Any:

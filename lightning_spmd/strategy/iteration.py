@@ -34,7 +34,7 @@ from lightning_spmd.strategy.choice import Ballot, agreed
 from lightning_spmd.strategy.following import FollowedStep, Following
 from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
 from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs, train_eagerly
-from lightning_spmd.strategy.meeting import Done, Meeting, all_are_rows, may_be_of_all_ranks
+from lightning_spmd.strategy.meeting import Done, LookedAtRows, Meeting, all_are_rows
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.own_graphs import OwnBallot, OwnDone, OwnGraphs
@@ -163,9 +163,7 @@ class TrainingIteration:
         if request.variant.own_batch:
             return not request.variant.by_hand
         self.table.open.note(batch)
-        if self.table.open.wanted(batch, self.table.step_key(request)):  # one graph is made for all sizes
-            return False
-        return not self._has_part or may_be_of_all_ranks(batch)
+        return not self.table.open.wanted(batch, self.table.step_key(request))  # one graph is made for all sizes
 
     def _run_followed(
         self,
@@ -204,11 +202,18 @@ class TrainingIteration:
                         executable, outputs = self._graph_of_followed(following, followed, request, meeting)
                     except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
                         self.flush()
+                        if meeting is not None and meeting.looked:
+                            raise LookedAtRows(meeting.looked) from None
                         if must_be_graphs(self.context):
                             train_eagerly(self.context, str(error))
                         following.graph_failed(str(error))
                         followed.for_good(str(error))
                         raise followed.ran_eagerly(meeting) from None
+                except LookedAtRows as looked:
+                    self.flush()
+                    if not variant.by_hand:
+                        self._may_go_local(request, str(looked))
+                    self._fall_back(str(looked))
                 except NoEagerWay as error:
                     train_eagerly(self.context, str(error))
                 except Abandoned as abandoned:

@@ -37,6 +37,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     around_now,
     leaves_by_place,
     mapped,
+    sources_in,
     tensors_in,
 )
 from lightning_spmd.stages.capture.follow.packed import PackedSequences
@@ -273,6 +274,7 @@ class Step(TorchFunctionMode):
         self.on_eager: Callable[[Callable[[Source], Tensor]], None] = lambda _: None
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
+        self.on_given: Callable[[int], None] = lambda _: None
         self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
         self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
         self.by_hand: HandStep | None = None
@@ -596,9 +598,7 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed("nothing is recorded")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), around)
-        for number in range(known, len(self.outside)):
-            note.met[number] = self._kind(self.outside[number], number)
-        note.module, note.source = self.module_path(), user_location() or ""
+        self._complete(note, known)
         given = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
         operands, draws = tensors_in(given), recording.below.draws
         before, count, known_kind = (
@@ -641,6 +641,20 @@ class Step(TorchFunctionMode):
         self._here.children.append(note)
         self.follower.recorded += 1
         return note
+
+    def _complete(self, note: Note, known: int) -> None:
+        """What is known of a new call beside its arguments.
+
+        Args:
+            note: the call.
+            known: so many tensors from outside had been met before it.
+        """
+        for number in range(known, len(self.outside)):
+            note.met[number] = self._kind(self.outside[number], number)
+        note.module, note.source = self.module_path(), user_location() or ""
+        for source in sources_in((note.args, note.kwargs)):
+            if type(source) is Given:
+                self.on_given(source.position)
 
     def _apart(self, function: Callable[[], Any]) -> Any:
         with self.beside():
@@ -790,9 +804,7 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), reads=True)
-        for number in range(known, len(self.outside)):
-            note.met[number] = self._kind(self.outside[number], number)
-        note.module, note.source = self.module_path(), user_location() or ""
+        self._complete(note, known)
         note.marked(self._here)
         self._here.children.append(note)
         return note
