@@ -28,12 +28,12 @@ from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, warn
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
 from lightning_spmd.strategy.as_before import AsBefore
 from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.following import EndedByUser, Following
-from lightning_spmd.strategy.iteration import NotFollowed, TrainingIteration
+from lightning_spmd.strategy.iteration import NotFollowed, RunsAgain, TrainingIteration
 from lightning_spmd.strategy.last_resort import NoEagerWay
 from lightning_spmd.strategy.meeting import LookedAtRows
 from lightning_spmd.strategy.not_built import CannotBeBuilt
@@ -42,7 +42,16 @@ from lightning_spmd.strategy.replay import Recorded, replay, resolve
 from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
-_CANNOT = NotFollowed, NoEagerWay, LookedAtRows, CannotBeFollowed, CannotBeBuilt, FirstRunError, CaptureError, BatchError
+_CANNOT = (
+    NotFollowed,
+    NoEagerWay,
+    LookedAtRows,
+    CannotBeFollowed,
+    CannotBeBuilt,
+    FirstRunError,
+    CaptureError,
+    BatchError,
+)
 """What says, on all ranks, that a step can be no graph."""
 
 
@@ -98,7 +107,11 @@ class EvaluationSteps(TrainingIteration):
             self.context.streams.tick = stable_hash(place)
         before = AsBefore(self.context.module, tensors=not discard)
         try:
-            returned = self._followed(batch, arguments, Variant.evaluation(method))
+            try:
+                returned = self._followed(batch, arguments, Variant.evaluation(method))
+            except RunsAgain:
+                before.put_back()
+                returned = self._followed(batch, arguments, Variant.evaluation(method))
         except _CANNOT as error:
             self.flush()
             before.put_back()
@@ -136,6 +149,9 @@ class EvaluationSteps(TrainingIteration):
                         followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
                     request = dataclasses.replace(request, program=followed.program)
                     executable, outputs = self._graph_of_followed(following, followed, request, meeting)
+                except Abandoned:
+                    self._shared |= set[str]() if meeting is None else meeting.shared
+                    raise RunsAgain from None
                 except RankDisagreementError as error:  # on its own rows each rank may do what it does
                     raise NotFollowed(str(error)) from None
         if followed.program is not None:

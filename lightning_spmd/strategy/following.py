@@ -366,6 +366,7 @@ class Following:
             step.stand_ins, step.on_given = meeting.stand_ins, meeting.look_at
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
+            meeting.fits, meeting.beside = step.fits, step.beside
         step.on_values, step.scaled = self._flush, self._scaled
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
@@ -387,6 +388,8 @@ class Following:
                 meeting.goes_eagerly(_in_words(step) or "")
                 if meeting.looked:
                     raise LookedAtRows(meeting.looked)
+                if meeting.shared:
+                    raise Abandoned(meeting.reason)
             if step.must_be_graph or self._evaluates:  # such a step begins anew, on whole parameters
                 raise NoEagerWay((meeting and meeting.reason) or _in_words(step))
             if meeting is not None and meeting.runs_again:
@@ -418,6 +421,8 @@ class Following:
                     self._backward(step, returned)
             except BaseException as error:
                 talk.drop()
+                if meeting is not None and isinstance(error, Exception) and not step.is_eager:
+                    meeting.raised(error)
                 if self._is_by_hand and not step.is_eager and not isinstance(error, LookedAtRows):
                     # what it did before has been, as without the strategy
                     step.eagerly("the step raised an exception")

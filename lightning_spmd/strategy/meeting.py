@@ -12,17 +12,17 @@ import functools
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import RankDisagreementError
+from lightning_spmd.errors import CaptureError, RankDisagreementError
 from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
 from lightning_spmd.stages.capture.follow.tripwires import Tripwires
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
@@ -31,6 +31,7 @@ from lightning_spmd.strategy.reading import whole_batch
 from lightning_spmd.strategy.replay import log_global
 from lightning_spmd.strategy.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.same_draws import as_on_rank_zero
+from lightning_spmd.strategy.shared_leaves import find_shared
 
 _READS, DONE, _EAGER = 1, 2, 3
 """Why a rank meets the others."""
@@ -49,10 +50,12 @@ class Meeting:
         split: rows of the global batch by data rank.
         place: where in the run it is.
         is_first: no step of the run was one of this kind before.
+        is_new: no batch of the run was one of this kind before.
 
     Attributes:
         rows: of all ranks.
         split: by data rank.
+        is_new: as above.
         is_eager: the ranks have agreed to go on eagerly.
         reason: why, as the first of them says.
         calls: gives those of the step so far.
@@ -61,6 +64,9 @@ class Meeting:
             nobody can draw them again.
         wires: tell if Python looks at what is a rank's own.
         looked: on some rank it has, and at what.
+        fits: says whether the step so far could be one on a batch of other sizes.
+        beside: entered where what is called is none of the user's calls.
+        shared: paths of tensors of the batch that turned out to be the same for every sample: Python must run again.
     """
 
     is_own = False
@@ -75,6 +81,7 @@ class Meeting:
         place: Place,
         *,
         is_first: bool,
+        is_new: bool = False,
     ) -> None:
         if request.batch is None:
             raise ValueError("a step without a batch has no Python that runs")
@@ -82,7 +89,11 @@ class Meeting:
         self.reason = ""
         self.calls: Callable[[], list[Call]] = list
         self.was_told_draws: Callable[[], bool] = bool
-        self.runs_again, self.looked = False, ""
+        self.runs_again, self.looked, self.shared = False, "", set[str]()
+        self.fits: Callable[[Sequence[Tensor]], bool] = lambda _: True
+        self.beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.is_new = self._searches = is_new
+        self._raised = False
         self.wires = Tripwires(self._looks)
         self.rows, self.split = sum(split), split
         self._context, self._control, self._request = context, control, request
@@ -139,6 +150,35 @@ class Meeting:
         """Whether other ranks have rows of the batch that this one has not."""
         return len(self.split) > 1
 
+    def find_shared(self) -> set[str]:
+        """Which tensors of a new kind of batch are the same for every sample; all ranks together."""
+        if not self._searches:
+            return set()
+        self._searches = False
+
+        def tried(shared: Collection[str]) -> None:
+            if self._raised and not shared:
+                raise CaptureError("the user's code raises an error")
+            batch = Batch(self._batch.tree, {*self._batch.shared, *shared}, part=True)
+            if not self.fits(for_all_ranks(batch, self.rows, self.wires)[1]):
+                raise CaptureError("the step does not fit")
+
+        return find_shared(self._control, self._batch, tried)
+
+    def raised(self, error: Exception) -> None:
+        """The user's code raises an error: of a new kind of batch it may be ours, who took a tensor for rows.
+
+        Raises:
+            Abandoned: on all ranks; it was.
+        """
+        if not self._searches or self.is_eager or isinstance(error, StopIteration):
+            return
+        self._raised = True
+        with self.beside():
+            self.goes_eagerly(type(error).__name__)
+        if self.shared:
+            raise Abandoned(self.reason) from None
+
     def part(self, value: Any) -> Any:
         """This rank's rows of a tensor that has those of all ranks; other values as they are."""
         if (
@@ -194,8 +234,9 @@ class Meeting:
             LookedAtRows: always.
         """
         what = what if place is None else f"{what}\n  at {place}"
-        self.cast(_EAGER, 0, None)
-        self._meet_eagerly(None, what)
+        with self.beside():
+            self.cast(_EAGER, 0, None)
+            self._meet_eagerly(None, what)
         raise LookedAtRows(self.looked)
 
     def done(self, mark: int, found: Found) -> Done:
@@ -237,6 +278,11 @@ class Meeting:
         self.looked = max(looked for _, _, _, looked in sides)
         if self.looked:
             return self.looked
+        self.shared = self.find_shared()
+        if self.shared:
+            self.runs_again = True
+            self.reason = f"batch{', batch'.join(sorted(self.shared))} is no tensor of rows"
+            return self.reason
         if (
             len({state for _, state, _, _ in sides}) > 1 and self._context.streams is not None
         ):  # all ranks draw the same
@@ -322,14 +368,6 @@ class Done:
         """The same once the ranks have looked again."""
         self.found = self._answer = found
         return self
-
-
-def all_are_rows(control: ControlPlane, batch: Batch) -> bool:
-    """Whether no tensor is the same on all ranks while others differ: it may be none of rows."""
-    digests = zip(batch.tensors, batch.digests(), strict=True)
-    sides = control.gather([digest for index, digest in digests if not batch.is_shared(index)])
-    same = [len(set(seen)) == 1 for seen in zip(*sides, strict=True)]
-    return all(same) or not any(same)
 
 
 def for_all_ranks(batch: Batch, rows: int, wires: Tripwires) -> tuple[Any, list[Tensor]]:

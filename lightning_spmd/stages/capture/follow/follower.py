@@ -164,10 +164,12 @@ class _Recording:
 
     Args:
         step: the step.
+        given: the tensors of the batch, if not those of the step.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, given: Sequence[Tensor] | None = None) -> None:
         self._step = step
+        self._given = step.follower.given if given is None else given
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.below = _FakeBelow(self.mode)
         self.outside: dict[Source, Tensor] = {}
@@ -177,8 +179,7 @@ class _Recording:
 
     def _fake(self, source: Given | Outside) -> Tensor:
         if source not in self.outside:
-            given = self._step.follower.given
-            live = given[source.position] if type(source) is Given else self._step.tensor_of(source)
+            live = self._given[source.position] if type(source) is Given else self._step.tensor_of(source)
             with self._step.beside():
                 self.outside[source] = fake = twin_of(live, self.mode)
             if self._step.by_hand is not None and fake.is_leaf:
@@ -285,6 +286,7 @@ class Step(TorchFunctionMode):
         self._recording: _Recording | None = None
         self._names: dict[int, str] | None = None
         self._numbers: dict[tuple[int, Place], Any] | None = None
+        self._failed: tuple[Any, Any, Any] | None = None
         self._preview: Values | None = None
         self._copies: dict[Source, Tensor] = {}
         self._generators: tuple[Tensor, list[Tensor]] | None = None
@@ -519,6 +521,7 @@ class Step(TorchFunctionMode):
         try:
             note = self._record(func, args, kwargs, around)
         except CannotBeFollowed as error:
+            self._failed = func, args, kwargs
             self.eagerly(str(error))
             return self.for_good(func, args, kwargs)
         except private.DataDependentOutputException:
@@ -583,6 +586,31 @@ class Step(TorchFunctionMode):
                 raise CannotBeFollowed(f"{name} cannot be recorded again ({_first_line(error)})") from error
             self._recording = recording
         return self._recording
+
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether a batch of other sizes would do for the calls so far, and for one that could not be recorded.
+
+        Args:
+            given: its tensors.
+        """
+        recording = _Recording(self, given)
+
+        def fake(value: Any) -> Any:
+            return recording.values.of(self.source_of(value)) if isinstance(value, Tensor) else value
+
+        try:
+            with self.beside():
+                for note in self.notes:
+                    with recording.active():
+                        recording.values.run(note, self._numbers_of(note))
+                if self._failed is not None:
+                    func, args, kwargs = self._failed
+                    args, kwargs = mapped(fake, args), mapped(fake, kwargs)
+                    with recording.active():
+                        func(*args, **kwargs)
+        except Exception:
+            return False
+        return True
 
     def _as_fake(self, value: Any) -> Any:
         recording = self._recording
