@@ -82,9 +82,9 @@ for _name in _OPERATORS:
 
 def known(value: Any) -> Any:
     """A metric's value as the tensor that it is, also in a list or tuple; anything else as it is."""
-    if isinstance(value, MetricResult):
+    if issubclass(type(value), MetricResult):  # isinstance would ask what stands for a rank's own for its class
         return value.known()
-    if type(value) in (list, tuple) and any(isinstance(item, MetricResult) for item in value):
+    if type(value) in (list, tuple) and any(issubclass(type(item), MetricResult) for item in value):
         return type(value)(map(known, value))
     return value
 
