@@ -223,9 +223,12 @@ class _FollowedTrace(IterationTrace):
 
     def _logged(self, index: int) -> RecordedCall:
         """A call of ``self.log``, with what there is of its values in the graph."""
-        log, positions = self.program.logs[index], {w: self._positions[i] for i, w in enumerate(self.program.wants)}
+        wants = self.program.wants
+        log, positions = self.program.logs[index], {wants[i]: position for i, position in self._positions.items()}
 
         def place(what: str, source: Want | bool | None) -> Any:
+            if isinstance(source, Want) and source not in positions:
+                raise CaptureError("self.log in the backward pass, on a batch of each rank's own", log.source or None)
             if isinstance(source, Want):
                 return OutputRef(positions[source])
             if source is None:
