@@ -293,7 +293,10 @@ class TrainingIteration:
         request = dataclasses.replace(request, program=program)
         key = (program.key, None if meeting is None else meeting.split, self.table.find(request, ()).key)
         try:
-            if key not in self._beginnings:
+            known = self._beginnings.get(key)
+            guards = () if known is None else known.executable.captured.guards.values
+            fits = known is not None and all(guard.failure() is None for guard in guards)  # as an optimizer's state
+            if agreed(self.context.control, 0 if fits else None) is None:
                 split = () if meeting is None else meeting.split
                 self._beginnings[key] = self._builder.beginning(request, split)
                 while len(self._beginnings) > MOST_BEGINNINGS:
