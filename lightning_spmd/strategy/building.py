@@ -214,13 +214,14 @@ class GraphBuilder:
         Raises:
             SPMDError: on all ranks; it cannot be built.
         """
-        variant = Variant.evaluation(request.variant.method)
+        by_hand = request.variant.by_hand
+        variant = request.variant if by_hand else Variant.evaluation(request.variant.method)
         request = dataclasses.replace(request, variant=variant, clip=None)
 
         def captured() -> CapturedStep:
-            return capture_followed(
-                dataclasses.replace(self._capture_request(request, split, {}), optimizer=None, accumulators=frozenset())
-            )
+            whole = self._capture_request(request, split, {})
+            optimizer = whole.optimizer if by_hand else None
+            return capture_followed(dataclasses.replace(whole, optimizer=optimizer, accumulators=frozenset()))
 
         executable = self._answers.built(captured, request, split)
         return Beginning(executable, functools.partial(self._answers.run, executable))

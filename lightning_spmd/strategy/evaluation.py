@@ -28,21 +28,30 @@ from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, warn
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
 from lightning_spmd.strategy.as_before import AsBefore
 from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.following import EndedByUser, Following
-from lightning_spmd.strategy.iteration import NotFollowed, TrainingIteration
+from lightning_spmd.strategy.iteration import NotFollowed, RunsAgain, TrainingIteration
 from lightning_spmd.strategy.last_resort import NoEagerWay
-from lightning_spmd.strategy.meeting import may_be_of_all_ranks
+from lightning_spmd.strategy.meeting import LookedAtRows
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.places import Moment, evaluation_moment
 from lightning_spmd.strategy.replay import Recorded, replay, resolve
 from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
-_CANNOT = NotFollowed, NoEagerWay, CannotBeFollowed, CannotBeBuilt, FirstRunError, CaptureError, BatchError
+_CANNOT = (
+    NotFollowed,
+    NoEagerWay,
+    LookedAtRows,
+    CannotBeFollowed,
+    CannotBeBuilt,
+    FirstRunError,
+    CaptureError,
+    BatchError,
+)
 """What says, on all ranks, that a step can be no graph."""
 
 
@@ -98,7 +107,11 @@ class EvaluationSteps(TrainingIteration):
             self.context.streams.tick = stable_hash(place)
         before = AsBefore(self.context.module, tensors=not discard)
         try:
-            returned = self._followed(batch, arguments, Variant.evaluation(method))
+            try:
+                returned = self._followed(batch, arguments, Variant.evaluation(method))
+            except RunsAgain:
+                before.put_back()
+                returned = self._followed(batch, arguments, Variant.evaluation(method))
         except _CANNOT as error:
             self.flush()
             before.put_back()
@@ -121,7 +134,7 @@ class EvaluationSteps(TrainingIteration):
         with speaking_of(variant.method):
             request = self._request(batch, arguments, variant, None)
             part = self.table.step_key(request)
-            reason = self._why_not(following, request, batch)
+            reason = following.reason_not_to(self.context, request.variant)
             if self.context.mesh is None and reason is not None:
                 raise NotFollowed(reason)
             self._met = not is_first
@@ -136,6 +149,9 @@ class EvaluationSteps(TrainingIteration):
                         followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
                     request = dataclasses.replace(request, program=followed.program)
                     executable, outputs = self._graph_of_followed(following, followed, request, meeting)
+                except Abandoned:
+                    self._shared |= set[str]() if meeting is None else meeting.shared
+                    raise RunsAgain from None
                 except RankDisagreementError as error:  # on its own rows each rank may do what it does
                     raise NotFollowed(str(error)) from None
         if followed.program is not None:
@@ -148,16 +164,6 @@ class EvaluationSteps(TrainingIteration):
             is_global = meeting is not None
             followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
         return followed.returned
-
-    def _why_not(self, following: Following, request: StepRequest, batch: Batch) -> str | None:
-        """Why this rank cannot run the step's Python on what stands for the batch of all ranks."""
-        if (reason := following.reason_not_to(self.context, request.variant)) is not None:
-            return reason
-        if self._has_part and not may_be_of_all_ranks(batch, lists=True):
-            return (
-                "its batch holds more than tensors of rows, numbers and texts, or a number that counts this rank's rows"
-            )
-        return None
 
     def _reason(self, error: BaseException) -> str:
         """Why the step is not followed; of all ranks, who are here together, the first one that knows."""

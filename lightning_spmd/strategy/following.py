@@ -24,17 +24,17 @@ from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
-from lightning_spmd.stages.capture.follow.lists_of_rows import is_watched
-from lightning_spmd.stages.capture.follow.notes import Given, Made, sources_in
+from lightning_spmd.stages.capture.follow.notes import Given, Made, gradient_in_parts, named_gradient, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
+from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
 from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs
-from lightning_spmd.strategy.meeting import Call, Fingerprints, Meeting
+from lightning_spmd.strategy.meeting import Call, Fingerprints, LookedAtRows, Meeting
 from lightning_spmd.strategy.own_meeting import logs_of, of_all_ranks
 from lightning_spmd.strategy.replay import replay
 from lightning_spmd.strategy.run_context import RunContext
@@ -129,7 +129,7 @@ class FollowedStep:
         for want in self._wants:
             source = want.source
             stands = isinstance(source, Given) and source.position in self._step.stand_ins
-            if want.after is None and (stands or isinstance(source, Made)):
+            if want.after is None and want.role is not OutputRole.GRADIENT and (stands or isinstance(source, Made)):
                 self._step.fill(source, by_want[want])  # type: ignore[arg-type]
         self._step.settle()
         return [by_want[want] for want in self._wants]
@@ -218,10 +218,7 @@ class _Talk:
             gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
         if not gives or self._likely is None:
             self.drop()
-            # a graph of the beginning changes nothing, so no optimizer steps in it: the whole batch is gathered instead
-            steps = self._step.by_hand is not None and self._step.by_hand.optimizes
-            alone = self._meeting is None or self._meeting.is_own or steps
-            return None if alone else self._of_the_beginning()
+            return None if self._meeting is None or self._meeting.is_own else self._of_the_beginning()
         if self.conversation is None:
             self.conversation = self._begin(self._likely.executable)
         return self.conversation.values(None if first else self._numbers())
@@ -249,7 +246,8 @@ class _Talk:
         self._live.outside, self._live.numbers = self._step.outside, self._step.numbers_between(0, len(notes))
         wants = [Want(source, OutputRole.LOGGED) for source in sources_in((read.args, read.kwargs))]
         free = frozenset(self._live.numbers)
-        return self._run_beginning(Program(notes, read.number, tuple(wants), None, free, self._live), read.source)
+        program = Program(notes, read.number, tuple(wants), None, free, self._live, is_beginning=True)
+        return self._run_beginning(program, read.source)
 
     def _can_begin(self) -> bool:
         notes = self._step.notes
@@ -316,6 +314,7 @@ class Following:
         self._likely: dict[Any, dict[int, Likely]] = {}
         """The graph that ran last behind each first read, by the part of the iteration."""
         self._told: set[str] = set()
+        self._known_names: dict[int, str] = {}
         self._fingerprints = Fingerprints()
         self._taken: dict[Any, int] = {}
         """How often steps took each path."""
@@ -324,9 +323,30 @@ class Following:
     def _names(self) -> dict[int, str]:
         module = self._context.module
         names = {id(t): name for name, t in module.named_buffers()}
-        return {**names, **parameter_names(module, self._context.optimizer)}
+        names |= parameter_names(module, self._context.optimizer)
+        names |= {key: named_gradient(names[id(p)]) for key, p in self._gradients_in_parts().items()}
+        return names
+
+    def _gradients_in_parts(self) -> dict[int, Tensor]:
+        """The parameters in parts by the ``id`` of what lies in their ``.grad``, where steps look at that."""
+        optimizer, module = self._context.optimizer, self._context.module
+        if not self._is_by_hand or optimizer is None:
+            return {}
+        with private.no_torch_functions():
+            theirs = [p for group in optimizer.param_groups for p in group["params"]]
+            in_parts = [p for p in (*module.parameters(), *theirs) if isinstance(p, DTensor)]
+            return {id(p.grad): p for p in in_parts if p.grad is not None}
+
+    def _name_of(self, parameter: Tensor) -> str:
+        name = self._known_names.get(id(parameter))
+        if name is None or not self._is_named(name, parameter):
+            self._known_names = self._names()
+        return self._known_names[id(parameter)]
 
     def _is_named(self, name: str, tensor: Tensor) -> bool:
+        if (owner := gradient_in_parts(name)) is not None:
+            parameter = self._gradients_in_parts().get(id(tensor))
+            return parameter is not None and self._is_named(owner, parameter)
         part: Any = self._context.module
         *path, last = name.split(".")
         for key in path:
@@ -363,9 +383,10 @@ class Following:
         step.whole = None if meeting is None or meeting.is_own else meeting.whole
         if meeting is not None:
             step.draws_elsewhere = True
-            step.stand_ins = meeting.stand_ins
+            step.stand_ins, step.on_given = meeting.stand_ins, meeting.look_at
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
+            meeting.fits, meeting.beside = step.fits, step.beside
         step.on_values, step.scaled = self._flush, self._scaled
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
@@ -385,6 +406,10 @@ class Following:
             talk.drop()
             if meeting is not None:
                 meeting.goes_eagerly(_in_words(step) or "")
+                if meeting.looked:
+                    raise LookedAtRows(meeting.looked)
+                if meeting.shared:
+                    raise Abandoned(meeting.reason)
             if step.must_be_graph or self._evaluates:  # such a step begins anew, on whole parameters
                 raise NoEagerWay((meeting and meeting.reason) or _in_words(step))
             if meeting is not None and meeting.runs_again:
@@ -394,8 +419,6 @@ class Following:
         queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
         if self._evaluates:
             queue.logs_at_once = False  # the step may have to run again
-            if meeting is not None:
-                meeting.on_look = functools.partial(_looks_at_rows, step)
             if meeting is not None and meeting.has_others_rows:
                 step.refuses_read = functools.partial(read_of_rows, step, rows=meeting.rows)
         if meeting is not None:
@@ -409,6 +432,8 @@ class Following:
             around.enter_context(queue.active())
             around.enter_context(hand.active())
             around.enter_context(step.active())
+            if meeting is not None:
+                around.enter_context(meeting.wires.watched())
             try:
                 with context.step_context(method):
                     returned = with_loss(getattr(context.module, method)(tree, *arguments.values()))
@@ -416,13 +441,20 @@ class Following:
                     self._backward(step, returned)
             except BaseException as error:
                 talk.drop()
-                if self._is_by_hand and not step.is_eager:  # what it did before has been, as without the strategy
+                if meeting is not None and isinstance(error, Exception) and not step.is_eager:
+                    meeting.raised(error)
+                if self._is_by_hand and not step.is_eager and not isinstance(error, LookedAtRows):
+                    # what it did before has been, as without the strategy
                     step.eagerly("the step raised an exception")
                 step.end()
                 if isinstance(error, StopIteration):
                     raise EndedByUser(error) from None
                 raise
         del tree
+        if meeting is not None:
+            meeting.wires.is_over = True
+            if meeting.looked:  # the user's code swallowed that
+                raise LookedAtRows(meeting.looked)
         step.end()
         if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
             raise NoEagerWay(_in_words(step))
@@ -434,6 +466,8 @@ class Following:
         has_loss = not self._is_by_hand and not self._evaluates
         source = step.source_if_known(loss) if isinstance(loss, Tensor) and has_loss else None
         del loss
+        parts = [Want(source, OutputRole.GRADIENT, None, (self._name_of(p),)) for p, source in hand.take_parts()]
+        wants.update((want, len(wants) + index) for index, want in enumerate(parts))
         # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
         role = OutputRole.STEP_OUTPUT if self._evaluates else OutputRole.LOGGED
         for made in step.kept():
@@ -468,8 +502,9 @@ class Following:
         is_made = isinstance(loss, Tensor) and not step.is_eager and step.source_if_known(loss) is not None
         if is_made and step.functions.are_there and step.asks(loss):
             step.functions.of_loss(loss, parts)
-        if parts > 1 and step.by_hand is not None and step.by_hand.has_gradients and not step.is_eager:
-            step.eagerly("a backward pass in the step, where gradients are accumulated")
+        may_not = parts > 1 or step.must_be_graph
+        if may_not and step.by_hand is not None and step.by_hand.has_gradients and not step.is_eager:
+            step.eagerly("a backward pass in the step, where gradients are accumulated or in parts")
 
     def _calls_of(self, step: Step) -> list[Call]:
         """The calls of a step, for the other ranks."""
@@ -554,7 +589,7 @@ class Following:
 
         What runs behind ``training_step`` is captured, and does not run: it must be code that is known.
         """
-        module, optimizer, mesh = context.module, context.optimizer, context.mesh
+        module, optimizer = context.module, context.optimizer
         if not variant.backward:
             return None
         if variant.pauses:
@@ -562,8 +597,6 @@ class Following:
         if context.bf16_updates != "plain":  # no step of which may run eagerly
             return "weights of bfloat16 are updated in float32"
         by_hand = not module.automatic_optimization
-        if by_hand and mesh is not None and context.plan(variant).needs_graphs:
-            return "by hand, with gradients or state in parts"
         for part in () if optimizer is None else parts_of(optimizer):
             kind, own = type(part), set(vars(part)) & {"step", "zero_grad"}
             if by_hand and not has_step_of_its_own(part):  # a scheduler's counter
@@ -598,15 +631,9 @@ def _unnamed_tensors(step: Step) -> Iterator[Tensor]:
                 yield step.outside[number]
 
 
-def _looks_at_rows(step: Step, path: str) -> None:
-    """Python is about to look at a list with an entry for each of this rank's rows."""
-    if not step.is_apart and not step.is_eager:
-        step.eagerly(f"it looks at batch{path}, which has an entry for each of this rank's rows")
-
-
 def _resolved(returned: Any) -> Any:
-    """What a step returned, with metrics' values as they are."""
-    return map_leaves(lambda _, leaf: leaf.itself if is_watched(leaf) else known(leaf), returned)
+    """What a step returned, with metrics' values, and what is a rank's own, as they are."""
+    return map_leaves(lambda _, leaf: value_of(leaf) if is_tripwire(leaf) else known(leaf), returned)
 
 
 def with_loss(returned: Any) -> Any:

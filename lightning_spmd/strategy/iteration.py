@@ -27,6 +27,7 @@ from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
+from lightning_spmd.strategy.as_before import AsBefore
 from lightning_spmd.strategy.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.building import Beginning, GraphBuilder
 from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
@@ -34,7 +35,7 @@ from lightning_spmd.strategy.choice import Ballot, agreed
 from lightning_spmd.strategy.following import FollowedStep, Following
 from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
 from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs, train_eagerly
-from lightning_spmd.strategy.meeting import Done, Meeting, all_are_rows, may_be_of_all_ranks
+from lightning_spmd.strategy.meeting import Done, LookedAtRows, Meeting
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.own_graphs import OwnBallot, OwnDone, OwnGraphs
@@ -43,7 +44,7 @@ from lightning_spmd.strategy.places import Moment, training_moment
 from lightning_spmd.strategy.recheck import Rechecks
 from lightning_spmd.strategy.replay import Recorded, replay, resolve
 from lightning_spmd.strategy.run_context import Ran, RunContext, StepRequest
-from lightning_spmd.strategy.shared_leaves import newly_shared
+from lightning_spmd.strategy.shared_leaves import check_shared, newly_shared
 
 MOST_BEGINNINGS = 16
 """Graphs of beginnings of steps that are kept."""
@@ -51,6 +52,10 @@ MOST_BEGINNINGS = 16
 
 class NotFollowed(Exception):
     """Control flow, on all ranks: the step's Python does not run on placeholders; the text says why, where known."""
+
+
+class RunsAgain(Exception):
+    """Control flow, on all ranks: more is known of the batch, and the step's Python must run again on it."""
 
 
 class TrainingIteration:
@@ -78,6 +83,8 @@ class TrainingIteration:
         follows = context.optimizer is not None and self.follows
         self.following = Following(context, self.flush) if follows else None
         self._met = False
+        self._kinds: set[Any] = set()
+        """Of batches that the ranks have met with."""
         self._beginnings: dict[Any, Beginning] = {}
         self._own = OwnGraphs(
             context,
@@ -113,14 +120,15 @@ class TrainingIteration:
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
         if self.following is not None and variant.backward:
-            try:
+            while self.following is not None:
                 try:
                     return self._run_followed(self.following, batch_tree, arguments, variant, clip)
                 except NoGlobalBatch as reason:
                     self.own_batches.begin(str(reason))
-                    return self._run_followed(self.following, batch_tree, arguments, variant, clip)
-            except NotFollowed:
-                self.following = None
+                except RunsAgain:
+                    pass
+                except NotFollowed:
+                    self.following = None
         if isinstance(self.gradients, LiveGradients):
             self.gradients.look_again(self._builder.state_mesh)
         with speaking_of(variant.method):
@@ -163,9 +171,7 @@ class TrainingIteration:
         if request.variant.own_batch:
             return not request.variant.by_hand
         self.table.open.note(batch)
-        if self.table.open.wanted(batch, self.table.step_key(request)):  # one graph is made for all sizes
-            return False
-        return not self._has_part or may_be_of_all_ranks(batch)
+        return not self.table.open.wanted(batch, self.table.step_key(request))  # one graph is made for all sizes
 
     def _run_followed(
         self,
@@ -193,6 +199,7 @@ class TrainingIteration:
             if self.context.mesh is None and not can:
                 raise NotFollowed
             meeting = self._meeting(request, can)
+            before = AsBefore(self.context.module, tensors=True) if meeting is not None and meeting.is_new else None
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
@@ -204,15 +211,29 @@ class TrainingIteration:
                         executable, outputs = self._graph_of_followed(following, followed, request, meeting)
                     except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
                         self.flush()
+                        if meeting is not None and meeting.looked:
+                            raise LookedAtRows(meeting.looked) from None
                         if must_be_graphs(self.context):
                             train_eagerly(self.context, str(error))
                         following.graph_failed(str(error))
                         followed.for_good(str(error))
                         raise followed.ran_eagerly(meeting) from None
+                except LookedAtRows as looked:
+                    self.flush()
+                    if before is not None:
+                        before.put_back()
+                    if not variant.by_hand:
+                        self._may_go_local(request, str(looked))
+                    self._fall_back(str(looked))
                 except NoEagerWay as error:
                     train_eagerly(self.context, str(error))
                 except Abandoned as abandoned:
                     tell(f"strategy='spmd' runs training_step a second time for one batch: {abandoned}")
+                    if before is not None:
+                        before.put_back()
+                    if meeting is not None and meeting.shared:
+                        self._shared |= meeting.shared
+                        raise RunsAgain from None
                     raise NotFollowed from None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
@@ -244,16 +265,21 @@ class TrainingIteration:
             if not self._own.meet(control, request, moment, can_be_followed):
                 raise NotFollowed
             return OwnMeeting(self.context, control, request, (), moment.place, is_first=False)
+        kind = request.variant.method, batch.kinds()
+        is_new = kind not in self._kinds and self._has_part
         try:
             found = Ballot(control, mesh, self.table, request, moment, follows=can_be_followed).result()
+            if is_new:
+                check_shared(control, batch)
         except BatchError as error:  # on all ranks
             if error.is_ragged:
                 self._may_go_local(request, str(error))
             raise
         is_first, self._met = not self._met, True
-        if found.index is None or (is_first and not all_are_rows(control, batch)):
+        if found.index is None:
             raise NotFollowed
-        return Meeting(self.context, control, request, found.split, moment.place, is_first=is_first)
+        self._kinds.add(kind)
+        return Meeting(self.context, control, request, found.split, moment.place, is_first=is_first, is_new=is_new)
 
     def _run_beginning(
         self, request: StepRequest, meeting: Meeting | None, program: Program, place: str
@@ -267,7 +293,10 @@ class TrainingIteration:
         request = dataclasses.replace(request, program=program)
         key = (program.key, None if meeting is None else meeting.split, self.table.find(request, ()).key)
         try:
-            if key not in self._beginnings:
+            known = self._beginnings.get(key)
+            guards = () if known is None else known.executable.captured.guards.values
+            fits = known is not None and all(guard.failure() is None for guard in guards)  # as an optimizer's state
+            if agreed(self.context.control, 0 if fits else None) is None:
                 split = () if meeting is None else meeting.split
                 self._beginnings[key] = self._builder.beginning(request, split)
                 while len(self._beginnings) > MOST_BEGINNINGS:
@@ -298,6 +327,7 @@ class TrainingIteration:
             if ahead is not None:
                 return ahead
             if done.result().index is None:
+                meeting.find_shared()
                 request = dataclasses.replace(request, program=following.united(followed))
                 index = agreed(self.context.control, self.table.find(request, meeting.split).index)
                 done = done.of(dataclasses.replace(self.table.find(request, meeting.split), index=index))

@@ -12,18 +12,18 @@ import functools
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import RankDisagreementError
+from lightning_spmd.errors import CaptureError, RankDisagreementError
 from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
-from lightning_spmd.stages.capture.follow.lists_of_rows import watched
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
+from lightning_spmd.stages.capture.follow.tripwires import Tripwires
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.graph_table import Found
@@ -31,6 +31,7 @@ from lightning_spmd.strategy.reading import whole_batch
 from lightning_spmd.strategy.replay import log_global
 from lightning_spmd.strategy.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.same_draws import as_on_rank_zero
+from lightning_spmd.strategy.shared_leaves import find_shared
 
 _READS, DONE, _EAGER = 1, 2, 3
 """Why a rank meets the others."""
@@ -49,17 +50,23 @@ class Meeting:
         split: rows of the global batch by data rank.
         place: where in the run it is.
         is_first: no step of the run was one of this kind before.
+        is_new: no batch of the run was one of this kind before.
 
     Attributes:
         rows: of all ranks.
         split: by data rank.
+        is_new: as above.
         is_eager: the ranks have agreed to go on eagerly.
         reason: why, as the first of them says.
         calls: gives those of the step so far.
-        on_look: told the path of a list with an entry for each of this rank's rows, before Python looks at it.
         was_told_draws: says whether Python has read something behind random numbers.
         runs_again: on some rank it has, and the step cannot go on: each rank has drawn its part of these numbers, and
             nobody can draw them again.
+        wires: tell if Python looks at what is a rank's own.
+        looked: on some rank it has, and at what.
+        fits: says whether the step so far could be one on a batch of other sizes.
+        beside: entered where what is called is none of the user's calls.
+        shared: paths of tensors of the batch that turned out to be the same for every sample: Python must run again.
     """
 
     is_own = False
@@ -74,15 +81,20 @@ class Meeting:
         place: Place,
         *,
         is_first: bool,
+        is_new: bool = False,
     ) -> None:
         if request.batch is None:
             raise ValueError("a step without a batch has no Python that runs")
         self.is_eager, self._is_first = False, is_first
         self.reason = ""
         self.calls: Callable[[], list[Call]] = list
-        self.on_look: Callable[[str], None] = lambda _: None
         self.was_told_draws: Callable[[], bool] = bool
-        self.runs_again = False
+        self.runs_again, self.looked, self.shared = False, "", set[str]()
+        self.fits: Callable[[Sequence[Tensor]], bool] = lambda _: True
+        self.beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.is_new = self._searches = is_new
+        self._raised = False
+        self.wires = Tripwires(self._looks)
         self.rows, self.split = sum(split), split
         self._context, self._control, self._request = context, control, request
         self._place = dataclasses.replace(place, what=f"the step of {place.what}")
@@ -114,7 +126,14 @@ class Meeting:
 
     def taken(self) -> tuple[Any, list[Tensor]]:
         """The batch with what stands for its tensors, of those with rows for all ranks' rows; and these tensors."""
-        return _for_all_ranks(self._batch, self.rows, lambda path: self.on_look(path))
+        return for_all_ranks(self._batch, self.rows, self.wires)
+
+    def look_at(self, position: int) -> None:
+        """A call takes a tensor of the batch that no call of its kind took before."""
+        index = self._batch.tensors[position]
+        value = self._batch.values[index]
+        if self._batch.is_shared(index) and self._batch.counts_rows(value):
+            self.wires.look(self._batch.refusal(self._batch.paths[index], value) or "")
 
     def whole(self) -> list[Tensor]:
         """The tensors of the batch with the rows of all ranks, who all ask for them."""
@@ -130,6 +149,35 @@ class Meeting:
     def has_others_rows(self) -> bool:
         """Whether other ranks have rows of the batch that this one has not."""
         return len(self.split) > 1
+
+    def find_shared(self) -> set[str]:
+        """Which tensors of a new kind of batch are the same for every sample; all ranks together."""
+        if not self._searches:
+            return set()
+        self._searches = False
+
+        def tried(shared: Collection[str]) -> None:
+            if self._raised and not shared:
+                raise CaptureError("the user's code raises an error")
+            batch = Batch(self._batch.tree, {*self._batch.shared, *shared}, part=True)
+            if not self.fits(for_all_ranks(batch, self.rows, self.wires)[1]):
+                raise CaptureError("the step does not fit")
+
+        return find_shared(self._control, self._batch, tried)
+
+    def raised(self, error: Exception) -> None:
+        """The user's code raises an error: of a new kind of batch it may be ours, who took a tensor for rows.
+
+        Raises:
+            Abandoned: on all ranks; it was.
+        """
+        if not self._searches or self.is_eager or isinstance(error, StopIteration):
+            return
+        self._raised = True
+        with self.beside():
+            self.goes_eagerly(type(error).__name__)
+        if self.shared:
+            raise Abandoned(self.reason) from None
 
     def part(self, value: Any) -> Any:
         """This rank's rows of a tensor that has those of all ranks; other values as they are."""
@@ -179,6 +227,18 @@ class Meeting:
             self.cast(_EAGER, 0, None, reason)
             self._meet_eagerly(reason)
 
+    def _looks(self, what: str, place: str | None) -> NoReturn:
+        """Python looks at what is this rank's own.
+
+        Raises:
+            LookedAtRows: always.
+        """
+        what = what if place is None else f"{what}\n  at {place}"
+        with self.beside():
+            self.cast(_EAGER, 0, None)
+            self._meet_eagerly(None, what)
+        raise LookedAtRows(self.looked)
+
     def done(self, mark: int, found: Found) -> Done:
         """Python is done: begin to ask whether the others are, on the same path.
 
@@ -209,16 +269,26 @@ class Meeting:
             raise CannotBeFollowed(told or self._difference())
         return not vote.missing and vote.graph[0] == vote.graph[1]
 
-    def _meet_eagerly(self, reason: str | None) -> str:
+    def _meet_eagerly(self, reason: str | None, looked: str = "") -> str:
         """All ranks are here and learn why one of them cannot be followed."""
         self.is_eager = True
-        mine = reason, zlib.crc32(torch.get_rng_state().numpy().tobytes()), self.was_told_draws()
+        mine = reason, zlib.crc32(torch.get_rng_state().numpy().tobytes()), self.was_told_draws(), looked
         sides = self._control.gather(mine)
-        self.runs_again = any(told for _, _, told in sides)
-        if len({state for _, state, _ in sides}) > 1 and self._context.streams is not None:  # all ranks draw the same
+        self.runs_again = any(told for _, _, told, _ in sides)
+        self.looked = max(looked for _, _, _, looked in sides)
+        if self.looked:
+            return self.looked
+        self.shared = self.find_shared()
+        if self.shared:
+            self.runs_again = True
+            self.reason = f"batch{', batch'.join(sorted(self.shared))} is no tensor of rows"
+            return self.reason
+        if (
+            len({state for _, state, _, _ in sides}) > 1 and self._context.streams is not None
+        ):  # all ranks draw the same
             self._streams.enter_context(self._context.streams.active())
             self._context.streams.select((), 0)
-        self.reason = next((told for told, _, _ in sides if told is not None), "")
+        self.reason = next((told for told, _, _, _ in sides if told is not None), "")
         return self.reason
 
     def _difference(self) -> str:
@@ -240,6 +310,10 @@ class Meeting:
                     "(compute them from tensors of the batch, from what is logged, or from self.all_gather)"
                 )
         return "the ranks' steps differ in tensors that they made themselves"
+
+
+class LookedAtRows(BaseException):
+    """Control flow, on all ranks: Python looks at what is a rank's own. No ``except Exception`` swallows it."""
 
 
 class Call(NamedTuple):
@@ -296,30 +370,14 @@ class Done:
         return self
 
 
-def may_be_of_all_ranks(batch: Batch, *, lists: bool = False) -> bool:
-    """Whether Python may be given a batch with the rows of all ranks in its tensors.
-
-    Not where something beside them counts this rank's rows, has an entry for each, or may hold tensors of its own.
+def for_all_ranks(batch: Batch, rows: int, wires: Tripwires) -> tuple[Any, list[Tensor]]:
+    """A batch with what stands for its tensors, and for what is a rank's own; and the former.
 
     Args:
-        batch: the batch.
-        lists: what has an entry for each row may be there, if Python does not look at it.
+        batch: of this rank.
+        rows: of all ranks.
+        wires: what stands for what is a rank's own.
     """
-    others = [value for value in batch.values if not isinstance(value, Tensor)]
-    plain = all(value is None or isinstance(value, (str, bytes, bool, int, float, complex)) for value in others)
-    return plain and (lists or not batch.has_lists_of_rows) and not any(map(batch.counts_rows, batch.values))
-
-
-def all_are_rows(control: ControlPlane, batch: Batch) -> bool:
-    """Whether no tensor is the same on all ranks while others differ: it may be none of rows."""
-    digests = zip(batch.tensors, batch.digests(), strict=True)
-    sides = control.gather([digest for index, digest in digests if not batch.is_shared(index)])
-    same = [len(set(seen)) == 1 for seen in zip(*sides, strict=True)]
-    return all(same) or not any(same)
-
-
-def _for_all_ranks(batch: Batch, rows: int, on_look: Callable[[str], None]) -> tuple[Any, list[Tensor]]:
-    """A batch with what stands for its tensors, and that."""
     stand_ins: dict[int, Tensor] = {}
     for index in batch.tensors:
         live = batch.values[index]
@@ -328,15 +386,16 @@ def _for_all_ranks(batch: Batch, rows: int, on_look: Callable[[str], None]) -> t
             continue
         stand_in = private.without_memory(global_spec(live, rows))
         stand_ins[index] = stand_in.requires_grad_() if live.requires_grad else stand_in
-    count = -1
+    count = 0
 
     def leaf(path: str, value: Any) -> Any:
         nonlocal count
-        if batch.is_list_of_rows(value):
-            count += len(leaves(value))
-            return watched(value, functools.partial(on_look, path))
-        count += 1
-        return stand_ins.get(count, value)
+        position = count
+        count += len(leaves(value)) if batch.is_list_of_rows(value) else 1
+        if position in stand_ins:
+            return stand_ins[position]
+        refusal = batch.refusal(path, value)
+        return value if refusal is None else wires.stand_in(path, value, position, refusal)
 
     tree = map_leaves(leaf, batch.tree, ends_at=batch.is_list_of_rows)
     return tree, [stand_ins[index] for index in batch.tensors]

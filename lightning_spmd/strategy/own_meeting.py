@@ -44,6 +44,10 @@ class OwnMeeting(Meeting):
         return self._batch.tree, self._batch.tensor_values
 
     @override
+    def look_at(self, position: int) -> None:
+        return None
+
+    @override
     def part(self, value: Any) -> Any:
         return value
 
@@ -84,7 +88,7 @@ class OwnMeeting(Meeting):
         return not vote.missing and vote.graph[0] == vote.graph[1]
 
     @override
-    def _meet_eagerly(self, reason: str | None) -> str:
+    def _meet_eagerly(self, reason: str | None, looked: str = "") -> str:
         """All ranks are here and learn why one of them cannot be followed; what they drew is their own."""
         self.is_eager = True
         reasons = [told for told in self._control.gather(reason) if told is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,10 @@ from torch.optim import Optimizer
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CannotShowError, ConfigurationError
 from lightning_spmd.ir.first import first
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.placement import REPLICATE, Partial, Placement
 from lightning_spmd.ir.several_optimizers import SeveralOptimizers, parts_of
+from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
@@ -310,16 +314,26 @@ class Training:
     def _finish_eagerly(self, iteration: TrainingIteration) -> None:
         """The current micro-batch goes on as eager training's; gradients of those before it become ``p.grad``."""
         self._ran_eagerly = True
-        parameters = dict(iteration.context.module.named_parameters())
-        for name, gradient in iteration.gradients.items():
-            held, own = gradient if self._holders == 1 else gradient * self._holders, parameters[name].grad
-            parameters[name].grad = held if own is None else held + own  # which the step has put there
+        self._show_gradients(iteration)
         iteration.gradients.clear()
 
-    @property
-    def _holders(self) -> int:
-        """How many ranks hold a share of a gradient; the eager path takes the mean over them."""
-        return 1 if self._ranks.mesh is None else torch.distributed.get_world_size()
+    def _show_gradients(self, iteration: TrainingIteration) -> None:
+        """Gradients that are held become ``p.grad``, of which the eager path takes the mean over the ranks."""
+        parameters, state = dict(iteration.context.module.named_parameters()), self._layout.state
+        for name, held in iteration.gradients.items():
+            shares, _ = self._held_as(name, parameters[name])
+            whole, own = held if state is None else state.whole(held), parameters[name].grad
+            whole = whole if shares == 1 else whole * shares
+            parameters[name].grad = whole if own is None else whole + own  # which the step has put there
+
+    def _held_as(self, name: str, parameter: Tensor) -> tuple[int, tuple[Placement, ...]]:
+        """How a gradient is held between the micro-batches of a step: ranks with a share, and parts."""
+        axes = () if self._layout.state is None else self._layout.state.axes
+        entry = GraphInput(InputRole.GRADIENT, (name,), name, TensorSpec.of(parameter))
+        placements = [self._layout.plan.input_placement(axis, entry) for axis in axes]
+        partial = [isinstance(placement, Partial) for placement in placements]
+        shares = math.prod(axis.size for axis, is_sum in zip(axes, partial, strict=True) if is_sum)
+        return shares, tuple(REPLICATE if is_sum else p for p, is_sum in zip(placements, partial, strict=True))
 
     def _take_gradients(self, iteration: TrainingIteration) -> None:
         """Gradients of a micro-batch that ran eagerly are held as those of graphs, if they are to be added to."""
@@ -327,17 +341,17 @@ class Training:
         if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
             for name, parameter in iteration.context.module.named_parameters():
                 if parameter.grad is not None:
-                    held, parameter.grad = parameter.grad, None
-                    iteration.gradients[name] = held if self._holders == 1 else held / self._holders
+                    (shares, placements), state = self._held_as(name, parameter), self._layout.state
+                    held = parameter.grad if shares == 1 else parameter.grad / shares
+                    parameter.grad = None
+                    iteration.gradients[name] = held if state is None else state.shard(held, placements)
 
     def _leave_graphs(self, iteration: TrainingIteration) -> None:
         """From now on eagerly; gradients of micro-batches that already ran become ``p.grad``."""
         iteration.flush()
         self.mode = Mode.EAGER
         self.iteration = None
-        parameters = dict(iteration.context.module.named_parameters())
-        for name, gradient in iteration.gradients.items():
-            parameters[name].grad = gradient if self._holders == 1 else gradient * self._holders
+        self._show_gradients(iteration)
 
     # ------------------------------------------------------------------ backward
     def give_gradients(self, module: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, rows
-from tests.strategy.test_followed_on_ranks import Counting, with_runs
+from tests.strategy.test_followed_on_ranks import ByHand, Counting, Reading, with_runs
 
 LAYERS = {"first": "colwise", "last": "rowwise"}
 PLANS: dict[str, dict[str, Any]] = {
@@ -48,6 +48,46 @@ def test_two_ranks_equal_one_device(plan: str, two_ranks: RankPool) -> None:
     assert_equals_one_device([result for result, _ in answers], reference)
     for _, kept in answers:
         assert kept[0] == expected[0] == 18, "training_step runs once in each step"
+        assert kept == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_accumulated_gradients(plan: str, two_ranks: RankPool) -> None:
+    reference, expected = with_runs(Reading, "auto", data=lambda: InOrder(rows(), ROWS), accumulate_grad_batches=4)
+    answers = two_ranks.run(with_runs, Reading, PLANS[plan], 2, accumulate_grad_batches=4)
+    assert_compiled(*[result for result, _ in answers])
+    assert_equals_one_device([result for result, _ in answers], reference)
+    assert [kept[0] for _, kept in answers] == [expected[0]] * 2
+
+
+class KeepsGradients(ByHand):
+    """Gradients lie in ``p.grad`` from one batch to the next; what is looked at is a gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.runs += 1
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        gradient: Any = self.last.weight.grad
+        norm = gradient.norm()
+        self.log("norm", norm)
+        if batch_idx % 3 == 2:
+            self.kept.append(norm.item())
+            for p in self.parameters():
+                p.grad = None if p.grad is None else p.grad / 3
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=batch_idx == 2)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+
+
+@pytest.mark.parametrize("make", [ByHand, KeepsGradients])
+@pytest.mark.parametrize("plan", ["zero2", *PLANS])
+def test_optimization_by_hand(make: type[Counting], plan: str, two_ranks: RankPool) -> None:
+    reference, expected = with_runs(make, "auto", data=lambda: InOrder(rows(), ROWS))
+    answers = two_ranks.run(with_runs, make, PLANS.get(plan, {"data_parallel": plan}), 2)
+    assert_compiled(*[result for result, _ in answers])
+    assert_equals_one_device([result for result, _ in answers], reference)
+    for _, kept in answers:
         assert kept == pytest.approx(expected, rel=1e-5)
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tests.helpers.molecules import MoleculeNet
 from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.training import InOrder, Result, assert_equals_one_device
 from tests.strategy.local_cases import Chemist, by_hand, fit, weights
+from tests.strategy.small import ROWS, Quiet, rows, run
 
 
 class Counting(Chemist):
@@ -72,3 +74,76 @@ def test_python_runs_in_every_step(make: type[Counting], plan: str, two_ranks: R
 def test_a_read_where_parameters_are_in_parts_is_named(two_ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"each rank's own batch.*test_followed_local_batches.py:\d+"):
         two_ranks.run(_fit, Reading, 2, data_parallel="zero3")
+
+
+RUNS: list[Any] = []
+
+
+class Bag(dict[str, Any]):
+    """An object of which nobody knows what it holds: no mapping to those who take batches apart."""
+
+    is_tree_leaf = True
+
+
+class Named(Quiet):
+    """With what is each rank's own in the batch; at the third step rank 0 looks at it."""
+
+    look: Any = staticmethod(lambda _: None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+        self.kept: list[Any] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        names = [f"{float(v):.4f}" for v in x[:, 0]]
+        return {"x": x, "y": y, "names": names, "count": len(x), "bag": Bag(x=x)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.runs += 1
+        loss = super().training_step((batch["x"], batch["y"]), batch_idx)
+        if self.runs == 3 and self.trainer.global_rank == 0:
+            type(self).look(batch)
+        self.kept.append(batch["names"])
+        return {"loss": loss, "names": batch["names"]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["names"] == batch["names"]
+        assert type(outputs["names"]) is list
+
+    def on_train_end(self) -> None:
+        RUNS[:] = [self.runs, [len(names) for names in self.kept]]
+
+
+class LooksAtNames(Named):
+    look = staticmethod(lambda batch: print(batch["names"]))
+
+
+class LooksAtACount(Named):
+    look = staticmethod(lambda batch: batch["count"] + 1)
+
+
+class LooksIntoAnObject(Named):
+    look = staticmethod(lambda batch: batch["bag"]["x"].sum().item())
+
+
+def _named(make: type[Named], *args: Any, **flags: Any) -> tuple[Result, list[Any]]:
+    result = run(make, *args, **flags)
+    return result, list(RUNS)
+
+
+@pytest.mark.parametrize("make", [Named, LooksAtNames, LooksAtACount, LooksIntoAnObject])
+def test_what_is_a_ranks_own(make: type[Named], two_ranks: RankPool) -> None:
+    flags = {"data": lambda: InOrder(rows(), ROWS), "max_epochs": 1}
+    reference, (runs, _) = _named(make, "auto", **flags)
+    answers = two_ranks.run(_named, make, "spmd", 2, max_epochs=1)
+    assert_equals_one_device([result for result, _ in answers], reference)
+    for _, (ran, kept) in answers:
+        assert ran == runs + (make is not Named)
+        assert set(kept) == {ROWS // 2}
+    told = [text for text in answers[0][0].warnings if "local batches" in text]
+    assert len(told) == (make is not Named)
+    for text in told:
+        assert "test_followed_local_batches.py:" in text
+        assert "of this rank" in text or "this rank's" in text or "this rank alone" in text

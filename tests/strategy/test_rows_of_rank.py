@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import pytest
@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.tree import leaves
-from lightning_spmd.stages.capture.batch import Batch, LeafWasRead, Looks
+from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.follow.tripwires import Tripwires
 from lightning_spmd.stages.capture.rows_of_rank import lists_of_tensors
+from lightning_spmd.strategy.meeting import for_all_ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET, Result, fit
 from tests.strategy.evaluations import InGraphs
@@ -82,39 +84,51 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _parts(batch: Any, *, part: bool) -> tuple[Any, Looks]:
-    taken, looks = Batch(batch, part=part), Looks()
-    return taken.rebuild({i: taken.values[i] for i in taken.tensors}, looks), looks
+def _told(what: str, place: str | None) -> NoReturn:
+    raise CaptureError(what, place)
+
+
+def _parts(batch: Any, *, part: bool) -> tuple[Any, Tripwires]:
+    wires = Tripwires(_told)
+    return for_all_ranks(Batch(batch, part=part), 2 * ROWS, wires)[0], wires
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_any_look_is_refused(look: str) -> None:
-    seen, looks = _parts(collate(rows(ROWS)), part=True)
-    with pytest.raises(CaptureError, match=r"x\.shape\[0\]"), looks.followed():
+def test_any_look_is_told(look: str) -> None:
+    seen, wires = _parts(collate(rows(ROWS)), part=True)
+    with pytest.raises(CaptureError, match=r"training_step (looks at|reads) batch.*x\.shape\[0\]"), wires.watched():
         LOOKS[look](seen)
-    with pytest.raises(CaptureError, match="training_step (looks at|reads) batch"):  # although the step caught it
-        looks.check()
+
+
+@pytest.mark.parametrize("look", [look for look in LOOKS if look not in ("JSON", "tensors")])
+def test_once_the_step_is_over_what_stands_for_a_value_does_what_it_does(look: str) -> None:
+    batch = collate(rows(ROWS))
+    seen, wires = _parts(batch, part=True)
+    wires.is_over = True
+    found, expected = LOOKS[look](seen), LOOKS[look](batch)
+    assert repr(found) == repr(expected)
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_where_one_rank_has_all_rows_nothing_is_refused(look: str) -> None:
-    seen, looks = _parts(collate(rows(ROWS)), part=False)
-    try:
-        with looks.followed():
-            LOOKS[look](seen)
-    except LeafWasRead:
-        assert looks.read
-    looks.check()
+def test_where_one_rank_has_all_rows_nothing_is_told(look: str) -> None:
+    seen, wires = _parts(collate(rows(ROWS)), part=False)
+    with wires.watched():
+        LOOKS[look](seen)
 
 
 def test_what_does_not_count_rows_may_be_looked_at() -> None:
-    seen, looks = _parts(collate(rows(ROWS)), part=True)
-    assert (len(seen["others"]), len(seen["views"]), seen["views"][0].shape) == (3, 2, (4, 6))
-    with pytest.raises(LeafWasRead):
-        float(seen["scale"])
-    assert looks.read.keys() == {"['scale']"}
+    seen, _ = _parts(collate(rows(ROWS)), part=True)
+    assert (len(seen["others"]), len(seen["views"]), seen["views"][0].shape) == (3, 2, (8, 6))
+    assert float(seen["scale"]) == 0.5
     x, y = _parts(list(torch.ones(2, 2, 3)), part=True)[0]  # a list of two things, and two rows
-    assert x.shape == y.shape == (2, 3)
+    assert x.shape == y.shape == (8, 3)
+
+
+def test_what_nobody_knows_is_not_looked_at() -> None:
+    seen, _ = _parts({"x": torch.ones(4, 2), "bag": {1, 2}, "kind": float, "dtype": torch.float32}, part=True)
+    assert (seen["kind"], seen["dtype"]) == (float, torch.float32)
+    with pytest.raises(CaptureError, match=r"looks at batch\['bag'\], a set, which may hold rows"):
+        len(seen["bag"])
 
 
 def test_tensors_in_a_list_of_rows_are_no_tensors_of_the_batch() -> None:

@@ -22,7 +22,15 @@ from lightning_spmd.errors import BatchError, CaptureError
 from lightning_spmd.ir.steps import LeafRef
 from lightning_spmd.ir.tree import leaves, map_leaves, structure
 from lightning_spmd.messages import the_step
-from lightning_spmd.stages.capture.rows_of_rank import about_list, about_number, is_count, lists_of_rows, rows_of
+from lightning_spmd.stages.capture.rows_of_rank import (
+    about_list,
+    about_number,
+    about_object,
+    is_count,
+    is_plain,
+    lists_of_rows,
+    rows_of,
+)
 from lightning_spmd.stages.capture.user_code import location_of, user_location
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -283,8 +291,18 @@ class Batch:
         return bool(self._lists)
 
     def is_list_of_rows(self, value: Any) -> bool:
-        """Whether a part of the batch is such a list."""
+        """Whether it is one of them."""
         return id(value) in self._lists
+
+    def refusal(self, path: str, value: Any) -> str | None:
+        """Why a step may not look at a leaf that is no tensor, or a list of rows; None: it may."""
+        if self._own is None:
+            return None
+        if self.is_list_of_rows(value):
+            return about_list(path, self._own)
+        if self.counts_rows(value):
+            return about_number(path, self._own)
+        return None if is_plain(value) else about_object(path, value)
 
     def counts_rows(self, value: Any) -> bool:
         """Whether a number is that of this rank's rows, and the step sees more."""

@@ -22,7 +22,7 @@ from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
-from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, tensors_in
+from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, tensors_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
@@ -72,7 +72,7 @@ class _FollowedTrace(IterationTrace):
             self.by_hand = self._values.world = InGraph(self.recorder, self.swap)
         elif request.optimizer is not None:
             self.swap = OptimizerSwap(request.optimizer, self.names, self.inputs)
-        self._trained = {n: kind.trained for note in program.notes for n, kind in note.met.items()}
+        self._kinds = {n: kind for note in program.notes for n, kind in note.met.items()}
         self._batch: list[Tensor] = []
         self._outside: dict[int, Tensor] = {}
         self._reads = 0
@@ -136,8 +136,8 @@ class _FollowedTrace(IterationTrace):
         if number not in self._outside:
             with private.disable_dispatch_modes():
                 fake = self._outside[number] = self._from_outside(number)
-                if fake.is_leaf and number in self._trained:  # it may be frozen since
-                    fake.requires_grad_(self._trained[number])
+                if fake.is_leaf and number in self._kinds:  # it may be frozen since
+                    fake.requires_grad_(self._kinds[number].trained)
         return self._outside[number]
 
     def _from_outside(self, number: int) -> Tensor:
@@ -149,6 +149,9 @@ class _FollowedTrace(IterationTrace):
             if self.inputs.entries[node].role is InputRole.BUFFER:  # the step may have put another one in its place
                 self._named[self.inputs.entries[node].key[0]] = read
             return fake
+        name = gradient_in_parts(self._kinds[number].name) if number in self._kinds else None
+        if name is not None:
+            return self.inputs.tensor(live, InputRole.GRADIENT, (name,), f"gradient of {name}")
         index = len(self.recorder.constants)
         self.recorder.constants.append(live)
         self._readers[index] = read
@@ -222,9 +225,12 @@ class _FollowedTrace(IterationTrace):
 
     def _logged(self, index: int) -> RecordedCall:
         """A call of ``self.log``, with what there is of its values in the graph."""
-        log, positions = self.program.logs[index], {w: self._positions[i] for i, w in enumerate(self.program.wants)}
+        wants = self.program.wants
+        log, positions = self.program.logs[index], {wants[i]: position for i, position in self._positions.items()}
 
         def place(what: str, source: Want | bool | None) -> Any:
+            if isinstance(source, Want) and source not in positions:
+                raise CaptureError("self.log in the backward pass, on a batch of each rank's own", log.source or None)
             if isinstance(source, Want):
                 return OutputRef(positions[source])
             if source is None:
@@ -286,13 +292,15 @@ class _FollowedTrace(IterationTrace):
             want = self.program.wants[index]
             value = self._values.of(want.source).detach()
             if after is None:
-                self._positions[index] = self.outputs.add(value, want.role, (), f"kept {index}")
+                self._positions[index] = self.outputs.add(value, want.role, want.key, f"kept {index}")
             else:
                 self._positions[index] = self.outputs.add_as_it_is(value, want.role, (), f"told {index}", shared=False)
 
     # ------------------------------------------------------------------ packing
     @override
     def collect_state(self) -> None:
+        if self.program.is_beginning:
+            return
         if self.by_hand is None:
             super().collect_state()
             return

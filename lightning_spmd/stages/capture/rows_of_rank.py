@@ -7,13 +7,17 @@ of them alike, so that nothing would show it. A step that looks at such a value 
 
 from __future__ import annotations
 
+from enum import Enum
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.messages import the_step
 
+_PLAIN = (str, bytes, bool, int, float, complex, type, Enum, FunctionType, torch.dtype, torch.device)
 _FIX = "Take sizes from a tensor (x.shape[0])"
 
 
@@ -81,6 +85,19 @@ def about_number(path: str, rows: int) -> str:
         f"{the_step()} reads batch{path}, which is {rows}, the number of this rank's rows, while its tensors have the "
         f"rows of all ranks. {_FIX}; or, if it counts something else, keep it on the module"
     )
+
+
+def about_object(path: str, value: Any) -> str:
+    """Why a step may not look at an object of which nobody knows what it holds."""
+    return (
+        f"{the_step()} looks at batch{path}, a {type(value).__name__}, which may hold rows of this rank alone, while "
+        "the tensors of the batch have the rows of all ranks. Give what it holds as tensors, or keep it on the module"
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value beside the tensors of a batch holds no rows."""
+    return value is None or isinstance(value, _PLAIN) or type(value).__module__ == "numpy" and value.ndim == 0
 
 
 def about_tensors(path: str, rows: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -338,6 +339,16 @@ class HandStep:
         for key in made:
             if sys.getrefcount(self._gradients[key][0]) <= _OURS:
                 del self._gradients[key]
+
+    def take_parts(self) -> list[tuple[Tensor, Made]]:
+        """Of tensors in parts the gradients that the step made: no rank has all of one, so a graph puts them there."""
+        step, found = self.step, list[tuple[Tensor, Made]]()
+        for key, (tensor, gradient) in list(self._gradients.items()):
+            source = None if gradient is None else step.source_if_known(gradient)
+            if isinstance(tensor, DTensor) and type(source) is Made:
+                found.append((tensor, source))
+                del self._gradients[key]
+        return found
 
     def settle(self) -> None:
         """What ``.grad`` was in the step it is now for all."""

@@ -37,6 +37,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     around_now,
     leaves_by_place,
     mapped,
+    sources_in,
     tensors_in,
 )
 from lightning_spmd.stages.capture.follow.packed import PackedSequences
@@ -163,10 +164,12 @@ class _Recording:
 
     Args:
         step: the step.
+        given: the tensors of the batch, if not those of the step.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, given: Sequence[Tensor] | None = None) -> None:
         self._step = step
+        self._given = step.follower.given if given is None else given
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.below = _FakeBelow(self.mode)
         self.outside: dict[Source, Tensor] = {}
@@ -176,8 +179,7 @@ class _Recording:
 
     def _fake(self, source: Given | Outside) -> Tensor:
         if source not in self.outside:
-            given = self._step.follower.given
-            live = given[source.position] if type(source) is Given else self._step.tensor_of(source)
+            live = self._given[source.position] if type(source) is Given else self._step.tensor_of(source)
             with self._step.beside():
                 self.outside[source] = fake = twin_of(live, self.mode)
             if self._step.by_hand is not None and fake.is_leaf:
@@ -273,6 +275,7 @@ class Step(TorchFunctionMode):
         self.on_eager: Callable[[Callable[[Source], Tensor]], None] = lambda _: None
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
+        self.on_given: Callable[[int], None] = lambda _: None
         self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
         self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
         self.by_hand: HandStep | None = None
@@ -283,6 +286,7 @@ class Step(TorchFunctionMode):
         self._recording: _Recording | None = None
         self._names: dict[int, str] | None = None
         self._numbers: dict[tuple[int, Place], Any] | None = None
+        self._failed: tuple[Any, Any, Any] | None = None
         self._preview: Values | None = None
         self._copies: dict[Source, Tensor] = {}
         self._generators: tuple[Tensor, list[Tensor]] | None = None
@@ -517,6 +521,7 @@ class Step(TorchFunctionMode):
         try:
             note = self._record(func, args, kwargs, around)
         except CannotBeFollowed as error:
+            self._failed = func, args, kwargs
             self.eagerly(str(error))
             return self.for_good(func, args, kwargs)
         except private.DataDependentOutputException:
@@ -582,6 +587,31 @@ class Step(TorchFunctionMode):
             self._recording = recording
         return self._recording
 
+    def fits(self, given: Sequence[Tensor]) -> bool:
+        """Whether a batch of other sizes would do for the calls so far, and for one that could not be recorded.
+
+        Args:
+            given: its tensors.
+        """
+        recording = _Recording(self, given)
+
+        def fake(value: Any) -> Any:
+            return recording.values.of(self.source_of(value)) if isinstance(value, Tensor) else value
+
+        try:
+            with self.beside():
+                for note in self.notes:
+                    with recording.active():
+                        recording.values.run(note, self._numbers_of(note))
+                if self._failed is not None:
+                    func, args, kwargs = self._failed
+                    args, kwargs = mapped(fake, args), mapped(fake, kwargs)
+                    with recording.active():
+                        func(*args, **kwargs)
+        except Exception:
+            return False
+        return True
+
     def _as_fake(self, value: Any) -> Any:
         recording = self._recording
         if not isinstance(value, Tensor) or recording is None:
@@ -596,9 +626,7 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed("nothing is recorded")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), around)
-        for number in range(known, len(self.outside)):
-            note.met[number] = self._kind(self.outside[number], number)
-        note.module, note.source = self.module_path(), user_location() or ""
+        self._complete(note, known)
         given = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
         operands, draws = tensors_in(given), recording.below.draws
         before, count, known_kind = (
@@ -641,6 +669,20 @@ class Step(TorchFunctionMode):
         self._here.children.append(note)
         self.follower.recorded += 1
         return note
+
+    def _complete(self, note: Note, known: int) -> None:
+        """What is known of a new call beside its arguments.
+
+        Args:
+            note: the call.
+            known: so many tensors from outside had been met before it.
+        """
+        for number in range(known, len(self.outside)):
+            note.met[number] = self._kind(self.outside[number], number)
+        note.module, note.source = self.module_path(), user_location() or ""
+        for source in sources_in((note.args, note.kwargs)):
+            if type(source) is Given:
+                self.on_given(source.position)
 
     def _apart(self, function: Callable[[], Any]) -> Any:
         with self.beside():
@@ -790,9 +832,7 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), reads=True)
-        for number in range(known, len(self.outside)):
-            note.met[number] = self._kind(self.outside[number], number)
-        note.module, note.source = self.module_path(), user_location() or ""
+        self._complete(note, known)
         note.marked(self._here)
         self._here.children.append(note)
         return note

@@ -80,6 +80,19 @@ Place = tuple[Any, ...]
 """Where in the arguments of a call something stands: keys and positions from the outside in."""
 
 
+_GRADIENT = "'s gradient"
+
+
+def named_gradient(name: str) -> str:
+    """The name of what lies in ``.grad`` of a parameter in parts, as kinds have names."""
+    return name + _GRADIENT
+
+
+def gradient_in_parts(name: str | None) -> str | None:
+    """The name of the parameter in parts whose gradient has this name; None of other tensors."""
+    return name.removesuffix(_GRADIENT) if name is not None and name.endswith(_GRADIENT) else None
+
+
 class Kind(NamedTuple):
     """What must be the same of a tensor from outside for a path to go on.
 

@@ -20,11 +20,13 @@ class Want:
         source: where it comes from.
         role: what it is for.
         after: the number of calls behind which it is told as it is then; None: as it is when the step ends.
+        key: of a gradient the name of its parameter.
     """
 
     source: Source
     role: OutputRole
     after: int | None = None
+    key: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Program:
         free: the numbers of its calls, by depth and place, that are others in other steps.
         live: the tensors and numbers of this step, and of each later one that takes this path.
         logs: on a rank's own batch, what of it becomes all ranks'.
+        is_beginning: it ends where Python reads, and nothing of what it changes lasts.
     """
 
     notes: Sequence[Note]
@@ -82,6 +85,7 @@ class Program:
     free: frozenset[tuple[int, Place]]
     live: Live
     logs: tuple[Log, ...] = ()
+    is_beginning: bool = False
 
     def reads(self) -> list[Note]:
         """The calls by which Python gets values."""

@@ -18,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, reference_to
 from lightning_spmd.stages.capture.user_code import user_location
 
 METHODS = ("update", "forward", "compute", "reset")
@@ -81,9 +82,9 @@ for _name in _OPERATORS:
 
 def known(value: Any) -> Any:
     """A metric's value as the tensor that it is, also in a list or tuple; anything else as it is."""
-    if isinstance(value, MetricResult):
+    if issubclass(type(value), MetricResult):  # isinstance would ask what stands for a rank's own for its class
         return value.known()
-    if type(value) in (list, tuple) and any(isinstance(item, MetricResult) for item in value):
+    if type(value) in (list, tuple) and any(issubclass(type(item), MetricResult) for item in value):
         return type(value)(map(known, value))
     return value
 
@@ -225,6 +226,8 @@ class Queue:
         """Remember one call; gives its position."""
 
         def leaf(_: str, value: Any) -> Any:
+            if is_tripwire(value):
+                return reference_to(value)
             if isinstance(value, MetricResult):
                 return vars(value)["_reference"] if vars(value)["_value"] is None else leaf("", vars(value)["_value"])
             found = self._want(value, role) if isinstance(value, Tensor) else value
