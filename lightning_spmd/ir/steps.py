@@ -80,6 +80,12 @@ class OutputRef:
         return f"<output {self.position}>"
 
 
+class LeafRef(OutputRef):
+    """Stands for the leaf of the batch at ``position``, a rank's own that nobody looked at: a file name."""
+
+    __slots__ = ()
+
+
 class CallRef(OutputRef):
     """Stands for what the recorded call at ``position`` returns (a metric's value, known only after the graph ran).
 
@@ -106,7 +112,8 @@ class RecordedCall:
         target: module path of the object, ``""`` for the LightningModule.
         method: ``"log"`` or ``"log_dict"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"`` or
             ``"reset"`` of a metric.
-        args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`.
+        args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, leaves of
+            the batch that are a rank's own by :class:`LeafRef`.
         source: ``file:line`` of the call, empty where unknown.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from lightning_spmd.errors import BatchError, RankDisagreementError
@@ -76,7 +75,6 @@ class Ballot:
         vote = self._count()
         self._moment.check(control, vote)
         if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
-            _check_numbers(control, request.numbers)
             _reconcile(control, self._table, request, self._problem)
             return Ballot(control, self._mesh, self._table, request, self._moment, follows=self._follows).result()
         if vote.rows[0] != vote.rows[1]:
@@ -100,8 +98,7 @@ def _shape(table: GraphTable, request: StepRequest) -> int:
     """A hash of what the batches of all ranks, and what is to be done with them, must have in common."""
     batch = request.batch
     looks = None if batch is None else (batch.shared_key(), batch.shared_values())
-    known = hash_of_step(table.step_key(request), looks)
-    return stable_hash((known, *request.numbers.items())) if request.numbers else known
+    return hash_of_step(table.step_key(request), looks)
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,30 +114,12 @@ def _rows(batch: Batch | None) -> tuple[int, BatchError | None]:
         return 0, error
 
 
-def _check_numbers(control: ControlPlane, numbers: Mapping[str, Any]) -> None:
-    """Compare the numbers of Python's state that are inputs of graphs.
-
-    Raises:
-        RankDisagreementError: on every rank; one of them differs.
-    """
-    sides = control.gather(dict(numbers))
-    for rank, side in enumerate(sides):
-        for path in sorted({*side, *sides[0]}):
-            ours, theirs = sides[0].get(path, "not followed"), side.get(path, "not followed")
-            if repr(ours) != repr(theirs):
-                raise RankDisagreementError(
-                    f"{path} is {ours} on rank 0 and {theirs} on rank {rank}: a number that the step reads must be the "
-                    "same on all ranks (compute it from what is logged or from self.all_gather, not from a rank's rows)"
-                )
-
-
 def check_same_part(control: ControlPlane, table: GraphTable, request: StepRequest) -> None:
     """Say what is not the same on ranks that are about to run steps on batches of their own.
 
     Raises:
         RankDisagreementError: on every rank.
     """
-    _check_numbers(control, request.numbers)
     _reconcile(control, table, dataclasses.replace(request, batch=None), None)
 
 

@@ -74,14 +74,13 @@ class GraphTable:
         self._indices: dict[tuple[Any, ...], list[int]] = {}
         self._last: dict[tuple[Any, ...], int] = {}
         self._next: dict[int, int] = {}
-        self._dropped: set[tuple[Any, ...]] = set()
         self._uses: dict[int, int] = {}
         self._told_about_shapes = False
         self._told_about_memory = False
 
     @property
     def executables(self) -> list[Executable]:
-        """All graphs that are kept, in the order in which they were built."""
+        """All graphs that are kept, in the order in which they were last used."""
         return list(self._executables.values())
 
     def graph(self, index: int) -> Executable:
@@ -157,6 +156,17 @@ class GraphTable:
         accumulated = self._trainer.accumulate_grad_batches
         return request.variant, tuple(request.arguments), accumulated, tuple(self._gradients)
 
+    def count_use(self, index: int) -> None:
+        """A graph is used once more; all ranks count alike."""
+        self._executables[index] = self._executables.pop(index)  # the last one in the order of their use
+
+    def forget_unused(self) -> list[int]:
+        """Let go of the graphs that were not used for longest, as many as are too many."""
+        gone = list(self._executables)[: max(0, len(self._executables) - MOST_GRAPHS)]
+        for index in gone:
+            self._forget(index)
+        return gone
+
     def add(self, key: tuple[Any, ...], executable: Executable) -> int:
         """File a new graph; gives its index."""
         index, self._built = self._built, self._built + 1
@@ -164,7 +174,7 @@ class GraphTable:
         self._indices.setdefault(key, []).append(index)
         return index
 
-    def forget(self, index: int) -> None:
+    def _forget(self, index: int) -> None:
         """Let go of a graph; for such steps one is built anew."""
         gone = self._executables.pop(index)
         for executable in self._executables.values():
@@ -180,15 +190,6 @@ class GraphTable:
                 f"more than {MOST_GRAPHS} graphs were built, most of them for a batch shape of their own; the one that "
                 "was not used for longest is forgotten, and built anew if it is needed again. Pad to a few sizes"
             )
-
-    def drop(self, found: Found) -> bool:
-        """Never use a graph again; says whether it is the first one of its key to go."""
-        if found.index is None:
-            raise ValueError("no graph was found that could be dropped")
-        self._indices[found.key].remove(found.index)
-        known = found.key in self._dropped
-        self._dropped.add(found.key)
-        return not known
 
     def surplus(self, found: Found) -> str | None:
         """Why no further graph should be built for such a step; None where one may be."""

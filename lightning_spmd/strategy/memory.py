@@ -230,3 +230,17 @@ def _laid_out(value: Tensor, wanted: TensorSpec, mesh: StateMesh | None) -> Tens
     if has_layout(value, wanted) and has_layout(local, part):
         return value
     return mesh.wrap(in_layout(local, part), wanted, placements)
+
+
+def tensors_on_other_devices(module: nn.Module, device: torch.device) -> list[str]:
+    """Names of parameters, buffers and plain tensor attributes that are not on ``device``."""
+    found = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.device.type != device.type]
+    for path, part in module.named_modules():
+        if isinstance(part, Metric):
+            continue
+        found += [
+            f"{path}.{name}".lstrip(".")
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor) and value.ndim > 0 and value.device.type != device.type
+        ]
+    return found

@@ -24,7 +24,6 @@ from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.packing import in_memory_order_of
-from lightning_spmd.stages.capture.python_state import tensors_on_other_devices
 from lightning_spmd.strategy.beside_parts import whole_beside_parts
 from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
@@ -32,7 +31,7 @@ from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.following import EndedByUser, RanEagerly
 from lightning_spmd.strategy.iteration import TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
-from lightning_spmd.strategy.memory import gradients_of
+from lightning_spmd.strategy.memory import gradients_of, tensors_on_other_devices
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.newcomers import Newcomers
 from lightning_spmd.strategy.overlapping import Overlapping

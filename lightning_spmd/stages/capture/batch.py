@@ -1,27 +1,21 @@
-"""Batches: tensors become graph inputs, everything else becomes a tripwire.
+"""Batches: tensors become graph inputs, everything else is the user's Python.
 
-A batch may carry file names, labels as strings or arbitrary objects. Most training steps never look at them, so they
-must not decide which graph runs. At capture each such leaf is replaced by an :class:`UnreadLeaf`; if training_step
-touches it, capture starts again with the real value and a guard on it. Where several ranks have rows, lists with an
-entry for each of this rank's rows are such leaves as a whole, and looking at one is refused (``rows_of_rank.py``).
+Where several ranks have rows, lists with an entry for each of this rank's rows, and numbers that count them, are a
+rank's own: looking at one is noticed (``rows_of_rank.py``, ``follow/tripwires.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_spmd.errors import BatchError, CaptureError
-from lightning_spmd.ir.steps import LeafRef
+from lightning_spmd.errors import BatchError
 from lightning_spmd.ir.tree import leaves, map_leaves, structure
-from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.rows_of_rank import (
     about_list,
     about_number,
@@ -31,113 +25,9 @@ from lightning_spmd.stages.capture.rows_of_rank import (
     lists_of_rows,
     rows_of,
 )
-from lightning_spmd.stages.capture.user_code import location_of, user_location
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """In the ``repr`` of a dictionary's key: another one in every process."""
-_GUARDABLE = (str, bytes, int, float, bool, complex)
-
-
-class LeafWasRead(Exception):
-    """Control flow: training_step read a non-tensor leaf of the batch."""
-
-
-@dataclass
-class Looks:
-    """What a step looked at in its batch.
-
-    Args:
-        read: where (``file:line``), by path of the leaf.
-        refused: the first look that makes the step no graph.
-        handed_out: why what stands for a leaf may not be looked at, or None, by path.
-    """
-
-    read: dict[str, str | None] = field(default_factory=dict[str, "str | None"])
-    refused: CaptureError | None = None
-    handed_out: dict[str, str | None] = field(default_factory=dict[str, "str | None"])
-
-    def note(self, path: str, refusal: str | None) -> NoReturn:
-        """A look at a leaf.
-
-        Raises:
-            LeafWasRead: it may be looked at.
-            CaptureError: it may not, for this reason.
-        """
-        self._note(path, refusal, user_location())
-
-    @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """C code that checks kinds (``torch.stack(batch["parts"])``) looks at nothing and says what it got instead."""
-        try:
-            yield
-        except TypeError as error:
-            for path, refusal in self.handed_out.items():
-                if re.search(rf"\bbatch{re.escape(path)}(?![\[.\w])", str(error)):
-                    self._note(path, refusal, location_of(error))
-            raise
-
-    def _note(self, path: str, refusal: str | None, place: str | None) -> NoReturn:
-        if refusal is None:
-            self.read.setdefault(path, place)
-            raise LeafWasRead(path)
-        self.refused = self.refused or CaptureError(refusal, place)
-        raise self.refused
-
-    def check(self) -> None:
-        """Raise what the step may have caught."""
-        if self.refused is not None:
-            raise self.refused
-
-
-class UnreadLeaf:
-    """Stands for what is no tensor; any use raises and is remembered. It may be handed on.
-
-    Args:
-        path: of the leaf.
-        reference: what stands for it where it is handed on.
-        looks: told of any use.
-        refusal: why it may not be used, or None.
-    """
-
-    is_tree_leaf = True
-
-    def __init__(self, path: str, reference: Any, looks: Looks, refusal: str | None) -> None:
-        object.__setattr__(self, "_reference", reference)
-        object.__setattr__(self, "_looked_at", (looks, path, refusal))
-        looks.handed_out[path] = refusal
-
-    def _touch(self, *_: Any, **__: Any) -> Any:
-        looks, path, refusal = object.__getattribute__(self, "_looked_at")
-        looks.note(path, refusal)
-
-    __getattribute__ = _touch
-    __setattr__ = __call__ = __len__ = __iter__ = __getitem__ = __contains__ = __bool__ = __hash__ = _touch  # type: ignore[assignment]
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __str__ = __repr__ = __format__ = __fspath__ = _touch  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __mod__ = (
-        _touch
-    )
-    __int__ = __float__ = __index__ = __neg__ = __abs__ = __floordiv__ = __rfloordiv__ = __rmod__ = _touch
-    __complex__ = __round__ = __trunc__ = __floor__ = __ceil__ = __pos__ = __invert__ = __divmod__ = __rdivmod__ = (
-        _touch
-    )
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __rpow__ = _touch
-    __reversed__ = __setitem__ = __delitem__ = __bytes__ = __reduce_ex__ = __copy__ = __deepcopy__ = _touch  # type: ignore[assignment]
-
-
-@functools.lru_cache(maxsize=4096)
-def _stands_for(path: str) -> type[UnreadLeaf]:
-    """The class of what stands for a leaf; C code names it where it wants something else."""
-    return type(f"batch{path}", (UnreadLeaf,), {})
-
-
-def is_unread(value: Any) -> bool:
-    """Whether something stands for what a step has not looked at."""
-    return issubclass(type(value), UnreadLeaf)
-
-
-def reference_to_leaf(leaf: UnreadLeaf) -> Any:
-    """What stands for it where it is handed on: one :class:`LeafRef`, or a list of them."""
-    return object.__getattribute__(leaf, "_reference")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -308,28 +198,6 @@ class Batch:
         """Whether a number is that of this rank's rows, and the step sees more."""
         return self._own is not None and is_count(value, self._own)
 
-    def rebuild(self, tensors: dict[int, Tensor], looks: Looks) -> Any:
-        """The batch with ``tensors`` (by leaf index) and tripwires for what was not read."""
-        index = 0
-
-        def reference(_: str, __: Any) -> LeafRef:
-            nonlocal index
-            index += 1
-            return LeafRef(index - 1)
-
-        def leaf(path: str, value: Any) -> Any:
-            if id(value) in self._lists:
-                return _stands_for(path)(path, map_leaves(reference, value), looks, about_list(path, self._own or 0))
-            position = reference(path, value)
-            if position.position in tensors:
-                return tensors[position.position]
-            if value is None or path in looks.read:
-                return value
-            refusal = about_number(path, self._own or 0) if self.counts_rows(value) else None
-            return _stands_for(path)(path, position, looks, refusal)
-
-        return map_leaves(leaf, self.tree, ends_at=lambda value: id(value) in self._lists)
-
     def _inside_lists(self) -> set[int]:
         """Indices of the leaves in lists of rows."""
         index, inside = 0, set[int]()
@@ -342,26 +210,6 @@ class Batch:
 
         map_leaves(count, self.tree, ends_at=lambda value: id(value) in self._lists)
         return inside
-
-    def guarded_values(self, looks: Looks) -> tuple[tuple[str, Any], ...]:
-        """(path, value) of the non-tensor leaves that the step reads.
-
-        Raises:
-            CaptureError: if one is an object whose equality says nothing (it may hold tensors).
-        """
-        values = []
-        for path, value in zip(self.paths, self.values, strict=True):
-            if path not in looks.read:
-                continue
-            if not isinstance(value, _GUARDABLE):
-                raise CaptureError(
-                    f"{the_step()} reads batch{path}, a {type(value).__name__}: only tensors, numbers and strings in "
-                    "tuples, lists, dicts and dataclasses can enter the graph",
-                    looks.read[path],
-                )
-            values.append((path, value))
-        return tuple(values)
-
 
 def _digest(tensor: Tensor) -> str:
     numbers = tensor.detach().reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
