@@ -109,7 +109,7 @@ class RecordedCall:
     """One call that training_step made on Lightning's or torchmetrics' side, to be made again after each run.
 
     Args:
-        target: module path of the object, ``""`` for the LightningModule.
+        target: module path of the object, ``""`` for the LightningModule; the object itself where it has none.
         method: ``"log"``, ``"log_dict"``, ``"print"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"``,
             ``"reset"`` of a metric; ``"append"`` of any module: its arguments: the name of a list on it, and the item;
             ``"assign"``: the path of a place in Python's state, and what the step puts there.
@@ -119,7 +119,7 @@ class RecordedCall:
         on_rank_zero: whether rank 0 alone makes it.
     """
 
-    target: str
+    target: Any
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -82,7 +82,7 @@ def replay(
         if call.on_rank_zero and not _is_rank_zero(module):
             results.append(None)
             continue
-        target = module.get_submodule(call.target) if call.target else module
+        target: Any = module.get_submodule(call.target) if isinstance(call.target, str) else call.target
         args = resolve(call.args, outputs, leaves, results)
         kwargs = resolve(call.kwargs, outputs, leaves, results)
         if (by_hand := replayed(module, call.method)) is not None:
