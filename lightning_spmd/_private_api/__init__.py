@@ -28,8 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_spmd._private_api.co_execution import (
     UnseenCalls,
     applied,
+    are_torchs_own,
     autocast_state,
     exchange,
+    host_random_state,
+    host_seed,
     is_of_profiler,
     is_wrapped,
     no_torch_functions,
@@ -160,7 +163,10 @@ from lightning_spmd._private_api.torch_names import (
 
 __all__ = [
     "UnseenCalls",
+    "host_random_state",
+    "host_seed",
     "applied",
+    "are_torchs_own",
     "autocast_state",
     "exchange",
     "is_wrapped",

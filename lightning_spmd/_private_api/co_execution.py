@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ def exchange(one: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
 
 
+_OF_CUDA = (
+    "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state", "get_rng_state_all",
+    "set_rng_state", "set_rng_state_all",
+)  # fmt: skip
+
+
 class UnseenCalls:
     """What no mode of torch functions sees, replaced for the length of a step, in this thread's calls as in others'.
 
@@ -58,7 +64,7 @@ class UnseenCalls:
 
     def __init__(self) -> None:
         self._apply: Callable[..., Any] = _APPLY
-        self._runs_first: Callable[[str], None] = lambda _: None
+        self._instead: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, original: original
 
         def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
             return self._apply(kind, *args, **kwargs)
@@ -70,9 +76,14 @@ class UnseenCalls:
             (torch, "load"),
             (torch, "get_rng_state"),
             (torch, "set_rng_state"),
+            (torch, "initial_seed"),
             (torch.random, "manual_seed"),
             (torch.random, "get_rng_state"),
             (torch.random, "set_rng_state"),
+            (torch.random, "initial_seed"),
+            (torch.random, "seed"),
+            *((torch.cuda, name) for name in _OF_CUDA),
+            *((torch.cuda.random, name) for name in _OF_CUDA),
             (_checkpoint, "_checkpoint_without_reentrant_generator"),
             (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
             (torch.autograd.graph.save_on_cpu, "__enter__"),
@@ -86,15 +97,18 @@ class UnseenCalls:
         self._places = places
 
     @contextlib.contextmanager
-    def replaced(self, apply: Callable[..., Any], runs_first: Callable[[str], None]) -> Iterator[None]:
+    def replaced(
+        self, apply: Callable[..., Any], instead: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+    ) -> Iterator[None]:
         """They are, inside.
 
         Args:
             apply: called with the class and the arguments in place of ``torch.autograd.Function.apply``.
-            runs_first: told the name of a function before it runs that reads, or changes, what is computed so far:
-                random state, memory of a tensor that becomes a parameter, hooks around what autograd saves.
+            instead: given the name of a function, and that, before it is called; gives what is called in its place.
+                They read, or change, what is computed so far: random state, memory of a tensor that becomes a
+                parameter, hooks around what autograd saves.
         """
-        self._apply, self._runs_first = apply, runs_first
+        self._apply, self._instead = apply, instead
         before = [(owner, name, vars(owner).get(name, self)) for owner, name, _ in self._places]
         for owner, name, replacement in self._places:
             setattr(owner, name, replacement)
@@ -111,8 +125,7 @@ class UnseenCalls:
         original = function.__func__ if isinstance(function, staticmethod) else function
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            self._runs_first(name)
-            return original(*args, **kwargs)
+            return self._instead(name, original)(*args, **kwargs)
 
         replacement.__name__ = name
         return staticmethod(replacement) if isinstance(function, staticmethod) or name == "__new__" else replacement
@@ -134,3 +147,18 @@ def is_wrapped(tensor: Tensor) -> bool:
 def is_of_profiler(func: Any) -> bool:
     """Whether an operator says where a profiler is and computes nothing; overloads and packets have this in common."""
     return getattr(func, "__module__", "") == "torch._ops.profiler"
+
+
+def are_torchs_own(generators: Sequence[torch.Generator]) -> bool:
+    """Whether one is of those from which torch draws where none is given: what was drawn so far comes first."""
+    return any(g is torch.default_generator or g in torch.cuda.default_generators for g in generators)
+
+
+def host_random_state() -> Any:
+    """The state of torch's generator on the host, as an array; what its own methods do to it shows nowhere else."""
+    return torch.default_generator.get_state().numpy()
+
+
+def host_seed() -> int:
+    """From which torch's generator on the host was seeded last; asked in a tenth of a microsecond."""
+    return torch.default_generator.initial_seed()

@@ -22,7 +22,8 @@ def is_mutating(func: Any) -> bool:
 
 def decide_shapes(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments on which more than values may depend: sizes, dimensions; without it shapes would freeze."""
-    free = {"aten::roll": ("shifts",), "aten::select": ("index",)}.get(func._schema.name, ())
+    values_alone = {"aten::roll": ("shifts",), "aten::select": ("index",), "lightning_spmd::seed": ("seed",)}
+    free = values_alone.get(func._schema.name, ())
     sized = func._schema.name in ("aten::arange", "aten::linspace", "aten::logspace")
     values = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
     kinds = {a.name: str(a.type) for a in func._schema.arguments if a.name in values and a.name not in free}

@@ -109,7 +109,7 @@ class RecordedCall:
     """One call that training_step made on Lightning's or torchmetrics' side, to be made after the run.
 
     Args:
-        target: module path of the object, ``""`` for the LightningModule.
+        target: module path of the object, ``""`` for the LightningModule; the object itself where it has none.
         method: ``"log"`` or ``"log_dict"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"`` or
             ``"reset"`` of a metric.
         args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, leaves of
@@ -117,7 +117,7 @@ class RecordedCall:
         source: ``file:line`` of the call, empty where unknown.
     """
 
-    target: str
+    target: Any
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -258,19 +258,18 @@ class _Talk:
         if not self._takes_its_path() or any(number >= len(self._step.outside) for number in _unnamed(program)):
             return False
         self._live.outside = self._step.outside
-        numbers = self._step.numbers_between(0, len(notes))
-        if numbers.keys() != {key for key in program.free if key[0] < len(notes)}:
-            return False
-        self._live.numbers = numbers
+        self._live.numbers = self._step.numbers_between(0, len(notes))
         return not any(guard.failure() is not None for guard in executable.captured.guards.values)
 
     def _takes_its_path(self) -> bool:
         notes, program = self._step.notes, None if self._likely is None else self._likely.program
-        return (
-            program is not None
-            and len(notes) <= len(program.notes)
-            and all(mine is its for mine, its in zip(notes, program.notes, strict=False))
-        )
+        if program is None or len(notes) > len(program.notes):
+            return False
+        if any(mine is not its for mine, its in zip(notes, program.notes, strict=False)):
+            return False
+        # a number that is another one for the first time is a constant of that graph
+        numbers = self._step.numbers_between(0, len(notes))
+        return numbers.keys() == {key for key in program.free if key[0] < len(notes)}
 
     def _numbers(self) -> list[Any]:
         """What Python has computed since it read last."""
@@ -380,6 +379,7 @@ class Following:
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
         step = Step(self._follower, given)
         del given
+        step.draws_as_eager = context.mesh is None
         step.whole = None if meeting is None or meeting.is_own else meeting.whole
         if meeting is not None:
             step.draws_elsewhere = True
@@ -423,6 +423,7 @@ class Following:
                 step.refuses_read = functools.partial(read_of_rows, step, rows=meeting.rows)
         if meeting is not None:
             queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own
+            queue.has_ranks = True
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
         hand = self._by_hand.of(step)
         with contextlib.ExitStack() as around:
@@ -549,9 +550,11 @@ class Following:
     def _shadows_now(self) -> Shadows:
         module = self._context.module
         tables = private.child_tables(module) if self._shadows is None else None
-        if self._shadows is None or any(len(t) != n for t, n in self._shadows[0]):
+        if self._shadows is None or any(_children(t) != known for t, known in self._shadows[0]):
             tables = tables or private.child_tables(module)
-            self._shadows = [(t, len(t)) for t in tables], Shadows(module)
+            found = Shadows(module)
+            found.computing += self._shadows[1].computing if self._shadows is not None else ()
+            self._shadows = [(t, _children(t)) for t in tables], found
         return self._shadows[1]
 
     @contextlib.contextmanager
@@ -629,6 +632,11 @@ def _unnamed_tensors(step: Step) -> Iterator[Tensor]:
         for number, kind in note.met.items():
             if kind.name is None:
                 yield step.outside[number]
+
+
+def _children(table: Mapping[str, Any]) -> tuple[int, ...]:
+    """Which modules are in a table."""
+    return tuple(map(id, table.values()))
 
 
 def _resolved(returned: Any) -> Any:

@@ -65,7 +65,7 @@ def replay(
     results: list[Any] = []
     log = log or functools.partial(log_global, rows=rows)
     for call in calls:
-        target = module.get_submodule(call.target) if call.target else module
+        target: Any = module.get_submodule(call.target) if isinstance(call.target, str) else call.target
         args = resolve(call.args, outputs, leaves, results)
         kwargs = resolve(call.kwargs, outputs, leaves, results)
         if is_global and call.method == "log":

@@ -22,7 +22,6 @@ CAPTURED = frozenset(
         "PerSample",
         "SavedTensorsPacked",
         "MetricWeighs",
-        "MetricCollections",
     ]
 )
 """Where Python does not run once in each step: what it does is not followed yet, and captured once instead."""
@@ -32,8 +31,6 @@ PARTLY_EAGER = frozenset(
         "HardestRows",
         "ReentrantCheckpoint",
         "SortedTensors",
-        "SeededStep",
-        "ReplayedState",
         "SeveralReads",
         "SavedTensors",
         "GrowingTensor",
@@ -44,6 +41,7 @@ PARTLY_EAGER = frozenset(
         "Bags",
         "Focal",
         "MetricLogged",
+        "MetricCollections",
     ]
 )
 """Where Python runs once in each step and some steps, or all, are no graphs."""

@@ -7,6 +7,7 @@ others. What cannot be followed is run for good, up to there and from there on, 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
+from lightning_spmd.ir.generator_state import READ_STATE, SEED, WRITE_STATE
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.stages.capture.fake_calls import FakeCalls
@@ -70,6 +72,7 @@ _READ_OPERATORS = {
     getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")
 }
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
+_OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
@@ -250,6 +253,7 @@ class Step(TorchFunctionMode):
         is_over: Python is done.
         functions: Python of the user's that runs in backward passes.
         scaled: gives what the backward pass of a loss begins with.
+        draws_as_eager: graphs draw what eager training would, from torch's own generators.
         whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
             have a part each.
         must_be_graph: there is no other way to run such steps.
@@ -268,6 +272,7 @@ class Step(TorchFunctionMode):
         self.functions = Functions(self, follower.begins)
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
         self._live: Values | None = None
+        self.draws_as_eager = True
         self.whole: Callable[[], Sequence[Tensor]] | None = None
         self.stand_ins: Collection[int] = ()
         self.stale: dict[int, tuple[Tensor, Tensor]] = {}
@@ -290,19 +295,24 @@ class Step(TorchFunctionMode):
         self._preview: Values | None = None
         self._copies: dict[Source, Tensor] = {}
         self._generators: tuple[Tensor, list[Tensor]] | None = None
+        self._random: Any = None  # the state of torch's generator, as the step knows it
+        self._seed = 0
+        self._draws = False
 
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Calls inside are followed."""
         with (
-            self.follower.unseen.replaced(self._apply, self._run_first),
+            self.follower.unseen.replaced(self._apply, self._instead),
             PackedSequences(self).replaced(),
             self._below,
             self,
         ):
+            self._look_at_generator()
             try:
                 yield
+                self._watch_generator()
             finally:
                 self.is_apart = self.is_over = True
                 self.stale.clear()
@@ -317,9 +327,51 @@ class Step(TorchFunctionMode):
             return private.applied(kind, args, kwargs)
         return self.functions.apply(kind, args, kwargs)
 
-    def _run_first(self, name: str) -> None:
-        if not self.is_apart and not self.is_eager:
-            self.eagerly(f"{name} in the step")
+    def _instead(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of a function that no mode sees."""
+        if self.is_apart or self.is_eager:
+            return original
+        if self.draws_as_eager and name in _OF_GENERATORS and not torch.cuda.is_available():
+            return functools.partial(self._of_generator, name, original)
+        self.eagerly(f"{name} in the step")
+        return original
+
+    def _look_at_generator(self) -> None:
+        if self.draws_as_eager:
+            self._random, self._seed = private.host_random_state(), private.host_seed()
+
+    def _watch_generator(self) -> bool:
+        """Note what has been done to torch's generator by its own methods, which nobody sees; whether something has.
+
+        The graph draws what it has drawn so far from the state before. Asked before new calls, when a call draws and
+        torch has another seed or there are several ways to go on, where Python reads, and behind the step.
+        """
+        if self._random is None or self.is_eager or self.is_apart:
+            return False
+        known, now = self._random, private.host_random_state()
+        if not self._draws or (known == now).all():
+            return False
+        with private.no_torch_functions():
+            with self.beside():
+                state = torch.from_numpy(now)
+                torch.default_generator.set_state(torch.from_numpy(known))
+            self._seed = private.host_seed()
+            self.called(WRITE_STATE, (state,), {})
+        return True
+
+    def _of_generator(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The state of torch's generator is read or set: a call like others, for the graph draws what came before."""
+        with private.no_torch_functions():
+            values = (*args, *kwargs.values())
+            if name == "get_rng_state":
+                return self.called(READ_STATE, (), {})
+            if name == "set_rng_state" and isinstance(values[0], Tensor) and values[0].device.type == "cpu":
+                return self.called(WRITE_STATE, values, {})
+            if name == "manual_seed" and type(values[0]) is int and 0 <= values[0] < 2**63:
+                self.called(SEED, values, {})
+                return torch.default_generator
+        self.eagerly(f"{name} in the step")
+        return original(*args, **kwargs)
 
     # ------------------------------------------------------------------ where tensors come from
     def source_of(self, tensor: Tensor) -> Source:
@@ -498,7 +550,9 @@ class Step(TorchFunctionMode):
             args = (args[0], _index(args[1]), *args[2:])
         args, kwargs = mapped(_as_python, args), mapped(_as_python, kwargs)
         if any(isinstance(v, torch.Generator) for _, v in leaves_by_place((args, kwargs))):
-            return self._with_generator(func, args, kwargs)
+            if kwargs.get("generator") is not torch.default_generator:
+                return self._with_generator(func, args, kwargs)
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         around = around_now()
         known = len(self.outside)
         for note in reversed(self._here.children):
@@ -515,6 +569,8 @@ class Step(TorchFunctionMode):
             for tensor in self.outside[known:]:
                 del self._sources[id(tensor)]
             del self.outside[known:]
+        if self._watch_generator():
+            return self.called(func, args, kwargs)
         if len(self._here.children) >= MOST_NEXT and not self.must_be_graph:
             self.eagerly(f"{getattr(func, '__name__', func)} is called with other arguments in every step")
             return self.for_good(func, args, kwargs)
@@ -692,6 +748,11 @@ class Step(TorchFunctionMode):
         return self.source_of(value) if isinstance(value, Tensor) else value
 
     def _take(self, note: Note, args: Any, kwargs: Any) -> Any:
+        if note.draws and self._random is not None:
+            may_differ = private.host_seed() != self._seed or len(self._here.children) > 1
+            if self._draws and may_differ and self._watch_generator():  # which comes before
+                return self.called(note.func, args, kwargs)
+            self._draws = True
         handed, sources = note.handed, self._sources
         if not placeholders.are_free(note):
             self._apart(lambda: placeholders.handed_out(note))
@@ -792,8 +853,9 @@ class Step(TorchFunctionMode):
 
     def _with_generator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A draw from a generator of the user's own happens when it is called."""
-        if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
-            self.eagerly(f"{getattr(func, '__name__', func)} draws into a tensor of the step")
+        used = [v for _, v in leaves_by_place((args, kwargs)) if isinstance(v, torch.Generator)]
+        if any(id(t) in self._sources for t in tensors_in((args, kwargs))) or private.are_torchs_own(used):
+            self.eagerly(f"{getattr(func, '__name__', func)} draws with a generator, and into a tensor of the step")
         with self.beside():
             return func(*args, **kwargs)
 
@@ -858,11 +920,13 @@ class Step(TorchFunctionMode):
 
     def _true(self, value: Any) -> Any:
         """A structure with the values of tensors in place of placeholders."""
+        self._watch_generator()
         with self.beside():
             given = self.on_read()
         self.was_told_draws = self.was_told_draws or any(note.draws for note in self.notes)
         told = None if given is None else iter(given)
         values = self._values_so_far() if told is None else None
+        self._look_at_generator()
 
         def leaf(item: Any) -> Any:
             source = self._sources.get(id(item)) if isinstance(item, Tensor) else None

@@ -94,16 +94,32 @@ class Shadows:
 
     Args:
         root: the LightningModule.
+
+    Attributes:
+        metrics: those of the modules and in their containers, each with its path if it is a module's.
+        modules: LightningModules, with their paths.
+        computing: metrics whose values steps compute with, which are the steps' own Python from then on.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.metrics: list[tuple[str, Any]] = []
+        self.computing: list[Any] = []
+        self.metrics: list[tuple[Any, Any]] = []
         self.modules: list[tuple[str, Any]] = []
         for path, part in root.named_modules():
             if isinstance(part, (Metric, MetricCollection)):
                 self.metrics.append((path, part))
             elif callable(getattr(type(part), "log_dict", None)) and hasattr(part, "automatic_optimization"):
                 self.modules.append((path, part))
+        known = {id(metric) for _, metric in self.metrics}
+        for part in root.modules():
+            if not isinstance(part, (Metric, MetricCollection)):
+                inside = [m for m in _in_containers(part) if id(m) not in known]
+                known |= set(map(id, inside))
+                self.metrics += [(m, m) for m in inside]
+
+    def computes(self, metric: Any) -> None:
+        """A step computes with what a metric gives."""
+        self.computing += [metric, *(part for part in metric.modules() if part is not metric), *_in_containers(metric)]
 
 
 class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[misc]
@@ -166,6 +182,7 @@ class Queue:
         logs_at_once: whether what is logged first, and no tensor, is logged where the step logs it.
         log_now: makes a call of ``log`` at once, given the module and the arguments.
         part: on several ranks, what of a tensor a metric of this rank takes that is not queued.
+        has_ranks: metrics of several ranks have a part of the rows each, also those that the step makes.
         is_own: values are those of a rank's own batch, and become all ranks': numbers are queued like others.
         rows: ``batch_size=`` of the first ``self.log`` that has it.
     """
@@ -182,10 +199,11 @@ class Queue:
         self.is_open = self.logs_at_once = True
         self.log_now: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] = _log
         self.part: Callable[[Any], Any] | None = None
-        self.is_own, self.rows = False, None
+        self.is_own = self.has_ranks = False
+        self.rows: Any = None
         self._results: list[MetricResult] = []
         self._shadows, self._want, self._run_for_good = shadows, want, run_for_good
-        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._before: list[tuple[Any, str, Any]] = []
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -195,17 +213,37 @@ class Queue:
                 self._put(module, "log", self._log(path, module))
                 self._put(module, "log_dict", self._log_dict(path, module))
         for path, metric in self._shadows.metrics:
-            for method in METHODS:
-                self._put(metric, method, self._metric(path, metric, method))
+            if not any(metric is other for other in self._shadows.computing):
+                self._shadow(path, metric)
+        for kind in (Metric, MetricCollection) if self.has_ranks else ():
+            self._put_on_class(kind)
         try:
             yield
         finally:
             while self._before:
-                attributes, name, value = self._before.pop()
-                if value is _ABSENT:
-                    attributes.pop(name, None)
+                owner, name, value = self._before.pop()
+                if isinstance(owner, type):
+                    setattr(owner, name, value)
+                elif value is _ABSENT:
+                    owner.pop(name, None)
                 else:
-                    attributes[name] = value
+                    owner[name] = value
+
+    def _shadow(self, path: Any, metric: Any) -> None:
+        for method in METHODS:
+            self._put(metric, method, self._metric(path, metric, method))
+
+    def _put_on_class(self, kind: Any) -> None:
+        """Metrics that the step makes are queued, too."""
+        init = kind.__init__
+
+        def made(metric: Any, *args: Any, **kwargs: Any) -> None:
+            init(metric, *args, **kwargs)
+            if "update" not in [name for owner, name, _ in self._before if owner is vars(metric)]:
+                self._shadow(metric, metric)
+
+        self._before.append((kind, "__init__", init))
+        kind.__init__ = made
 
     def _put(self, instance: Any, name: str, replacement: Any) -> None:
         attributes = vars(instance)
@@ -222,7 +260,7 @@ class Queue:
         for result in self._results:
             result.becomes(results)
 
-    def record(self, target: str, method: str, role: OutputRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def record(self, target: Any, method: str, role: OutputRole, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Remember one call; gives its position."""
 
         def leaf(_: str, value: Any) -> Any:
@@ -266,7 +304,7 @@ class Queue:
 
         return log_dict
 
-    def _metric(self, path: str, metric: Any, method: str) -> Callable[..., Any]:
+    def _metric(self, path: Any, metric: Any, method: str) -> Callable[..., Any]:
         own = getattr(metric, method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -282,7 +320,10 @@ class Queue:
                 if method == "forward" and not _has_parts(metric):
                     with torch.set_grad_enabled(grad):
                         return _of_this_batch(metric, args, kwargs)
-                self._run_for_good(f"the value of metric {path!r} is used in the step")
+                if not self.has_ranks:
+                    self._shadows.computes(metric)
+                name = path if isinstance(path, str) else type(metric).__name__
+                self._run_for_good(f"the value of metric {name!r} is used in the step")
                 return None
 
             if isinstance(metric, MetricCollection):
@@ -329,7 +370,15 @@ def _of_this_batch(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _has_parts(metric: Any) -> bool:
-    inside: list[Any] = [*list(metric.modules())[1:]]
-    for value in vars(metric).values():
-        inside += value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
-    return any(isinstance(part, (Metric, MetricCollection)) for part in inside)
+    inside: list[Any] = [*list(metric.modules())[1:], *vars(metric).values()]
+    return bool(_in_containers(metric)) or any(isinstance(part, (Metric, MetricCollection)) for part in inside)
+
+
+def _in_containers(owner: Any) -> list[Any]:
+    """Metrics in plain lists and dictionaries of an object."""
+    found: list[Any] = []
+    for value in vars(owner).values():
+        if type(value) in (list, tuple, dict):
+            inside = value.values() if type(value) is dict else value
+            found += [item for item in inside if isinstance(item, (Metric, MetricCollection))]
+    return found
