@@ -75,6 +75,8 @@ class TrainingIteration:
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
         self._pending: Pending | None = None
         self.paused: PausingExecutable | None = None
+        self.in_two: str | None = None
+        """Why the graph of the last step ends where hooks look at gradients, and cannot pause there."""
         self._found = Found((), (), None, None)  # what runs
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
@@ -166,8 +168,6 @@ class TrainingIteration:
         """Whether this rank could run the step's Python as every step's."""
         if following.ended is not None:
             return False
-        if Following.reason_not_to(self.context, request.variant) is not None:
-            return False
         if request.variant.own_batch:
             return not request.variant.by_hand
         self.table.open.note(batch)
@@ -208,7 +208,7 @@ class TrainingIteration:
                         raise followed.ran_eagerly(meeting)
                     request = dataclasses.replace(request, program=followed.program)
                     try:
-                        executable, outputs = self._graph_of_followed(following, followed, request, meeting)
+                        executable, outputs = self._shown(following, followed, request, meeting)
                     except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
                         self.flush()
                         if meeting is not None and meeting.looked:
@@ -235,6 +235,7 @@ class TrainingIteration:
                         self._shared |= meeting.shared
                         raise RunsAgain from None
                     raise NotFollowed from None
+        self.paused = executable if isinstance(executable, PausingExecutable) else None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
         found = resolve(executable.captured.returned, outputs, ())
@@ -304,6 +305,18 @@ class TrainingIteration:
             return self._beginnings[key].values(request, place)
         except SPMDError as error:
             raise CannotBeFollowed(str(error)) from error
+
+    def _shown(
+        self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
+    ) -> tuple[Executable, Sequence[Any]]:
+        """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients, it ends there."""
+        self.in_two = None
+        try:
+            return self._graph_of_followed(following, followed, request, meeting)
+        except CannotShowError as error:  # on all ranks
+            self.in_two = str(error)
+        request = dataclasses.replace(request, variant=dataclasses.replace(request.variant, apply=False))
+        return self._graph_of_followed(following, followed, request, meeting)
 
     def _graph_of_followed(
         self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
@@ -493,7 +506,7 @@ class TrainingIteration:
         self._found = found
         if found.index is not None and self._is_up_to_date(found, request):
             return table.graph(found.index)
-        if request.program is not None:
+        if request.program is not None or not request.variant.forward:
             return self._build(request, found, {})
         if shared := newly_shared(self.context.control, request, found.split, self._builder.capture):
             self._shared |= shared
@@ -571,7 +584,7 @@ class TrainingIteration:
         """
         if found.index is None:
             return False
-        if request.program is not None:
+        if request.program is not None or not request.variant.forward:
             self.rechecks.count_use(found.index)
             return True
         due = self.rechecks.is_due(found.index)
