@@ -128,7 +128,7 @@ class ReplacedLater(Net):
                 with torch.no_grad():
                     loss = None if closure is None else torch.enable_grad()(closure)()
                     for p in self.parameters():
-                        p.sub_(p.grad, alpha=0.01)
+                        p.sub_(0 if p.grad is None else p.grad, alpha=0.01)
                 return loss
 
             optimizer.step = step
@@ -157,7 +157,9 @@ class Scheduled(Net):
 
 class Hooked(Scheduled):
     def on_after_backward(self) -> None:
-        self.log("norm", self.first.weight.grad.norm())
+        gradient = self.first.weight.grad
+        assert gradient is not None
+        self.log("norm", gradient.norm())
 
 
 class Clips(Scheduled):
@@ -178,12 +180,12 @@ def test_python_runs_once_in_each_step(make: type[Net], mode: str) -> None:
 def _paused(does: str) -> tuple[Any, list[int]]:
     COUNTS.clear()
     module, hook = CountedDeep(), Six(does)
-    trainer = L.Trainer(
+    trainer: Any = L.Trainer(
         accelerator="cpu", devices=2, max_epochs=1, logger=False, callbacks=[hook], enable_model_summary=False,
         strategy=SPMDStrategy(overlap_iterations=True, bucket_size_mb=SMALL),
         enable_checkpointing=False, enable_progress_bar=False,
     )  # fmt: skip
-    data = torch.randn(2 * 16, 32, generator=torch.Generator().manual_seed(4))
+    data: Any = torch.randn(2 * 16, 32, generator=torch.Generator().manual_seed(4))
     trainer.fit(module, DataLoader(data, batch_size=2))
     return trainer.strategy.mode.value, COUNTS
 

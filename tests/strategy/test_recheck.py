@@ -225,37 +225,6 @@ def test_a_tensor_made_of_a_hidden_value_is_told() -> None:
     assert "tensor([0.5000, 1.0000])" in told
 
 
-class HiddenStep(torch.optim.Optimizer):
-    """Its step length is hidden."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * group["lr"] * HIDDEN.value)  # HERE
-        return loss
-
-
-class HidesInOptimizer(AtEpochs):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
-
-    def configure_optimizers(self) -> Any:
-        return HiddenStep(self.parameters())
-
-
-@pytest.mark.usefixtures("no_limit")
-def test_optimizers_are_looked_at() -> None:
-    told = stale(HidesInOptimizer)
-    assert line_of(HiddenStep) in told
-    assert "0.5" in told
-
-
 @pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("no_limit")
 @pytest.mark.parametrize("accumulated", [2, 3])
@@ -263,7 +232,6 @@ def test_graphs_of_accumulated_batches_are_looked_at(accumulated: int) -> None:
     """Forward alone, forward with gradients, and with the optimizer; the last micro-batches of an epoch as well."""
     settings: dict[str, Any] = {"accumulate_grad_batches": accumulated, "data": lambda: InOrder(rows(22 * ROWS), ROWS)}
     assert line_of(Hides) in stale(AtEpochs, **settings)
-    assert line_of(HiddenStep) in stale(HidesInOptimizer, **settings)
 
 
 class Hooked(Quiet):
@@ -279,17 +247,12 @@ class HookedHides(Hooked, AtEpochs):
     pass
 
 
-class HookedOptimizer(Hooked, HidesInOptimizer):
-    pass
-
-
 @pytest.mark.usefixtures("captured_steps")
 @pytest.mark.usefixtures("no_limit")
-@pytest.mark.parametrize(("make", "where"), [(HookedHides, Hides), (HookedOptimizer, HiddenStep)])
-def test_both_graphs_of_split_mode_are_looked_at(make: type[Net], where: Any) -> None:
-    told = stale(make)
-    assert line_of(where) in told
-    assert told.startswith("the optimizer's step" if where is HiddenStep else "training_step")
+def test_the_graph_up_to_gradients_is_looked_at() -> None:
+    told = stale(HookedHides)
+    assert line_of(Hides) in told
+    assert told.startswith("training_step")
 
 
 # ---------------------------------------------------------------------- no false alarm, no trace
