@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.ir.tree import map_leaves
@@ -363,6 +364,7 @@ class Following:
         part: Any,
         meeting: Meeting | None,
         run_beginning: Callable[[Program, str], Sequence[Tensor]],
+        vary: Sequence[Dimension] = (),
     ) -> FollowedStep:
         """Run the user's Python.
 
@@ -373,10 +375,11 @@ class Following:
             part: what else decides which graph is the step's: the part of the iteration.
             meeting: of the ranks; None on one device.
             run_beginning: on several ranks, gives what Python reads before there is a graph of the step.
+            vary: sizes of the tensors of the batch that differ from step to step.
         """
         context = self._context
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
-        step = Step(self._follower, given)
+        step = Step(self._follower, given, vary)
         del given
         step.draws_as_eager = context.mesh is None
         step.whole = None if meeting is None or meeting.is_own else meeting.whole
@@ -477,7 +480,11 @@ class Following:
         all_wants = self._wants.setdefault((step.path, free), {})
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers = step.outside, step.numbers
+        tree = step.tree
+        for_all = tree is not None and tree.is_for_all(step.notes, step.path)
+        why_not = None if tree is None else tree.why_not
         program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs)
+        program = dataclasses.replace(program, for_all_sizes=for_all, why_not=why_not)
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
         may_wait = not step.must_be_graph and not is_own
         most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS

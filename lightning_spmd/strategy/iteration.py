@@ -84,7 +84,7 @@ class TrainingIteration:
         self.own_batches = OwnBatches(context.batch)
         follows = context.optimizer is not None and self.follows
         self.following = Following(context, self.flush) if follows else None
-        self._met = False
+        self._met = self._told_of_sizes = False
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
         self._beginnings: dict[Any, Beginning] = {}
@@ -171,7 +171,7 @@ class TrainingIteration:
         if request.variant.own_batch:
             return not request.variant.by_hand
         self.table.open.note(batch)
-        return not self.table.open.wanted(batch, self.table.step_key(request))  # one graph is made for all sizes
+        return True
 
     def _run_followed(
         self,
@@ -203,7 +203,8 @@ class TrainingIteration:
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
-                    followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
+                    vary = () if own else tuple(self.table.open.wanted(batch, part))
+                    followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)
                     if followed.program is None:
                         raise followed.ran_eagerly(meeting)
                     request = dataclasses.replace(request, program=followed.program)
@@ -525,6 +526,7 @@ class TrainingIteration:
         self.flush()
         self._builder.follow_numbers(table.changes(found), table.executables)
         found = table.with_open_sizes(found, request)
+        self._tell_of_sizes(request)
         try:
             executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split, answers=known)
         except CannotBeBuilt as error:
@@ -562,6 +564,15 @@ class TrainingIteration:
         self.own_batches.announce(executable)
         return executable
 
+    def _tell_of_sizes(self, request: StepRequest) -> None:
+        """Say once why a step that was followed has a graph for each size."""
+        why = None if request.program is None else request.program.why_not
+        if why is None or request.batch is None or self._told_of_sizes:
+            return
+        self._told_of_sizes = True
+        vary = self.table.open.wanted(request.batch, self.table.step_key(request))
+        tell(f"strategy='spmd' builds a graph for each size of {self.table.open.describe(request.batch, vary)}: {why}")
+
     def _closed(self, found: Found, executable: Executable, request: StepRequest) -> Found:
         """Where a graph belongs that may leave sizes open; the user is told which."""
         if not found.vary or request.batch is None:
@@ -572,6 +583,7 @@ class TrainingIteration:
             return found
         found, for_good = self.table.closed(found, request)
         if for_good:
+            self._told_of_sizes = True
             tell(f"strategy='spmd' builds a graph for each size of {names}: {executable.not_general}")
         return found
 

@@ -25,6 +25,7 @@ from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, tensors_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
+from lightning_spmd.stages.capture.follow.sizes import with_sizes
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import StepCall
 from lightning_spmd.stages.capture.followed_by_hand import InGraph
@@ -70,6 +71,8 @@ class _FollowedTrace(IterationTrace):
         self.recorder.reads.role_of = self.inputs.role_of
         self._values = Values(self._fake, Engine(self._on_thread))
         self._behind: list[Note] = []  # the calls from the backward pass on, if Python runs in it
+        if request.sizes is not None:
+            self._values.number = lambda leaf: with_sizes(leaf, request.sizes.numbers)  # type: ignore[union-attr]
         self.by_hand: InGraph | None = None
         self._values.world = InGraph(self.recorder, None)
         if request.optimizer is not None and request.variant.by_hand:
