@@ -68,8 +68,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_accumulated_and_clipped_gradients",
     ),
     "tests/strategy/test_varying_sizes.py": (
-        "[Loop-",
         "[Writes-",
+        "[Asks-",
         "[Convolution-",
         "test_one_row_is_a_size_of_its_own",
         "{'data_parallel': 'zero3'}",

@@ -21,6 +21,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_zero_only
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -192,6 +193,11 @@ def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
     total = _sync_ddp_if_available(tensor, group, reduce_op="sum")
     return total.copy_(total / torch.distributed.get_world_size(group))
+
+
+def is_no_optimizer(optimizer: Any) -> bool:
+    """Whether it is what Lightning puts in the place of ``configure_optimizers`` that returns None."""
+    return isinstance(optimizer, _MockOptimizer)
 
 
 def after_closure(plugin: Any, module: Any, optimizer: Any) -> None:

@@ -111,7 +111,7 @@ class Sizes:
         """Whether the graph is right for batches of these sizes."""
         known = self._known.get(values)
         if known is None:
-            known = self._known[values] = bool(self._function(self.condition)(*values))
+            known = self._known[values] = bool(self.function(self.condition)(*values))
             _bounded(self._known)
         return known
 
@@ -123,7 +123,7 @@ class Sizes:
 
     def evaluate(self, formula: Formula, values: Sequence[int]) -> Any:
         """A number for these sizes."""
-        return self._function(str(formula))(*values)
+        return self.function(str(formula))(*values)
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """A step with this batch begins."""
@@ -136,7 +136,7 @@ class Sizes:
 
     def now(self, formulas: Sequence[Formula]) -> Callable[[], tuple[Any, ...]]:
         """A function that gives the numbers of the step that runs."""
-        compute = self._function(f"({''.join(f'{formula}, ' for formula in formulas)})")
+        compute = self.function(f"({''.join(f'{formula}, ' for formula in formulas)})")
         known: OrderedDict[tuple[int, ...], tuple[Any, ...]] = OrderedDict()
 
         def numbers() -> tuple[Any, ...]:
@@ -152,7 +152,8 @@ class Sizes:
         """A number of the step that runs."""
         return self.evaluate(formula, self._values)
 
-    def _function(self, code: str) -> Callable[..., Any]:
+    def function(self, code: str) -> Callable[..., Any]:
+        """Python of ``s0``, ``s1``, ... as a function of the sizes."""
         if code not in self._functions:
             self._functions[code] = eval(f"lambda {self._names}: {code}", {"math": math, "torch": torch})
         return self._functions[code]

@@ -285,7 +285,7 @@ class GraphBuilder:
     def _capture_following(
         self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number]
     ) -> CapturedStep:
-        if request.program is not None:
+        if request.program is not None or not request.variant.forward:
             return capture_followed(self._capture_request(request, split, known))
         numbers = self._numbers
         before = set(numbers.refused)
@@ -302,7 +302,7 @@ class GraphBuilder:
             self._telling.once(text)
 
         def trace(known: Mapping[int, Number]) -> CapturedStep:
-            if request.program is not None:
+            if request.program is not None or not request.variant.forward:
                 return self._without_first_step(lambda: self._capture_following(request, split, known))
             step = self._without_first_step(lambda: self._capture_following(request, split, known))
             return with_later_gradients(step, self._capture_request(request, split, known, self._numbers.of(step)))

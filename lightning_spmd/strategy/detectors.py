@@ -19,15 +19,25 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.several_optimizers import shared_parameters
 from lightning_spmd.messages import place_of
+from lightning_spmd.stages.capture.optimizer_swap import is_torchs_own
 
 
 @dataclass(frozen=True)
 class Context:
-    """What detectors look at: the Trainer, the LightningModule and its optimizers."""
+    """What detectors look at.
+
+    Args:
+        trainer: the Trainer.
+        module: the LightningModule.
+        optimizers: its optimizers.
+        in_graphs: steps of optimizers must be in graphs, whatever class they are of: state is in parts on the ranks, or
+            not what optimizers take it for.
+    """
 
     trainer: Any
     module: LightningModule
     optimizers: list[Any]
+    in_graphs: bool = False
 
 
 Detector = Callable[[Context], str | None]
@@ -90,8 +100,8 @@ def _step_hooks(context: Context) -> str | None:
 
 
 def needs_closure(context: Context) -> str | None:
-    """Optimizers that call the closure themselves, such as LBFGS."""
-    for optimizer in context.optimizers:
+    """Optimizers that call the closure themselves, such as LBFGS, where their step must be in a graph."""
+    for optimizer in context.optimizers if context.in_graphs else ():
         parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
         if (
             parameters
@@ -99,6 +109,17 @@ def needs_closure(context: Context) -> str | None:
             and parameters[0].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         ):
             return f"{type(optimizer).__name__}.step{place_of(type(optimizer).step)} evaluates the closure itself"
+    return None
+
+
+def own_optimizer(context: Context) -> str | None:
+    """An optimizer that is none of torch's own: its step is Python that runs, with the closure."""
+    if context.in_graphs or not context.module.automatic_optimization:
+        return None
+    for optimizer in context.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer) and not is_torchs_own(optimizer):
+            step: Any = vars(optimizer).get("step", type(optimizer).step)
+            return f"{type(optimizer).__name__}.step{place_of(step)} is no step of torch's own that is known"
     return None
 
 
@@ -122,7 +143,7 @@ def by_hand_eagerly(context: Context) -> str | None:
 def no_optimizer(context: Context) -> str | None:
     """Nothing that updates parameters."""
     real = [o for o in context.optimizers if isinstance(o, torch.optim.Optimizer)]
-    if real or not context.module.automatic_optimization:
+    if any(not private.is_no_optimizer(o) for o in real) or not context.module.automatic_optimization:
         return None
     return f"configure_optimizers{place_of(context.module.configure_optimizers)} returned no optimizer"
 

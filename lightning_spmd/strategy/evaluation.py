@@ -134,14 +134,8 @@ class EvaluationSteps(TrainingIteration):
         with speaking_of(variant.method):
             request = self._request(batch, arguments, variant, None)
             part = self.table.step_key(request)
-            reason = following.reason_not_to(self.context, request.variant)
-            if self.context.mesh is None and reason is not None:
-                raise NotFollowed(reason)
             self._met = not is_first
-            try:
-                meeting = self._meeting(request, reason is None)
-            except NotFollowed as error:
-                raise NotFollowed(str(error) or reason or "") from None
+            meeting = self._meeting(request, True)
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:

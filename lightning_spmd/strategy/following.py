@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.ir.tree import map_leaves
@@ -29,7 +28,6 @@ from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
-from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
@@ -305,7 +303,9 @@ class Following:
         optimizer = context.optimizer
         self._evaluates = optimizer is None
         self._is_by_hand = optimizer is not None and not context.module.automatic_optimization
-        self._by_hand = ByHand(parts_of(optimizer) if optimizer is not None and self._is_by_hand else ())
+        in_parts = self._is_by_hand and context.plan(Variant.optimized_by_hand()).needs_graphs
+        parts = parts_of(optimizer) if optimizer is not None and self._is_by_hand else ()
+        self._by_hand = ByHand(parts, in_parts=context.mesh is not None and in_parts)
         self._live = Live()
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
@@ -364,6 +364,7 @@ class Following:
         part: Any,
         meeting: Meeting | None,
         run_beginning: Callable[[Program, str], Sequence[Tensor]],
+        vary: Sequence[Dimension] = (),
     ) -> FollowedStep:
         """Run the user's Python.
 
@@ -374,10 +375,11 @@ class Following:
             part: what else decides which graph is the step's: the part of the iteration.
             meeting: of the ranks; None on one device.
             run_beginning: on several ranks, gives what Python reads before there is a graph of the step.
+            vary: sizes of the tensors of the batch that differ from step to step.
         """
         context = self._context
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
-        step = Step(self._follower, given)
+        step = Step(self._follower, given, vary)
         del given
         step.draws_as_eager = context.mesh is None
         step.whole = None if meeting is None or meeting.is_own else meeting.whole
@@ -478,7 +480,11 @@ class Following:
         all_wants = self._wants.setdefault((step.path, free), {})
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers = step.outside, step.numbers
+        tree = step.tree
+        for_all = tree is not None and tree.is_for_all(step.notes, step.path)
+        why_not = None if tree is None else tree.why_not
         program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs)
+        program = dataclasses.replace(program, for_all_sizes=for_all, why_not=why_not)
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
         may_wait = not step.must_be_graph and not is_own
         most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
@@ -585,32 +591,6 @@ class Following:
             tell(f"strategy='spmd' ran a step eagerly: {reason}")
         if self._eager >= (MOST_EAGER if self._graphs else 1):
             self.ended = "steps ran eagerly"
-
-    @staticmethod
-    def reason_not_to(context: RunContext, variant: Variant) -> str | None:
-        """Why the steps of a run are not followed, or None.
-
-        What runs behind ``training_step`` is captured, and does not run: it must be code that is known.
-        """
-        module, optimizer = context.module, context.optimizer
-        if not variant.backward:
-            return None
-        if variant.pauses:
-            return "hooks look at gradients"
-        if context.bf16_updates != "plain":  # no step of which may run eagerly
-            return "weights of bfloat16 are updated in float32"
-        by_hand = not module.automatic_optimization
-        for part in () if optimizer is None else parts_of(optimizer):
-            kind, own = type(part), set(vars(part)) & {"step", "zero_grad"}
-            if by_hand and not has_step_of_its_own(part):  # a scheduler's counter
-                own.discard("step")
-            if not kind.__module__.startswith("torch.optim") or own or by_hand and kind is torch.optim.LBFGS:
-                return f"{kind.__name__} is no optimizer of torch's own"
-        if by_hand:
-            return None
-        if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
-            return "the module clips gradients itself"
-        return None
 
     def graph_failed(self, reason: str) -> None:
         """There is no graph of a step that was followed."""

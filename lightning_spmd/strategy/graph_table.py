@@ -92,12 +92,11 @@ class GraphTable:
         batch, step = request.batch, self.step_key(request)
         shapes = None if batch is None else batch.own_key() if request.variant.own_batch else batch.cache_key()
         key = (*step, shapes, split, *([request.needed] if request.needed else []))
-        if request.program is not None:
-            key = (*key, PathKey(request.program.key))
+        key = _of_path(key, request)
         index, reason = self._fitting(key, batch)
-        if index is not None or batch is None or request.program is not None:
+        if index is not None or batch is None:
             return Found(key, split, index, None if index is not None else reason)
-        for its_key in ((*step, *open_key) for open_key in self.open.keys(batch, split)):
+        for its_key in (_of_path((*step, *open_key), request) for open_key in self.open.keys(batch, split)):
             index, why = self._fitting(its_key, batch)
             if index is not None:
                 return Found(its_key, split, index, None)
@@ -124,19 +123,20 @@ class GraphTable:
         if batch is None:
             return found
         self.open.note(batch)
-        if request.program is not None:
+        if request.program is not None and not request.program.for_all_sizes:
             return found
         vary = self.open.wanted(batch, self.step_key(request))
         if not vary:
             return found
-        return dataclasses.replace(found, key=(*self.step_key(request), *self.open.key(batch, found.split)), vary=vary)
+        key = _of_path((*self.step_key(request), *self.open.key(batch, found.split)), request)
+        return dataclasses.replace(found, key=key, vary=vary)
 
     def closed(self, found: Found, request: StepRequest) -> tuple[Found, bool]:
         """The same for a graph that leaves nothing open, and whether that is so for all further ones of the step."""
         batch, step = request.batch, self.step_key(request)
         if batch is None:
             raise ValueError("without a batch no size is open")
-        key = (*step, batch.cache_key(), found.split)
+        key = _of_path((*step, batch.cache_key(), found.split), request)
         return dataclasses.replace(found, key=key, vary={}), self.open.refuse(batch, step)
 
     def used(self, key: tuple[Any, ...], index: int) -> None:
@@ -214,6 +214,11 @@ class GraphTable:
     def follows_a_first_step(self, key: tuple[Any, ...]) -> bool:
         """Whether every graph under a key is that of a first step, which another one follows by design."""
         return all(creates_state(self._executables[i].captured) for i in self._indices.get(key, ()))
+
+
+def _of_path(key: tuple[Any, ...], request: StepRequest) -> tuple[Any, ...]:
+    """What graphs of a step are filed under: of one that was followed those of its path alone."""
+    return key if request.program is None else (*key, PathKey(request.program.key))
 
 
 def _is_of_a_path(key: tuple[Any, ...]) -> bool:

@@ -75,6 +75,8 @@ class TrainingIteration:
         self._builder = GraphBuilder(context, self._arguments, self.gradients)
         self._pending: Pending | None = None
         self.paused: PausingExecutable | None = None
+        self.in_two: str | None = None
+        """Why the graph of the last step ends where hooks look at gradients, and cannot pause there."""
         self._found = Found((), (), None, None)  # what runs
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
@@ -82,7 +84,7 @@ class TrainingIteration:
         self.own_batches = OwnBatches(context.batch)
         follows = context.optimizer is not None and self.follows
         self.following = Following(context, self.flush) if follows else None
-        self._met = False
+        self._met = self._told_of_sizes = False
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
         self._beginnings: dict[Any, Beginning] = {}
@@ -166,12 +168,10 @@ class TrainingIteration:
         """Whether this rank could run the step's Python as every step's."""
         if following.ended is not None:
             return False
-        if Following.reason_not_to(self.context, request.variant) is not None:
-            return False
         if request.variant.own_batch:
             return not request.variant.by_hand
         self.table.open.note(batch)
-        return not self.table.open.wanted(batch, self.table.step_key(request))  # one graph is made for all sizes
+        return True
 
     def _run_followed(
         self,
@@ -203,12 +203,13 @@ class TrainingIteration:
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
-                    followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
+                    vary = () if own else tuple(self.table.open.wanted(batch, part))
+                    followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)
                     if followed.program is None:
                         raise followed.ran_eagerly(meeting)
                     request = dataclasses.replace(request, program=followed.program)
                     try:
-                        executable, outputs = self._graph_of_followed(following, followed, request, meeting)
+                        executable, outputs = self._shown(following, followed, request, meeting)
                     except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
                         self.flush()
                         if meeting is not None and meeting.looked:
@@ -235,6 +236,7 @@ class TrainingIteration:
                         self._shared |= meeting.shared
                         raise RunsAgain from None
                     raise NotFollowed from None
+        self.paused = executable if isinstance(executable, PausingExecutable) else None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
         found = resolve(executable.captured.returned, outputs, ())
@@ -304,6 +306,18 @@ class TrainingIteration:
             return self._beginnings[key].values(request, place)
         except SPMDError as error:
             raise CannotBeFollowed(str(error)) from error
+
+    def _shown(
+        self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
+    ) -> tuple[Executable, Sequence[Any]]:
+        """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients, it ends there."""
+        self.in_two = None
+        try:
+            return self._graph_of_followed(following, followed, request, meeting)
+        except CannotShowError as error:  # on all ranks
+            self.in_two = str(error)
+        request = dataclasses.replace(request, variant=dataclasses.replace(request.variant, apply=False))
+        return self._graph_of_followed(following, followed, request, meeting)
 
     def _graph_of_followed(
         self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
@@ -493,7 +507,7 @@ class TrainingIteration:
         self._found = found
         if found.index is not None and self._is_up_to_date(found, request):
             return table.graph(found.index)
-        if request.program is not None:
+        if request.program is not None or not request.variant.forward:
             return self._build(request, found, {})
         if shared := newly_shared(self.context.control, request, found.split, self._builder.capture):
             self._shared |= shared
@@ -512,6 +526,7 @@ class TrainingIteration:
         self.flush()
         self._builder.follow_numbers(table.changes(found), table.executables)
         found = table.with_open_sizes(found, request)
+        self._tell_of_sizes(request)
         try:
             executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split, answers=known)
         except CannotBeBuilt as error:
@@ -549,6 +564,15 @@ class TrainingIteration:
         self.own_batches.announce(executable)
         return executable
 
+    def _tell_of_sizes(self, request: StepRequest) -> None:
+        """Say once why a step that was followed has a graph for each size."""
+        why = None if request.program is None else request.program.why_not
+        if why is None or request.batch is None or self._told_of_sizes:
+            return
+        self._told_of_sizes = True
+        vary = self.table.open.wanted(request.batch, self.table.step_key(request))
+        tell(f"strategy='spmd' builds a graph for each size of {self.table.open.describe(request.batch, vary)}: {why}")
+
     def _closed(self, found: Found, executable: Executable, request: StepRequest) -> Found:
         """Where a graph belongs that may leave sizes open; the user is told which."""
         if not found.vary or request.batch is None:
@@ -559,6 +583,7 @@ class TrainingIteration:
             return found
         found, for_good = self.table.closed(found, request)
         if for_good:
+            self._told_of_sizes = True
             tell(f"strategy='spmd' builds a graph for each size of {names}: {executable.not_general}")
         return found
 
@@ -571,7 +596,7 @@ class TrainingIteration:
         """
         if found.index is None:
             return False
-        if request.program is not None:
+        if request.program is not None or not request.variant.forward:
             self.rechecks.count_use(found.index)
             return True
         due = self.rechecks.is_due(found.index)

@@ -23,6 +23,7 @@ from lightning_spmd.ir.sizes import Dimension, Formula
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs
 from lightning_spmd.ir.unify import Apart, unified
 from lightning_spmd.stages.capture.attempts import capture
+from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.reads import ReadWanted
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.symbolic_batch import OtherSizes, SymbolicBatch
@@ -122,7 +123,7 @@ def _family(captured: CapturedStep, request: CaptureRequest, open_sizes: Mapping
 
 def _traced(captured: CapturedStep, request: CaptureRequest, batch: SymbolicBatch) -> Family:
     try:
-        family = family_of(capture(dataclasses.replace(request, sizes=batch)), batch)
+        family = family_of(_captured(dataclasses.replace(request, sizes=batch)), batch)
     except NotGeneral:
         raise
     except ReadWanted as wanted:
@@ -137,6 +138,10 @@ def _traced(captured: CapturedStep, request: CaptureRequest, batch: SymbolicBatc
     if not family.sizes.hold(family.seen):
         raise NotGeneral("the condition on sizes does not hold for those that gave it")
     return family
+
+
+def _captured(request: CaptureRequest) -> CapturedStep:
+    return capture(request) if request.program is None else capture_followed(request)
 
 
 def _take_views_of(one: CapturedStep, other: CapturedStep) -> None:
@@ -168,7 +173,7 @@ def _check(family: Family, sample: tuple[int, ...], request: CaptureRequest) -> 
     """
     sizes = dict(zip(family.sizes.places, sample, strict=True))
     try:
-        traced = capture(dataclasses.replace(request, sizes=OtherSizes(sizes)))
+        traced = _captured(dataclasses.replace(request, sizes=OtherSizes(sizes)))
     except ReadWanted as wanted:
         raise NotGeneral(f"a tensor's value is wanted at {wanted.place}") from None
     except Exception as error:

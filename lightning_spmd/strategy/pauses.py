@@ -101,6 +101,10 @@ class Pauses:
         """An iteration has paused."""
         self._executable, self._given, self._behind_backward = executable, None, False
 
+    def ran_eagerly(self) -> None:
+        """The forward pass was no graph's: gradients are real, and stay."""
+        self._executable, self._hidden = None, False
+
     def backward(self) -> None:
         """From now on gradients are there for who looks."""
         self._behind_backward = True

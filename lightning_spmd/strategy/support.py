@@ -26,6 +26,7 @@ from lightning_spmd.strategy.detectors import (
     needs_closure,
     no_optimizer,
     optimizer_hooks,
+    own_optimizer,
     pruning,
     scripted,
     zero_grad_override,
@@ -47,6 +48,7 @@ def classify(context: Context) -> tuple[Mode, list[Finding]]:
     return (findings[0].feature.mode if findings else Mode.COMPILED), findings
 
 
+OWN_OPTIMIZER = "optimizers that are none of torch's own, LBFGS, Adafactor"
 _FIT = "tests/strategy/test_features.py"
 _HOOKS = "tests/strategy/test_gradient_hooks.py"
 _MORE = "tests/strategy/test_more_features.py"
@@ -181,10 +183,17 @@ FEATURES: tuple[Feature, ...] = (
         autograd_hooks,
     ),
     Feature(
-        "LBFGS and other optimizers that re-evaluate the closure",
+        OWN_OPTIMIZER,
+        Mode.SPLIT,
+        "gradients come from a graph, optimizer.step(closure) itself runs; each call of the closure runs that graph",
+        "tests/strategy/test_own_optimizers.py::test_an_optimizer_of_the_users_own_runs_in_every_step",
+        own_optimizer,
+    ),
+    Feature(
+        "LBFGS and other optimizers that re-evaluate the closure, with state in parts or bf16_updates",
         Mode.EAGER,
         "the closure runs several times a step",
-        f"{_FIT}::test_eager_features_train",
+        "tests/strategy/test_own_optimizers.py::test_a_closure_is_not_called_in_parts",
         needs_closure,
     ),
     Feature(

@@ -23,9 +23,10 @@ from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
+from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.packing import in_memory_order_of
 from lightning_spmd.strategy.beside_parts import whole_beside_parts
-from lightning_spmd.strategy.detectors import Context
+from lightning_spmd.strategy.detectors import Context, own_optimizer
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.following import EndedByUser, RanEagerly
@@ -88,6 +89,8 @@ class Training:
         self._backward_passes = 0  # of the current batch, on the eager path
         self._steps_eagerly = False
         self._gradients: list[tuple[Tensor, Tensor]] | None = None  # of a loss whose backward pass has been
+        self._own_steps = False  # of an optimizer that is none of torch's
+        self._replaced: list[bool] = []
         self._ran_eagerly = False  # the micro-batch before, though others are graphs
         self._held: dict[str, Tensor] = {}
         self._overlapping = Overlapping(settings, lambda: self.iteration and self.iteration.pending, self.flush)
@@ -117,6 +120,11 @@ class Training:
     def _start(self) -> None:
         module, trainer = self._module, self._module.trainer
         check_precision(self._settings.bf16_updates, trainer.precision_plugin)
+        if self._settings.bf16_updates != "plain" and not module.automatic_optimization:
+            raise ConfigurationError(
+                f"bf16_updates={self._settings.bf16_updates!r} needs automatic optimization, and this module optimizes "
+                "by hand. Leave bf16_updates out"
+            )
         self._decide()
         device = trainer.strategy.root_device
         elsewhere = tensors_on_other_devices(module, device)
@@ -139,17 +147,24 @@ class Training:
         )
 
     def _came_late(self) -> str | None:
-        trainer = self._module.trainer
         unfenced = None if self._pauses is None else self._pauses.unfenced()
         if unfenced is not None:
             return f"{unfenced}; it came in mid-run, and a graph would not pause for it: register hooks before fit"
-        return self._modes.came_late(Context(trainer, self._module, trainer.optimizers))
+        return self._modes.came_late(self._looked_at())
+
+    def _looked_at(self) -> Context:
+        """What decides the mode."""
+        trainer = self._module.trainer
+        in_parts = self._ranks.mesh is not None and self._layout.plan.needs_graphs
+        in_graphs = in_parts or self._settings.bf16_updates != "plain"
+        return Context(trainer, self._module, trainer.optimizers, in_graphs)
 
     def _decide(self) -> None:
         """The mode, the worst of what all ranks find."""
         self._pause_no_more()
-        trainer = self._module.trainer
-        context = Context(trainer, self._module, trainer.optimizers)
+        trainer, context = self._module.trainer, self._looked_at()
+        self._own_steps = own_optimizer(context) is not None
+        self._replaced = _replaced_steps(trainer.optimizers)
         in_parts = "" if self._ranks.mesh is None else options_in_parts(self._layout.plan)
         mode, self._steps_eagerly, pauses = self._modes.of_all_ranks(
             context,
@@ -237,6 +252,8 @@ class Training:
         except CannotShowError as error:
             self._run_in_two(str(error))
             return self.step(eager, args, kwargs)
+        if iteration.in_two is not None:
+            self._run_in_two(iteration.in_two)
         if self._pauses is not None and iteration.paused is not None:
             self._pauses.begin(iteration.paused)
         self._ran_forward, self.ran = True, iteration.ran
@@ -265,7 +282,10 @@ class Training:
     def _follow_optimizer(self) -> None:
         """Graphs are made for one optimizer; a hook may have given the Trainer another one."""
         iteration, trainer = self.iteration, self._module.trainer
-        if iteration is None or _same(trainer.optimizers, iteration.context.optimizer, self._module):
+        if iteration is None or (
+            _same(trainer.optimizers, iteration.context.optimizer, self._module)
+            and self._replaced == _replaced_steps(trainer.optimizers)
+        ):
             return
         iteration.flush()
         self._layout.shard_optimizers(self._module, trainer.optimizers)
@@ -355,6 +375,8 @@ class Training:
     # ------------------------------------------------------------------ backward
     def give_gradients(self, module: Any) -> bool:
         """Let ``p.grad`` be what a graph computed, or a step that was followed; whether one did."""
+        if self._pauses is not None and (self._ran_eagerly or self._gradients is not None):
+            self._pauses.ran_eagerly()
         if self._gradients is not None:
             pairs, self._gradients = self._gradients, None
             for leaf, gradient in pairs:
@@ -396,12 +418,22 @@ class Training:
             self.flush()
             alone = self._ranks.mesh is None or self._ranks.is_followed
             return eager(optimizer, closure if alone else synced(closure), model, **kwargs)
+        self._follow_optimizer()
+        if self._own_steps:
+
+            def of_all_ranks() -> Any:
+                loss = closure()
+                is_own = self._ran_eagerly or self.iteration is None
+                return synced(lambda: loss)() if is_own and self._ranks.mesh is not None else loss
+
+            return eager(optimizer, of_all_ranks, model, **kwargs)
         self._stepping, self._ran_forward = True, False
         try:
             result = closure()
         finally:
             self._stepping = False
-        if self._ran_eagerly and self._layout.plan.needs_graphs and self.iteration is not None:
+        in_graphs = self._layout.plan.needs_graphs or self._settings.bf16_updates != "plain"
+        if self._ran_eagerly and in_graphs and self.iteration is not None:
             self._apply(self.iteration, optimizer)
             return result
         # the closure ran eagerly: its gradients are in p.grad, its step is still to come
@@ -439,6 +471,11 @@ class Training:
 def _as_one(optimizers: Sequence[Optimizer], module: Any) -> Optimizer:
     """What graphs take for the optimizer; of a module that optimizes by hand, all of them."""
     return optimizers[0] if module.automatic_optimization else SeveralOptimizers(optimizers)
+
+
+def _replaced_steps(optimizers: Sequence[Any]) -> list[bool]:
+    """Of which optimizers somebody has replaced ``step``."""
+    return [has_step_of_its_own(optimizer) for optimizer in optimizers]
 
 
 def _same(optimizers: Sequence[Optimizer], known: Optimizer | None, module: Any) -> bool:

@@ -93,7 +93,8 @@ def test_every_optimizer_is_bitwise_the_eager_one(optimizer: str, groups: bool) 
     # torch itself has no tensor lr beside a second group with a number: both groups take the tensor
     case = TrainingCase("conv", optimizer, batches=12, groups=groups)
     ours = train(case, "spmd")
-    assert_compiled(ours)
+    assert ours.mode == ("split" if optimizer == "lion" else "compiled")
+    assert ours.captures > 0
     assert_bitwise(ours, one_device(case))
 
 

@@ -204,9 +204,21 @@ class _Reads(Small):
         return loss if math.fsum([loss]) > 0 else -loss
 
 
-def test_training_that_turns_out_to_be_eager_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="with bf16_updates='master' training cannot go on eagerly"):
-        fit(_Reads("sgd"), InOrder(rows(), ROWS), MASTERS, precision="bf16-true", max_epochs=1)
+class _Seeds(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        torch.manual_seed(7)
+        return loss
+
+
+@pytest.mark.parametrize("make", [_Reads, _Seeds])
+def test_updates_are_graphs_where_steps_are_none(make: type[Small]) -> None:
+    """Seeding runs a step eagerly, and not its update."""
+    theirs = trained(MASTERS, optimizer="sgd")
+    L.seed_everything(5)
+    ours = fit(make("sgd", 1e-3), InOrder(rows(), ROWS), MASTERS, precision="bf16-true", max_epochs=2)[0]
+    assert ours.mode == "compiled"
+    assert all(torch.equal(ours.weights[k], v) for k, v in theirs.weights.items())
 
 
 # ---------------------------------------------------------------------- ranks

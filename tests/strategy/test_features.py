@@ -138,11 +138,6 @@ class WatchedGradients(Quiet):
         self.first.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
-class Lbfgs(Quiet):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
 class NoOptimizer(Quiet):
     def configure_optimizers(self) -> None:
         return None
@@ -157,7 +152,6 @@ class OwnIterator(Quiet):
 EAGER: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "backward overridden": (OwnBackward, {}),
     "autograd hooks": (WatchedGradients, {}),
-    "LBFGS": (Lbfgs, {}),
     "no optimizer": (NoOptimizer, {}),
     "dataloader_iter": (OwnIterator, {}),
     "detect_anomaly": (Quiet, {"detect_anomaly": True}),
@@ -175,19 +169,13 @@ def _eager_run(name: str, strategy: str) -> Result:
     return run(make, strategy, 2, **flags)
 
 
-@pytest.mark.parametrize("name", [n for n in EAGER if n not in ("LBFGS", "no optimizer", "dataloader_iter")])
+@pytest.mark.parametrize("name", [n for n in EAGER if n not in ("no optimizer", "dataloader_iter")])
 def test_eager_features_train_as_ddp_on_two_ranks(two_ranks: RankPool, name: str) -> None:
     ours, theirs = two_ranks.run(_eager_run, name, "spmd"), two_ranks.run(_eager_run, name, "ddp")
     means = [sum(losses) / 2 for losses in zip(*(side.losses for side in theirs), strict=True)]
     for a in ours:
         assert a.losses == pytest.approx(means, rel=1e-5)  # outputs["loss"] is the mean of the ranks
         assert all(torch.equal(a.weights[k], v) for k, v in ours[0].weights.items())
-
-
-def test_lbfgs_on_two_ranks_keeps_the_ranks_together(two_ranks: RankPool) -> None:
-    """DDP cannot: each rank's line search sees its own loss."""
-    first, second = two_ranks.run(_eager_run, "LBFGS", "spmd")
-    assert all(torch.equal(second.weights[k], v) for k, v in first.weights.items())
 
 
 # ---------------------------------------------------------------------- rejected

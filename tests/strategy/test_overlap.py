@@ -28,7 +28,7 @@ from tests.strategy.test_checkpoint import StatefulLoader, _assert_continues
 
 SMALL = 0.01
 """MiB: several buckets also in small models."""
-OPTIMIZERS = ("sgd", "adamw_amsgrad_foreach", "rmsprop", "radam", "lion")
+OPTIMIZERS = ("sgd", "adamw_amsgrad_foreach", "rmsprop", "radam")
 _SHORT = ("adamw_amsgrad_foreach", "radam")
 
 

@@ -54,8 +54,8 @@ SOME = (
 
 def explains(result: Result, kind: type[Kind]) -> bool:
     """Whether the run was graphs, as few as there may be; or announced, with the reason and the line."""
-    if kind.mode == "compiled":
-        return result.mode == "compiled" and 0 < result.captures <= kind.graphs
+    if kind.mode != "eager":
+        return result.mode == kind.mode and 0 < result.captures <= kind.graphs
     told = [w for w in result.warnings if "trains eagerly from here on" in w and kind.told in w]
     return result.mode == "eager" and len(told) == 1 and "_kinds.py:" in told[0]
 

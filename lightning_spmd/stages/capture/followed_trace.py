@@ -24,12 +24,14 @@ from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, tensors_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
+from lightning_spmd.stages.capture.follow.sizes import with_sizes
 from lightning_spmd.stages.capture.follow.values import Values
+from lightning_spmd.stages.capture.follow.worlds import StepCall
 from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
 from lightning_spmd.stages.capture.host_scalar import HostScalar
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace
-from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps
+from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, is_torchs_own
 from lightning_spmd.stages.capture.own_backward import leaves_of
 from lightning_spmd.stages.capture.own_batch import OwnBatch
 from lightning_spmd.stages.capture.packing import remove_dead_nodes, with_mutations
@@ -46,9 +48,12 @@ def capture_followed(request: CaptureRequest) -> CapturedStep:
     Raises:
         CaptureError: a call in it, or the optimizer, does something that one graph cannot express.
     """
-    if request.program is None:
+    program = request.program
+    if program is None and not request.variant.forward:  # an update alone
+        program = Program((), 0, (), None, frozenset(), Live())
+    if program is None:
         raise CaptureError("the step was not followed")
-    return _FollowedTrace(request, request.program).run()
+    return _FollowedTrace(request, program).run()
 
 
 class _FollowedTrace(IterationTrace):
@@ -65,10 +70,15 @@ class _FollowedTrace(IterationTrace):
         self.recorder.reads.role_of = self.inputs.role_of
         self._values = Values(self._fake, Engine(self._on_thread))
         self._behind: list[Note] = []  # the calls from the backward pass on, if Python runs in it
+        if request.sizes is not None:
+            self._values.number = lambda leaf: with_sizes(leaf, request.sizes.numbers)  # type: ignore[union-attr]
         self.by_hand: InGraph | None = None
         self._values.world = InGraph(self.recorder, None)
         if request.optimizer is not None and request.variant.by_hand:
-            self.swap = OptimizerSwaps(parts_of(request.optimizer), self.names, self.inputs)
+            optimizers = parts_of(request.optimizer)
+            called = {note.func.number for note in program.notes if isinstance(note.func, StepCall)}
+            followed = {i for i, o in enumerate(optimizers) if not is_torchs_own(o)} - called
+            self.swap = OptimizerSwaps(optimizers, self.names, self.inputs, followed)
             self.by_hand = self._values.world = InGraph(self.recorder, self.swap)
         elif request.optimizer is not None:
             self.swap = OptimizerSwap(request.optimizer, self.names, self.inputs)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -201,15 +202,34 @@ def has_step_of_its_own(optimizer: Any) -> bool:
     A scheduler does so too, to count calls: that one wraps the class's own, which torch itself wraps for profiling.
     """
     step: Any = vars(optimizer).get("step")
-    if step is None:
+    return step is not None and _innermost(step) is not _innermost(type(optimizer).step)
+
+
+def _innermost(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return getattr(function, "__func__", function)
+
+
+_READ_VALUES = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam)
+"""What these do next depends on values that they compute, or on the layout of gradients."""
+_ABOUT_CLASSES = {"__init__", "__repr__", "__module__", "__doc__", "__annotations__", "__dict__", "__weakref__"}
+
+
+def is_torchs_own(optimizer: Any) -> bool:
+    """Whether the code of an optimizer's step is torch's own, and known: what else runs is the user's, in each step.
+
+    A subclass may have attributes and an ``__init__`` of its own.
+    """
+    kinds = type(optimizer).__mro__
+    torchs = next((kind for kind in kinds if kind.__module__.startswith("torch.optim.")), Optimizer)
+    if torchs is Optimizer or issubclass(torchs, _READ_VALUES) or has_step_of_its_own(optimizer):
         return False
-
-    def innermost(function: Any) -> Any:
-        while hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        return getattr(function, "__func__", function)
-
-    return innermost(step) is not innermost(type(optimizer).step)
+    own = {name: value for kind in kinds[: kinds.index(torchs)] for name, value in vars(kind).items()}
+    return all(  # torch puts a wrapped ``step`` on classes
+        name in _ABOUT_CLASSES or not hasattr(torchs, name) or _innermost(value) is _innermost(getattr(torchs, name))
+        for name, value in own.items()
+    )
 
 
 class OptimizerSwaps:
@@ -219,9 +239,12 @@ class OptimizerSwaps:
         optimizers: the live ones.
         names: fully qualified name of every live parameter, by ``id``.
         inputs: where fake twins and recorded numbers come from.
+        followed: numbers of those whose steps are followed, and which are not exchanged.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], names: dict[int, str], inputs: InputTable) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], names: dict[int, str], inputs: InputTable, followed: Container[int] = ()
+    ) -> None:
         self.optimizers = tuple(optimizers)
         self.stepped: set[int] = set()
         """Numbers of those whose ``step`` ran."""
@@ -229,25 +252,26 @@ class OptimizerSwaps:
         for optimizer in self.optimizers:
             groups = sum(len(swap.optimizer.param_groups) for swap in self.parts)
             self.parts.append(OptimizerSwap(optimizer, names, inputs, groups))
+        self._exchanged = {number: swap for number, swap in enumerate(self.parts) if number not in followed}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The optimizers work on fakes inside."""
         with contextlib.ExitStack() as stack:
-            for swap in self.parts:
+            for swap in self._exchanged.values():
                 stack.enter_context(swap.active())
             yield
 
     def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
         """What each of them created or rebound."""
-        for swap in self.parts:
+        for swap in self._exchanged.values():
             yield from swap.changes()
 
     def guards(self, *, stepped: bool) -> list[ValueGuard]:
         """Guards on the groups of all; on the state's entries of those that stepped."""
         return [
             guard
-            for index, swap in enumerate(self.parts)
+            for index, swap in self._exchanged.items()
             for guard in swap.guards(stepped=stepped and index in self.stepped)
         ]
 

@@ -45,6 +45,11 @@ class OtherSizes:
     def _size(self, place: Dimension, size: int) -> Any:
         return self.sizes.get(place, size)
 
+    @property
+    def numbers(self) -> list[Any]:
+        """The sizes as the step sees them, in order."""
+        return [self._size(place, size) for place, size in self.sizes.items()]
+
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Entered while tracing."""
         return contextlib.nullcontext()

@@ -69,7 +69,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class OwnStateOfOptimizer(OptimizerKind):
-    graphs = 4
+    mode = "split"
 
     def configure_optimizers(self) -> Any:
         return Lookahead(self.parameters(), lr=0.1)
@@ -98,6 +98,8 @@ class Scaled(torch.optim.SGD):
 
 
 class ScaledKind(OptimizerKind):
+    mode = "split"
+
     def configure_optimizers(self) -> Any:
         return Scaled(self.parameters(), lr=0.1)
 
@@ -125,6 +127,8 @@ class OptimizerClass(ScaledKind):
 
 class PythonInState(OptimizerKind):
     """Numbers and texts in the optimizer's ``state``."""
+
+    mode = "split"
 
     class Counting(torch.optim.SGD):
         @torch.no_grad()

@@ -171,6 +171,8 @@ class CountsOnParameter(OnParameter):
 class ReadByOptimizer(OnParameter):
     """As ``p._no_weight_decay``, asked in ``step``."""
 
+    mode = "split"
+
     class Decays(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:

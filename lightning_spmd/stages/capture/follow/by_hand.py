@@ -34,6 +34,7 @@ from lightning_spmd.stages.capture.follow.worlds import (
     as_tuple,
     places_of_numbers,
 )
+from lightning_spmd.stages.capture.optimizer_swap import is_torchs_own
 from lightning_spmd.stages.capture.own_backward import leaves_of
 
 _SETTINGS = 2
@@ -47,12 +48,15 @@ class ByHand:
 
     Args:
         optimizers: the live ones.
+        in_parts: their state is in parts on the ranks: a step is one call, whatever class it is of.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], *, in_parts: bool = False) -> None:
         self.optimizers = tuple(optimizers)
         self.step: HandStep | None = None
         self.backward = BackwardCall("backward", self._world)
+        self.is_known = [in_parts or is_torchs_own(optimizer) for optimizer in self.optimizers]
+        """Whether a step of an optimizer is one call; of others it is followed."""
         self.steps = [StepCall(i, f"{type(o).__name__}.step", self._world) for i, o in enumerate(self.optimizers)]
 
     def _world(self) -> World:
@@ -94,6 +98,8 @@ class HandStep:
         step.on_read, step.on_values = self._unwatched(step.on_read), self._unwatched(step.on_values)
         with contextlib.ExitStack() as stack:
             for index, optimizer in enumerate(self._common.optimizers):
+                if not self._common.is_known[index]:
+                    continue
                 stack.enter_context(self._step_replaced(index, optimizer))
                 stack.enter_context(self._states[index].active())
             stack.enter_context(private.backward_replaced(self.backward))

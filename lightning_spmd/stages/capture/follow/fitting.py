@@ -9,7 +9,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_spmd.stages.capture.follow.notes import SOURCES, Given, Made, Note, Outside, Place, Source
+from lightning_spmd.ir.sizes import Size
+from lightning_spmd.stages.capture.follow.notes import (
+    SOURCES,
+    Given,
+    Made,
+    Note,
+    Outside,
+    Place,
+    Source,
+    formulas_in,
+    in_step,
+)
 
 _ARITHMETIC = frozenset(
     f"{prefix}{name}{suffix}"
@@ -61,6 +72,8 @@ def _compare(note: Note, noted: Any, value: Any, place: Place, step: Whereabouts
     kind = type(value)
     if isinstance(noted, SOURCES):
         raise Differs
+    if type(noted) is Size or type(noted) is torch.Size:
+        noted = in_step(noted)
     if kind is not type(noted):
         raise Differs
     if kind is tuple or kind is list or (isinstance(value, tuple) and kind is not torch.Size):
@@ -113,6 +126,7 @@ def compiled(
     """
     names: dict[str, Any] = {}
     met: dict[int, str] = {}
+    formulas = {place: index for index, place in enumerate(formulas_in(note))}
 
     def bind(value: Any) -> str:
         names[name := f"v{len(names)}"] = value
@@ -153,6 +167,8 @@ def compiled(
             yield f"type({there}) is slice"
             for key in ("start", "stop", "step"):
                 yield from checks(getattr(value, key), f"{there}.{key}", (*place, key))
+        elif place in formulas and place not in note.free:
+            yield f"type({there}) is {bind(kind)} and {there} == {bind(note.now)}[{formulas[place]}]"
         elif place in note.free:
             yield f"type({there}) is {kind.__name__}" if keeps_shapes(note.func) else "False"
         elif value is None or value is True or value is False:

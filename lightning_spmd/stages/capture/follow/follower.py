@@ -20,6 +20,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.generator_state import READ_STATE, SEED, WRITE_STATE
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.stages.capture.fake_calls import FakeCalls
 from lightning_spmd.stages.capture.follow import placeholders
@@ -44,6 +45,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 )
 from lightning_spmd.stages.capture.follow.packed import PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
+from lightning_spmd.stages.capture.follow.sizes import OpenTree, moved
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
 from lightning_spmd.stages.capture.follow.worlds import World
 from lightning_spmd.stages.capture.inputs import twin_of
@@ -146,20 +148,64 @@ class Follower:
         self.given: list[Tensor] = []
         self.unseen = private.UnseenCalls()
         self._roots: dict[Any, Note] = {}
+        self._trees: dict[Any, OpenTree] = {}
         self.names, self.is_named = names, is_named
         self.kinds: dict[Any, str] = {}
         self.begins: dict[Any, Begin] = {}
         self.recorded = 0
         """Calls that were recorded, of all steps."""
 
+    def _key(self) -> tuple[Any, ...]:
+        return tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.given])
+
     def root(self) -> Note:
         """The beginning of steps with tensors like those that are given."""
-        key = tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.given])
+        key = self._key()
         found = self._roots.get(key)
         if found is None:
             found = self._roots[key] = Note(-1)
             found.marked(found)
         return found
+
+    def tree(self, places: Sequence[Dimension]) -> OpenTree | None:
+        """Of steps with tensors like those that are given but for these sizes; None where each size has its own."""
+        tensors = [self.given[position] for position, _ in places]
+        if not places or not all(t.is_contiguous() or not any(t.stride()) for t in tensors):
+            return None
+        if self._key() in self._roots:  # from before sizes were seen to vary
+            return None
+        key = tuple(places), _kind_of_batch(places, self._key())
+        found = self._trees.setdefault(key, OpenTree(places))
+        return None if found.has_failed else found
+
+    def closed(self, tree: OpenTree, first_note: Note) -> None:
+        """Calls that were recorded for all sizes are those of steps with these alone."""
+        tree.root.children.remove(first_note)
+        self.root().children.append(first_note)
+        below = [first_note]
+        while below:
+            note = below.pop()
+            note.at = note.fakes_at = None
+            below += note.children
+
+    def others(self, places: Sequence[Dimension]) -> list[tuple[tuple[int, ...], Note]]:
+        """The trees of one size each of such steps, with these sizes."""
+        mine = _kind_of_batch(places, self._key())
+        return [
+            (tuple([key[position][0][dim] for position, dim in places]), root)
+            for key, root in self._roots.items()
+            if len(key) == len(self.given) and _kind_of_batch(places, key) == mine
+        ]
+
+
+def _kind_of_batch(places: Sequence[Dimension], tensors: Sequence[Any]) -> Any:
+    """What tensors are, each told as shape, strides and the rest, but for sizes at some places."""
+    found: list[Any] = []
+    for position, (shape, stride, *rest) in enumerate(tensors):
+        dims = {dim for at, dim in places if at == position}
+        closed = tuple([None if dim in dims else size for dim, size in enumerate(shape)])
+        found.append((closed, None if dims else stride, *rest))
+    return tuple(found)
 
 
 class _Recording:
@@ -168,12 +214,20 @@ class _Recording:
     Args:
         step: the step.
         given: the tensors of the batch, if not those of the step.
+        mode: of the fake tensors.
+        sizes: of tensors of the batch, where they are not their own.
     """
 
-    def __init__(self, step: Step, given: Sequence[Tensor] | None = None) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: Step,
+        given: Sequence[Tensor] | None = None,
+        mode: Any = None,
+        sizes: Sequence[tuple[Dimension, Any]] = (),
+    ) -> None:
+        self._step, self._sizes = step, dict(sizes)
         self._given = step.follower.given if given is None else given
-        self.mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = private.FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
         self.below = _FakeBelow(self.mode)
         self.outside: dict[Source, Tensor] = {}
         self.values = Values(self._fake, Engine(self.active))
@@ -184,10 +238,18 @@ class _Recording:
         if source not in self.outside:
             live = self._given[source.position] if type(source) is Given else self._step.tensor_of(source)
             with self._step.beside():
-                self.outside[source] = fake = twin_of(live, self.mode)
+                self.outside[source] = fake = self._of(source, live)
             if self._step.by_hand is not None and fake.is_leaf:
                 fake.requires_grad_(self._step.by_hand.trained_at_first(live))
         return self.outside[source]
+
+    def _of(self, source: Given | Outside, live: Tensor) -> Tensor:
+        position = source.position if type(source) is Given else -1
+        shape = [self._sizes.get((position, dim), size) for dim, size in enumerate(live.shape)]
+        if all(type(size) is int for size in shape) and position not in self._step.stand_ins:
+            return twin_of(live, self.mode)
+        with private.disable_dispatch_modes(), self.mode:
+            return torch.empty(shape, dtype=live.dtype, device=live.device).requires_grad_(live.requires_grad)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -240,7 +302,7 @@ class Step(TorchFunctionMode):
     Args:
         follower: what is known of such steps.
         given: the tensors of the batch.
-        apart: entered around code that must meet fake tensors in place of the module's own.
+        vary: the sizes of tensors of the batch that differ from step to step.
 
     Attributes:
         notes: the path so far.
@@ -261,7 +323,7 @@ class Step(TorchFunctionMode):
         stale: tensors without memory, of a step that runs for good, and what they are now, by ``id``.
     """
 
-    def __init__(self, follower: Follower, given: Sequence[Tensor]) -> None:
+    def __init__(self, follower: Follower, given: Sequence[Tensor], vary: Sequence[Dimension] = ()) -> None:
         super().__init__()
         self.follower = follower
         follower.given[:] = given
@@ -284,7 +346,9 @@ class Step(TorchFunctionMode):
         self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
         self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
         self.by_hand: HandStep | None = None
-        self._here = follower.root()
+        self.tree = follower.tree(vary)
+        self._at = None if self.tree is None else self.tree.begin(given)
+        self._here = follower.root() if self.tree is None else self.tree.root
         self._held: list[tuple[Any, Any]] = []
         self._sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
         self._below = _Below(self)
@@ -437,7 +501,7 @@ class Step(TorchFunctionMode):
     def is_leaf(self, tensor: Tensor) -> bool:
         """Whether autograd puts gradients into the tensor."""
         source = self._sources.get(id(tensor))
-        return (self.notes[source.depth].fakes[source.index] if type(source) is Made else tensor).is_leaf
+        return (self.fake_of(source) if type(source) is Made else tensor).is_leaf
 
     def recorded_tensors(self) -> list[Tensor]:
         """What the calls so far made, on fake tensors."""
@@ -472,7 +536,9 @@ class Step(TorchFunctionMode):
         if kind == "call":
             kwargs = kwargs or {}
             for note in reversed(self._here.children):
-                if note.func is func and note.fits is not None and note.fits(args, kwargs):
+                if note.func is not func or note.fits is None or not (note.at is self._at or moved(note, self._at)):
+                    continue
+                if note.fits(args, kwargs):
                     around = note.around
                     if (
                         around.grad is torch.is_grad_enabled()
@@ -556,7 +622,7 @@ class Step(TorchFunctionMode):
         around = around_now()
         known = len(self.outside)
         for note in reversed(self._here.children):
-            if note.func != func or note.around != around:
+            if note.func != func or note.around != around or not (note.at is self._at or moved(note, self._at)):
                 continue
             found = numbers_that_differ(note, args, kwargs, self)
             if found is not None and (not found or self._is_as_large(note, args, kwargs)):
@@ -571,7 +637,7 @@ class Step(TorchFunctionMode):
             del self.outside[known:]
         if self._watch_generator():
             return self.called(func, args, kwargs)
-        if len(self._here.children) >= MOST_NEXT and not self.must_be_graph:
+        if self._knows_too_many() and not self.must_be_graph:
             self.eagerly(f"{getattr(func, '__name__', func)} is called with other arguments in every step")
             return self.for_good(func, args, kwargs)
         try:
@@ -596,13 +662,18 @@ class Step(TorchFunctionMode):
     def asks(self, tensor: Tensor) -> bool:
         """Whether a tensor asks for gradients."""
         source = self._sources.get(id(tensor))
-        return (self.notes[source.depth].fakes[source.index] if type(source) is Made else tensor).requires_grad
+        return self._is_trained(source) if type(source) is Made else tensor.requires_grad
 
     def of_engine(self, func: Any, args: Any, kwargs: Any, *, create: bool) -> Any:
         """A call of autograd's engine."""
         if self.functions.are_there:
             return self.functions.through_engine(func, args, kwargs, create=create)
         return self.called(func, args, kwargs)
+
+    def _knows_too_many(self) -> bool:
+        """Whether so many calls have come next, in steps with batches as large, that more are no use."""
+        known = self._here.children
+        return len(known) >= MOST_NEXT and sum(n.for_all is not None or n.at is self._at for n in known) >= MOST_NEXT
 
     def _is_as_large(self, note: Note, args: Any, kwargs: Any) -> bool:
         """Whether what a call gives with other numbers is of the kind that was noted."""
@@ -613,9 +684,9 @@ class Step(TorchFunctionMode):
         def fake(value: Any) -> Any:
             source = self._sources.get(id(value)) if isinstance(value, Tensor) else None
             if type(source) is Made:
-                seen = self.notes[source.depth].fakes[source.index]
+                seen = self.notes[source.depth].specs[source.index]
                 with recording.active(), torch.no_grad():
-                    return torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype, device=seen.device)
+                    return torch.empty_strided(seen.shape, seen.stride, dtype=seen.dtype, device=seen.device)
             return recording.values.of(source) if source is not None else value
 
         try:
@@ -626,21 +697,26 @@ class Step(TorchFunctionMode):
             made = new_tensors(out, given)
         except Exception:  # then the call itself will say so
             return False
-        return [TensorSpec.of(t) for t in made] == [TensorSpec.of(t) for t in note.fakes]
+        return [TensorSpec.of(t) for t in made] == note.specs
+
+    def _is_trained(self, source: Made) -> bool:
+        """Whether a result asks for gradients."""
+        note = self.notes[source.depth]
+        own = note.fakes_at is note.at
+        return note.fakes[source.index].requires_grad if own else note.trained[source.index]
 
     def _recorded_so_far(self) -> _Recording | None:
         """The path so far on fake tensors; anew where a step leaves a known path, for calls may write in place."""
-        if self._recording is None:
-            recording = _Recording(self)
-            try:
-                with self.beside():
-                    for note in self.notes:
-                        with recording.active():
-                            recording.values.run(note, self._numbers_of(note))
-            except Exception as error:
-                name = self.notes[recording.values.done].name
-                raise CannotBeFollowed(f"{name} cannot be recorded again ({_first_line(error)})") from error
-            self._recording = recording
+        recording = _Recording(self) if self._recording is None else self._recording
+        try:
+            with self.beside():
+                for note in self.notes[recording.values.done :]:
+                    with recording.active():
+                        recording.values.run(note, self._numbers_of(note))
+        except Exception as error:
+            name = self.notes[recording.values.done].name
+            raise CannotBeFollowed(f"{name} cannot be recorded again ({_first_line(error)})") from error
+        self._recording = recording
         return self._recording
 
     def fits(self, given: Sequence[Tensor]) -> bool:
@@ -667,6 +743,16 @@ class Step(TorchFunctionMode):
         except Exception:
             return False
         return True
+
+    def fake_of(self, source: Made) -> Tensor:
+        """A result as it was recorded, with its history; of other sizes of the batch all are recorded again."""
+        note = self.notes[source.depth]
+        if note.fakes_at is not note.at:
+            recording = self._recorded_so_far()
+            for other in self.notes if recording is not None else ():
+                other.fakes = [recording.values.made[made] for made in other.made]  # type: ignore[union-attr]
+                other.fakes_at = other.at
+        return note.fakes[source.index]
 
     def _as_fake(self, value: Any) -> Any:
         recording = self._recording
@@ -720,6 +806,8 @@ class Step(TorchFunctionMode):
         note.fakes = new_tensors(out, given)
         note.results = structure_of(out, given)
         note.moulds = self._apart(lambda: placeholders.moulds_of(note.fakes))
+        note.specs, note.trained = [TensorSpec.of(t) for t in note.fakes], [t.requires_grad for t in note.fakes]
+        note.fakes_at = self._at
         note.made = [Made(note.depth, index) for index in range(len(note.fakes))]
         note.marked(self._here)
         self._here.children.append(note)
@@ -735,7 +823,7 @@ class Step(TorchFunctionMode):
         """
         for number in range(known, len(self.outside)):
             note.met[number] = self._kind(self.outside[number], number)
-        note.module, note.source = self.module_path(), user_location() or ""
+        note.module, note.source, note.at = self.module_path(), user_location() or "", self._at
         for source in sources_in((note.args, note.kwargs)):
             if type(source) is Given:
                 self.on_given(source.position)
@@ -801,8 +889,10 @@ class Step(TorchFunctionMode):
     def _about_history(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A question about how a tensor came about: asked of the recorded one, for a placeholder has no history."""
         source = self._sources.get(id(args[0])) if args else None
-        subject = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
         of = getattr(getattr(func, "__self__", None), "__name__", "")
+        if of == "requires_grad" and type(source) is Made:
+            return self._is_trained(source)
+        subject = self.fake_of(source) if type(source) is Made else None
         if of == "grad_fn" and subject is not None and (node := self.functions.node(subject)) is not None:
             return node
         with self.beside():
@@ -841,7 +931,7 @@ class Step(TorchFunctionMode):
         if id(tensor) in memo:
             return memo[id(tensor)]
         source = self._sources.get(id(tensor))
-        fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else tensor
+        fake = self.fake_of(source) if type(source) is Made else tensor
         if source is None or fake.requires_grad or type(tensor) is not Tensor:
             if source is not None:
                 self.eagerly("a deep copy of a tensor with a gradient")
@@ -873,7 +963,7 @@ class Step(TorchFunctionMode):
         if (reason := self.refuses_read(func, mine)) is not None:
             self.eagerly(reason)
         source = self._sources.get(id(args[0])) if args else None
-        fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
+        fake = self.fake_of(source) if type(source) is Made and func in _TEXTS else None
         history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
         try:
             self._take(self._read_note(func, args, kwargs), args, kwargs)
@@ -888,9 +978,11 @@ class Step(TorchFunctionMode):
 
     def _read_note(self, func: Any, args: Any, kwargs: Any) -> Note:
         for note in reversed(self._here.children):
+            if not (note.at is self._at or moved(note, self._at)):
+                continue
             if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, self) == {}:
                 return note
-        if len(self._here.children) >= MOST_NEXT and not self.must_be_graph:
+        if self._knows_too_many() and not self.must_be_graph:
             raise CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), reads=True)
@@ -935,8 +1027,7 @@ class Step(TorchFunctionMode):
             found = (first(told, "value") if values is None else values.of(source)).detach()  # type: ignore[arg-type]
             if values is None and found.numel() > 1:  # the graph goes on with its own
                 found = found.clone()
-            fake = self.notes[source.depth].fakes[source.index] if type(source) is Made else None
-            trained = item.requires_grad if fake is None else fake.requires_grad
+            trained = self._is_trained(source) if type(source) is Made else item.requires_grad
             return found.requires_grad_() if trained else found
 
         with self.beside():
@@ -1043,6 +1134,13 @@ class Step(TorchFunctionMode):
         self._forget()
         if self.is_eager:
             return
+        if self.tree is not None and self._at is not None:
+            places = self.tree.sizes.places
+            others = functools.partial(self.follower.others, places)
+            recording = functools.partial(_Recording, self, None)
+            open_now = self.tree.end(self.notes, self.path, self._at, others, recording, self._numbers_of)
+            if not open_now and self.notes and self.notes[0].for_all is None:
+                self.follower.closed(self.tree, self.notes[0])
         self._numbers = {(n.depth, p): v for n in self.notes if n.free for p, v in self._numbers_of(n).items()}
         for note, (args, kwargs) in zip(self.notes, self._held, strict=True):
             if note.fits is None:
@@ -1102,7 +1200,7 @@ class Step(TorchFunctionMode):
             placeholders.fill(given, value, trained=given.requires_grad)
             return
         note = self.notes[source.depth]
-        placeholders.fill(note.handed[source.index], value, trained=note.fakes[source.index].requires_grad)
+        placeholders.fill(note.handed[source.index], value, trained=self._is_trained(source))
         note.handed[source.index] = note.moulds[source.index].detach()
 
 

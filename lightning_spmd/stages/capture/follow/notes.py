@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.sizes import Size
 from lightning_spmd.ir.stable_hash import stable_hash
 
 
@@ -135,6 +137,34 @@ class Around(NamedTuple):
     dtype: torch.dtype
 
 
+class At:
+    """One set of sizes.
+
+    Args:
+        values: the sizes.
+    """
+
+    def __init__(self, values: tuple[int, ...]) -> None:
+        self.values = values
+        self.is_new = True
+        self.known: dict[int, Any] = {}
+        self.holds: dict[str, bool] = {}
+
+
+class ForAll(Protocol):
+    """What a note is for other sizes than those with which it was recorded; ``sizes.py`` has it.
+
+    Attributes:
+        is_fixed: it is the same for all of them.
+    """
+
+    is_fixed: bool
+
+    def at(self, at: At) -> tuple[list[Any], list[TensorSpec], list[Tensor]] | None:
+        """The numbers, what results are, and moulds for some sizes; None if they are not known to be so."""
+        ...
+
+
 _numbers = itertools.count()
 
 
@@ -167,6 +197,13 @@ class Note:
         made: what its results are as sources.
         handed: placeholders of the last step.
         moulds: what placeholders are copies of.
+        specs: of the results.
+        trained: whether each result asks for gradients.
+        for_all: what it is for other sizes of the batch; None of a note of one size.
+        at: the sizes that it has now; None where sizes do not vary.
+        fakes_at: those of ``fakes``.
+        now: numbers among its arguments that follow from sizes, as they are now.
+        seen: some of the sizes of steps that called it.
     """
 
     depth: int
@@ -191,6 +228,13 @@ class Note:
     made: list[Made] = field(default_factory=list[Made])
     handed: list[Tensor] = field(default_factory=list[Tensor])
     moulds: list[Tensor] = field(default_factory=list[Tensor])
+    specs: list[TensorSpec] = field(default_factory=list[TensorSpec])
+    trained: list[bool] = field(default_factory=list[bool])
+    for_all: ForAll | None = None
+    at: At | None = None
+    fakes_at: At | None = None
+    now: list[Any] = field(default_factory=list[Any])
+    seen: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
 
     @functools.cached_property
     def last_met(self) -> int:
@@ -201,6 +245,12 @@ class Note:
     def name(self) -> str:
         """What was called, for the user."""
         return getattr(self.func, "__name__", str(self.func))
+
+    def with_arguments(self, args: Any, kwargs: Any) -> Note:
+        """The same call with other numbers."""
+        changed = copy.copy(self)
+        changed.args, changed.kwargs = args, kwargs
+        return changed
 
     def marked(self, before: Note) -> None:
         """It comes behind another one.
@@ -311,3 +361,21 @@ def with_numbers(value: Any, numbers: dict[Place, Any], place: Place = ()) -> An
             return kind(parts)
         return kind(*parts) if hasattr(value, "_fields") else kind(parts)
     return value
+
+
+def in_step(leaf: Any) -> Any:
+    """A number of a noted call, as it is in the step that runs."""
+    if type(leaf) is Size:
+        return leaf.sizes.number(leaf.formula)
+    return torch.Size([in_step(n) for n in leaf]) if type(leaf) is torch.Size else leaf
+
+
+def is_formula(leaf: Any) -> bool:
+    """Whether a leaf of noted arguments follows from sizes."""
+    return type(leaf) is Size or (type(leaf) is torch.Size and any(type(n) is Size for n in leaf))
+
+
+def formulas_in(note: Note) -> dict[Place, Any]:
+    """The leaves of noted arguments that follow from sizes, by place."""
+    everything = [*leaves_by_place(note.args, (0,)), *leaves_by_place(note.kwargs, (1,))]
+    return {place: leaf for place, leaf in everything if is_formula(leaf)}

@@ -76,6 +76,8 @@ class Program:
         live: the tensors and numbers of this step, and of each later one that takes this path.
         logs: on a rank's own batch, what of it becomes all ranks'.
         is_beginning: it ends where Python reads, and nothing of what it changes lasts.
+        for_all_sizes: whether its integers are formulas of the sizes of batches that vary.
+        why_not: why each size has a path of its own; None where that is not known.
     """
 
     notes: Sequence[Note]
@@ -86,6 +88,8 @@ class Program:
     live: Live
     logs: tuple[Log, ...] = ()
     is_beginning: bool = False
+    for_all_sizes: bool = False
+    why_not: str | None = None
 
     def reads(self) -> list[Note]:
         """The calls by which Python gets values."""

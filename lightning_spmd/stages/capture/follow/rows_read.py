@@ -51,7 +51,7 @@ def _of_one_row(step: Step, sources: list[Source], rows: int) -> bool:
             continue
         seen.add(source.depth)
         note = step.notes[source.depth]
-        if _has(rows, note.fakes):
+        if _has(rows, note.moulds):
             continue
         operands = sources_in((note.args, note.kwargs))
         if _picks(note) and _has(rows, [_tensor(step, operand) for operand in operands[:1]]):
@@ -66,7 +66,7 @@ def _has(rows: int, tensors: Sequence[Tensor]) -> bool:
 
 def _tensor(step: Step, source: Source) -> Tensor:
     if type(source) is Made:
-        return step.notes[source.depth].fakes[source.index]
+        return step.notes[source.depth].moulds[source.index]
     return step.follower.given[source.position] if type(source) is Given else step.outside[source.number]  # type: ignore[union-attr]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_spmd.ir.sizes import Size
 from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall
 from lightning_spmd.stages.capture.follow.notes import (
     SOURCES,
@@ -20,6 +21,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     Operand,
     Outside,
     Place,
+    in_step,
     mapped,
     tensors_in,
     with_numbers,
@@ -37,11 +39,13 @@ class Values:
     Attributes:
         world: in which calls of optimization by hand are made; None where there are none.
         engine: autograd's.
+        number: gives a number that follows from sizes of the batch.
     """
 
     def __init__(self, of_outside: Callable[[Given | Outside], Tensor], engine: Engine | None = None) -> None:
         self.world: World | None = None
         self.engine = Engine() if engine is None else engine
+        self.number: Callable[[Any], Any] = in_step
         self.made: dict[Made, Tensor] = {}
         self.done = 0
         self._of_outside = of_outside
@@ -56,7 +60,9 @@ class Values:
         return mapped(self._value, args), mapped(self._value, kwargs)
 
     def _value(self, leaf: Any) -> Any:
-        return self.of(leaf) if isinstance(leaf, SOURCES) else leaf
+        if isinstance(leaf, SOURCES):
+            return self.of(leaf)
+        return self.number(leaf) if type(leaf) in (Size, torch.Size) else leaf
 
     def run(self, note: Note, numbers: Mapping[Place, Any]) -> Any:
         """Make one call, the next one of the path; gives what it returns. What Python read, it has."""

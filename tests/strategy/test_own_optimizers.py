@@ -1,0 +1,202 @@
+"""Optimizers that are none of torch's own, and clipping of one's own: Python behind ``training_step`` that runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_spmd import SPMDStrategy
+from lightning_spmd.strategy.detectors import Context
+from lightning_spmd.strategy.feature import Mode
+from lightning_spmd.strategy.support import classify
+from tests.helpers.modules import Lion
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
+from tests.strategy.test_overlap import SMALL
+from tests.strategy.test_pauses import Deep, Six
+
+RUNS: list[int] = []
+
+
+class Slow(torch.optim.SGD):
+    """Lookahead: every third step the weights go half the way back; its counter and slow weights are its own."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.count, self.slow = 0, [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.count += 1
+        RUNS.append(self.count)
+        if self.count % 3 == 0:
+            for p, slow in zip((p for g in self.param_groups for p in g["params"]), self.slow, strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
+class Sharp(torch.optim.Optimizer):
+    """SAM as users write it: two forward and backward passes a step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05, "lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        again = torch.enable_grad()(closure)
+        loss = again()
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        moved = [p.grad * (0.05 / (norm + 1e-12)) for p in params]
+        for p, e in zip(params, moved, strict=True):
+            p.add_(e)
+        again()
+        for p, e in zip(params, moved, strict=True):
+            p.sub_(e).sub_(p.grad, alpha=0.1)
+        return loss
+
+
+def _of(kind: Any, base: type = Net) -> type[Net]:
+    class Own(base):  # type: ignore[misc,valid-type]
+        def configure_optimizers(self) -> Any:
+            return kind(self.parameters())
+
+    return Own
+
+
+KINDS: dict[str, Any] = {
+    "lookahead": lambda p: Slow(p, lr=0.1, momentum=0.9),
+    "sam": Sharp,
+    "lion": Lion,
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_optimizer_of_the_users_own_runs_in_every_step(name: str) -> None:
+    RUNS.clear()
+    ours = assert_as_eager(_of(KINDS[name]), mode="split")
+    assert name != "lookahead" or RUNS[-len(ours.losses) :] == list(range(1, len(ours.losses) + 1))
+
+
+@pytest.mark.parametrize("flags", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}], ids=str)
+def test_what_comes_before_its_step_is_eagers(flags: dict[str, Any]) -> None:
+    assert_as_eager(_of(KINDS["lookahead"]), mode="split", **flags)
+
+
+def test_a_closure_is_not_called_in_parts() -> None:
+    trainer = L.Trainer(strategy="spmd", accelerator="cpu", devices=1, logger=False)
+    module = _of(KINDS["lbfgs"])()
+    mode, findings = classify(Context(trainer, module, [module.configure_optimizers()], in_graphs=True))
+    assert mode is Mode.EAGER
+    assert "evaluates the closure itself" in str(findings[0])
+
+
+def _on_ranks(name: str, devices: int, **flags: Any) -> Result:
+    strategy = "spmd" if devices > 1 else "auto"
+    return run(_of(KINDS[name], Quiet), strategy, devices, data=lambda: InOrder(rows(), ROWS), max_epochs=2, **flags)
+
+
+@pytest.mark.parametrize("name", ["lookahead", "sam", "lbfgs"])
+def test_on_two_ranks_it_is_one_devices(two_ranks: RankPool, name: str) -> None:
+    theirs = _on_ranks(name, 1)
+    for ours in two_ranks.run(_on_ranks, name, 2):
+        assert ours.mode == "split"
+        until = 5 if name == "lbfgs" else 12  # its line search amplifies what rounding makes of sums
+        assert ours.losses[:until] == pytest.approx(theirs.losses[:until], rel=1e-4)
+        assert name == "lbfgs" or all(
+            torch.allclose(ours.weights[k], v, rtol=1e-4, atol=1e-6) for k, v in theirs.weights.items()
+        )
+
+
+class ReplacedLater(Net):
+    """From the second epoch on the step of its optimizer is a function of the user's."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            optimizer: Any = self.trainer.optimizers[0]
+
+            def step(closure: Any = None) -> Any:
+                with torch.no_grad():
+                    loss = None if closure is None else torch.enable_grad()(closure)()
+                    for p in self.parameters():
+                        p.sub_(0 if p.grad is None else p.grad, alpha=0.01)
+                return loss
+
+            optimizer.step = step
+
+
+def test_a_step_that_is_replaced_in_mid_run_runs() -> None:
+    assert_as_eager(ReplacedLater, mode="split")
+
+
+class Scheduled(Net):
+    """Its optimizer's ``step`` counts for a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.runs += 1
+        COUNTS.append(self.runs)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Hooked(Scheduled):
+    def on_after_backward(self) -> None:
+        gradient = self.first.weight.grad
+        assert gradient is not None
+        self.log("norm", gradient.norm())
+
+
+class Clips(Scheduled):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05 / (1 + self.runs % 3), gradient_clip_algorithm="norm")
+
+
+COUNTS: list[int] = []
+
+
+@pytest.mark.parametrize(("make", "mode"), [(Scheduled, "compiled"), (Hooked, "split"), (Clips, "split")])
+def test_python_runs_once_in_each_step(make: type[Net], mode: str) -> None:
+    COUNTS.clear()
+    ours = assert_as_eager(make, mode=mode)
+    assert list(range(1, len(ours.losses) + 1)) * 2 == COUNTS
+
+
+def _paused(does: str) -> tuple[Any, list[int]]:
+    COUNTS.clear()
+    module, hook = CountedDeep(), Six(does)
+    trainer: Any = L.Trainer(
+        accelerator="cpu", devices=2, max_epochs=1, logger=False, callbacks=[hook], enable_model_summary=False,
+        strategy=SPMDStrategy(overlap_iterations=True, bucket_size_mb=SMALL),
+        enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    data: Any = torch.randn(2 * 16, 32, generator=torch.Generator().manual_seed(4))
+    trainer.fit(module, DataLoader(data, batch_size=2))
+    return trainer.strategy.mode.value, COUNTS
+
+
+class CountedDeep(Deep):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        COUNTS.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("does", "mode"), [("read", "compiled"), ("replace", "split")])
+def test_python_runs_once_where_graphs_pause(two_ranks: RankPool, does: str, mode: str) -> None:
+    for found, counts in two_ranks.run(_paused, does):
+        assert (found, counts) == (mode, list(range(8)))
