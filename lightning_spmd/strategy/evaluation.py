@@ -38,7 +38,7 @@ from lightning_spmd.strategy.last_resort import NoEagerWay
 from lightning_spmd.strategy.meeting import LookedAtRows
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.places import Moment, evaluation_moment
-from lightning_spmd.strategy.replay import Recorded, replay, resolve
+from lightning_spmd.strategy.replay import replay, resolve
 from lightning_spmd.strategy.run_context import FellBack, RunContext, StepRequest
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
@@ -154,7 +154,7 @@ class EvaluationSteps(TrainingIteration):
         if self._discard:
             return None
         with self.context.step_context(variant.method):
-            calls, rows = Recorded(followed.queue.calls, {}), 0 if meeting is None else meeting.rows
+            calls, rows = followed.queue.calls, 0 if meeting is None else meeting.rows
             is_global = meeting is not None
             followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
         return followed.returned

@@ -590,7 +590,11 @@ class Following:
             self._told.add(reason)
             tell(f"strategy='spmd' ran a step eagerly: {reason}")
         if self._eager >= (MOST_EAGER if self._graphs else 1):
-            self.ended = "steps ran eagerly"
+            self.ended = reason
+
+    def ran_eagerly(self, reason: str) -> None:
+        """A step could not be followed, and its Python runs once more."""
+        self._count_eager(reason)
 
     def graph_failed(self, reason: str) -> None:
         """There is no graph of a step that was followed."""

@@ -1,6 +1,6 @@
-"""One run's compiled training iteration: finds or builds the graph for a batch, runs it, falls back when it must.
+"""One run's training iteration: the user's Python runs (``following.py``), then the graph of what it called.
 
-Decisions are taken by all ranks together: before each step they exchange which graph they would run (``choice.py``); a
+Decisions are taken by all ranks together: where they meet they exchange which graph they would run (``meeting.py``); a
 rank that has none makes all of them build (``building.py``). ``graph_table.py`` keeps what was built.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import BatchError, CannotShowError, SPMDError, StaleGraphError, VerificationError
+from lightning_spmd.errors import BatchError, CannotShowError, SPMDError, VerificationError
 from lightning_spmd.ir.first import first
-from lightning_spmd.ir.reads import Number, ReadMiss
 from lightning_spmd.ir.steps import CapturedStep, Variant
-from lightning_spmd.messages import speaking_of, tell, warn
+from lightning_spmd.messages import speaking_of, tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
 from lightning_spmd.stages.capture.follow.program import Program
@@ -30,21 +29,20 @@ from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.strategy.as_before import AsBefore
 from lightning_spmd.strategy.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.building import Beginning, GraphBuilder
-from lightning_spmd.strategy.by_hand import LiveGradients, held_gradients
+from lightning_spmd.strategy.by_hand import held_gradients
 from lightning_spmd.strategy.choice import Ballot, agreed
 from lightning_spmd.strategy.following import FollowedStep, Following
-from lightning_spmd.strategy.graph_table import MOST_GRAPHS, Found, GraphTable
+from lightning_spmd.strategy.graph_table import Found, GraphTable
 from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs, train_eagerly
 from lightning_spmd.strategy.meeting import Done, LookedAtRows, Meeting
 from lightning_spmd.strategy.not_built import CannotBeBuilt
 from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
-from lightning_spmd.strategy.own_graphs import OwnBallot, OwnDone, OwnGraphs
+from lightning_spmd.strategy.own_graphs import OwnDone, OwnGraphs
 from lightning_spmd.strategy.own_meeting import OwnMeeting
 from lightning_spmd.strategy.places import Moment, training_moment
-from lightning_spmd.strategy.recheck import Rechecks
-from lightning_spmd.strategy.replay import Recorded, replay, resolve
+from lightning_spmd.strategy.replay import replay, resolve
 from lightning_spmd.strategy.run_context import Ran, RunContext, StepRequest
-from lightning_spmd.strategy.shared_leaves import check_shared, newly_shared
+from lightning_spmd.strategy.shared_leaves import check_shared
 
 MOST_BEGINNINGS = 16
 """Graphs of beginnings of steps that are kept."""
@@ -52,6 +50,10 @@ MOST_BEGINNINGS = 16
 
 class NotFollowed(Exception):
     """Control flow, on all ranks: the step's Python does not run on placeholders; the text says why, where known."""
+
+
+class EagerOnce(Exception):
+    """Control flow, on all ranks: the step's Python must run once more, on each rank's own rows."""
 
 
 class RunsAgain(Exception):
@@ -71,8 +73,7 @@ class TrainingIteration:
         self.context = context
         self.gradients = held_gradients(context.module, context.optimizer)
         self.table = GraphTable(context.trainer, self.gradients, rows_vary=context.mesh is None)
-        self._arguments: dict[str, Any] = {}  # of the step that runs; graphs read them from here
-        self._builder = GraphBuilder(context, self._arguments, self.gradients)
+        self._builder = GraphBuilder(context, self.gradients)
         self._pending: Pending | None = None
         self.paused: PausingExecutable | None = None
         self.in_two: str | None = None
@@ -80,7 +81,6 @@ class TrainingIteration:
         self._found = Found((), (), None, None)  # what runs
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
-        self.rechecks = Rechecks(context, self._builder)
         self.own_batches = OwnBatches(context.batch)
         follows = context.optimizer is not None and self.follows
         self.following = Following(context, self.flush) if follows else None
@@ -88,13 +88,7 @@ class TrainingIteration:
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
         self._beginnings: dict[Any, Beginning] = {}
-        self._own = OwnGraphs(
-            context,
-            self._builder,
-            GraphTable(context.trainer, self.gradients),
-            Rechecks(context, self._builder, self.rechecks.schedule),
-            self.flush,
-        )
+        self._own = OwnGraphs(context, self._builder, GraphTable(context.trainer, self.gradients), self.flush)
 
     @property
     def captures(self) -> int:
@@ -121,48 +115,18 @@ class TrainingIteration:
         """
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
-        if self.following is not None and variant.backward:
-            while self.following is not None:
-                try:
-                    return self._run_followed(self.following, batch_tree, arguments, variant, clip)
-                except NoGlobalBatch as reason:
-                    self.own_batches.begin(str(reason))
-                except RunsAgain:
-                    pass
-                except NotFollowed:
-                    self.following = None
-        if isinstance(self.gradients, LiveGradients):
-            self.gradients.look_again(self._builder.state_mesh)
-        with speaking_of(variant.method):
+        following = self.following
+        if following is None:
+            raise VerificationError("steps of training are followed")
+        while True:
             try:
-                executable, outputs, batch, rows = self._step(batch_tree, arguments, variant, clip)
+                return self._run_followed(following, batch_tree, arguments, variant, clip)
             except NoGlobalBatch as reason:
                 self.own_batches.begin(str(reason))
-                executable, outputs, batch, rows = self._step(batch_tree, arguments, variant, clip)
-        self.paused = executable if isinstance(executable, PausingExecutable) else self.paused
-        self._after(executable.captured)
-        return self._answer(executable, outputs, batch, rows)
-
-    def _step(
-        self, batch_tree: Any, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
-    ) -> tuple[Executable, Sequence[Any], Batch, int]:
-        """The graph that was run, its outputs, the batch, and the rows of the global batch."""
-        own = self.own_batches.are_used and variant.backward
-        if own and variant.pauses:
-            raise CannotShowError("batches are the ranks' own")
-        batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
-        request = self._request(batch, arguments, dataclasses.replace(variant, own_batch=own), clip)
-        ballot = self._ballot(request)
-        try:
-            ahead = self._run_ahead(ballot, batch.tensor_values)
-            executable = self._executable(request, ballot) if ahead is None else ahead[0]
-            outputs = self._run(executable, batch.tensor_values) if ahead is None else ahead[1]
-        except ReadMiss as miss:
-            executable, outputs = self._run_otherwise(request, batch.tensor_values, miss)
-        found = self._found
-        if executable.decides and found.index is not None:
-            self.table.used(found.key, found.index)
-        return executable, outputs, batch, sum(found.split)
+            except RunsAgain:
+                pass
+            except NotFollowed as error:
+                self._fall_back(str(error) or following.ended or "a step cannot be followed")
 
     def _can_be_followed(self, following: Following, request: StepRequest, batch: Batch) -> bool:
         """Whether this rank could run the step's Python as every step's."""
@@ -235,7 +199,8 @@ class TrainingIteration:
                     if meeting is not None and meeting.shared:
                         self._shared |= meeting.shared
                         raise RunsAgain from None
-                    raise NotFollowed from None
+                    following.ran_eagerly(str(abandoned))
+                    raise EagerOnce from None
         self.paused = executable if isinstance(executable, PausingExecutable) else None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
@@ -249,7 +214,7 @@ class TrainingIteration:
             followed.of_all_ranks(loss, logged)
         self.ran = Ran.of(executable, rows, split, (self.table, self._own.table))
         with self.context.step_context(variant.method):
-            calls, is_global = Recorded(followed.queue.calls, {}), meeting is not None
+            calls, is_global = followed.queue.calls, meeting is not None
             followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
         return followed.returned
 
@@ -366,8 +331,11 @@ class TrainingIteration:
         self.gradients.update(gradients)
         variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
         request = self._request(None, {}, variant, clip)
-        executable = self._executable(request, self._ballot(request))
-        self._run(executable, ())
+        try:
+            executable = self._executable(request, self._ballot(request))
+            self._run(executable, ())
+        except (CannotBeBuilt, FirstRunError) as error:
+            self._fall_back(str(error))
         self._after(executable.captured)
 
     def resume(self) -> None:
@@ -423,9 +391,7 @@ class TrainingIteration:
     def _request(
         self, batch: Batch | None, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
     ) -> StepRequest:
-        self._arguments.clear()
-        self._arguments.update(arguments)
-        return StepRequest(batch, variant, arguments, clip, self._builder.numbers())
+        return StepRequest(batch, variant, arguments, clip)
 
     def _moment(self, request: StepRequest) -> Moment:
         """Where in the run a step is."""
@@ -435,17 +401,15 @@ class TrainingIteration:
             return moment
         return Moment(Place("the update after training", moment.place.epoch, moment.place.batch))
 
-    def _ballot(self, request: StepRequest) -> Ballot | OwnBallot | None:
+    def _ballot(self, request: StepRequest) -> Ballot | None:
         """The choice of a graph, begun; None where there is nobody to ask."""
         context = self.context
         if context.control is None or context.mesh is None:
             return None
-        if request.variant.own_batch:
-            return self._own.ballot(context.control, request, self._moment(request))
         return Ballot(context.control, context.mesh, self.table, request, self._moment(request))
 
     def _run_ahead(
-        self, ballot: Ballot | OwnBallot | Done | None, tensors: Sequence[Tensor]
+        self, ballot: Done | None, tensors: Sequence[Tensor]
     ) -> tuple[Executable, Sequence[Any]] | None:
         """Begin to run what this rank would run while the others say what they would; None if that cannot be.
 
@@ -453,17 +417,17 @@ class TrainingIteration:
         """
         if ballot is None or ballot.found.index is None or self._pending is not None:
             return None
-        side = self._own if isinstance(ballot, OwnBallot | OwnDone) else self
+        table = self._own.table if isinstance(ballot, OwnDone) else self.table
         found, index = ballot.found, ballot.found.index
-        executable = side.table.graph(index)
-        if not executable.can_ask or (not isinstance(ballot, Done) and side.rechecks.is_due(index)):
+        executable = table.graph(index)
+        if not executable.can_ask:
             return None
 
         def agree() -> None:
             if ballot.result() is not found:
                 raise Outvoted
             self._found = found
-            side.rechecks.count_use(index)
+            table.count_use(index)
 
         try:
             outputs, self._pending = executable.run(tensors, None, agree)
@@ -471,76 +435,40 @@ class TrainingIteration:
             return None
         return executable, outputs
 
-    def _run_otherwise(
-        self, request: StepRequest, tensors: Sequence[Tensor], miss: ReadMiss
-    ) -> tuple[Executable, Sequence[Any]]:
-        """Run another graph of a step, in which Python decides otherwise than it did in the one that was tried."""
-        tried: set[int | None] = set()
-        while True:
-            tried.add(self._found.index)
-            other = self.table.continuation(request, self._found, miss.values, tried)
-            found = self._found = self._found.other(agreed(self.context.control, other), str(miss))
-            if found.index is not None and self._is_up_to_date(found, request):
-                executable = self.table.graph(found.index)
-            else:
-                executable = self._build(request, found, miss.values)
-            try:
-                return executable, self._run(executable, tensors)
-            except ReadMiss as again:
-                miss = again
-
-    def _executable(self, request: StepRequest, ballot: Ballot | OwnBallot | Done | None) -> Executable:
+    def _executable(self, request: StepRequest, ballot: Ballot | Done | None) -> Executable:
         """The graph of a step, found or built."""
         table = self.table
-        if isinstance(ballot, OwnBallot | OwnDone):
+        if isinstance(ballot, OwnDone):
             self._found = ballot.found
             return self._own_executable(request, ballot)
         if ballot is None:
             found = table.find(request, () if request.batch is None else request.batch.first_sizes())
         else:
-            try:
-                found = ballot.result()
-            except BatchError as error:  # on all ranks
-                if error.is_ragged:
-                    self._may_go_local(request, str(error))
-                raise
+            found = ballot.result()
         self._found = found
-        if found.index is not None and self._is_up_to_date(found, request):
+        if found.index is not None:
+            table.count_use(found.index)
             return table.graph(found.index)
-        if request.program is not None or not request.variant.forward:
-            return self._build(request, found, {})
-        if shared := newly_shared(self.context.control, request, found.split, self._builder.capture):
-            self._shared |= shared
-            found = table.find(request, found.split)
-        return self._build(request, found, {})
+        return self._build(request, found)
 
-    def _build(self, request: StepRequest, found: Found, known: Mapping[int, Number]) -> Executable:
-        """A new graph of a step, of which some numbers have been read."""
+    def _build(self, request: StepRequest, found: Found) -> Executable:
+        """A new graph of a step.
+
+        Raises:
+            CannotBeBuilt: on all ranks.
+        """
         table = self.table
         if (surplus := table.surplus(found)) is not None:
-            if request.program is not None:
-                raise CannotBeBuilt(surplus)
-            self._fall_back(surplus)
+            raise CannotBeBuilt(surplus)
         if found.reason is not None and not table.follows_a_first_step(found.key):
             tell(f"strategy='spmd' builds another graph: {found.reason}")
         self.flush()
-        self._builder.follow_numbers(table.changes(found), table.executables)
         found = table.with_open_sizes(found, request)
         self._tell_of_sizes(request)
-        try:
-            executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split, answers=known)
-        except CannotBeBuilt as error:
-            if request.program is not None:
-                raise
-            if not request.variant.by_hand:  # which is no graph on a rank's own batch either
-                self._may_go_local(request, str(error))
-            self._fall_back(str(error))
+        executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split)
         found = self._closed(found, executable, request)
-        index = table.add(found.key, executable)
-        self.rechecks.begin(index)
-        self._found = dataclasses.replace(found, index=index)
-        for unused in self.rechecks.unused_for_longest(MOST_GRAPHS):
-            table.forget(unused)
+        self._found = dataclasses.replace(found, index=table.add(found.key, executable))
+        table.forget_unused()
         return executable
 
     def _may_go_local(self, request: StepRequest, reason: str) -> None:
@@ -553,13 +481,11 @@ class TrainingIteration:
         if self.context.mesh is not None and variant.forward and variant.backward and self.own_batches.may_be_used:
             raise NoGlobalBatch(reason)
 
-    def _own_executable(self, request: StepRequest, ballot: OwnBallot | OwnDone) -> Executable:
+    def _own_executable(self, request: StepRequest, done: OwnDone) -> Executable:
         try:
-            executable = self._own.executable(request, ballot)
+            executable = self._own.executable(request, done)
         except CannotBeBuilt as error:
-            if request.program is not None:
-                raise
-            self._fall_back(self.own_batches.refused(str(error)))
+            raise CannotBeBuilt(self.own_batches.refused(str(error))) from None
         self.flush()  # what another iteration left is not compared here
         self.own_batches.announce(executable)
         return executable
@@ -587,67 +513,19 @@ class TrainingIteration:
             tell(f"strategy='spmd' builds a graph for each size of {names}: {executable.not_general}")
         return found
 
-    def _is_up_to_date(self, found: Found, request: StepRequest) -> bool:
-        """Whether a graph may run; now and then the step is traced again to tell. If not, it will never be asked again.
-
-        Raises:
-            StaleGraphError: on all ranks; it is not, and steps have run with it.
-            FellBack: on all ranks; graphs of this step are out of date as soon as they are built.
-        """
-        if found.index is None:
-            return False
-        if request.program is not None or not request.variant.forward:
-            self.rechecks.count_use(found.index)
-            return True
-        due = self.rechecks.is_due(found.index)
-        self.rechecks.count_use(found.index)
-        if not due:
-            return True
-        self.flush()  # all that the step could read is as eager training has it
-        stale = self.rechecks.look(found.index, self.table.graph(found.index), request, found.split)
-        if stale is None:
-            return True
-        if not stale.harmless:
-            raise StaleGraphError(stale.text)
-        if not self.table.drop(found):
-            self._fall_back(stale.text)
-        warn(f"strategy='spmd' builds a graph anew before it was ever used with an old value: {stale.text}")
-        return False
-
     def _run(self, executable: Executable, tensors: Sequence[Tensor]) -> Sequence[Any]:
         if self._pending is not None and not executable.can_follow(self._pending):
             self.flush()
         pending, self._pending = self._pending, None
         updates = not isinstance(executable, PausingExecutable)
-        try:
-            with self.context.whole.changing(self.context.trainer, updates=updates):
-                outputs, self._pending = executable.run(tensors, pending)
-        except FirstRunError as error:
-            if self.following is not None:
-                raise
-            self._fall_back(str(error))
+        with self.context.whole.changing(self.context.trainer, updates=updates):
+            outputs, self._pending = executable.run(tensors, pending)
         return outputs
 
     def _after(self, captured: CapturedStep) -> None:
-        for name in captured.cleared:
-            del self.gradients[name]
         if captured.variant.apply and not captured.variant.by_hand and self.context.optimizer is not None:
             self.gradients.clear()
             private.mark_stepped(self.context.optimizer)
-
-    def _answer(self, executable: Executable, outputs: Sequence[Any], batch: Batch, rows: int) -> Any:
-        captured = executable.captured
-        if captured.own_batch is not None:
-            found = outputs[captured.own_batch.rows]
-            rows = int(found) if found.device.type == "cpu" else found  # a GPU need not be waited for
-        split, tables = self._found.split if self.context.mesh is None else None, (self.table, self._own.table)
-        self.ran = Ran.of(executable, rows, split, tables)
-        with self.context.step_context(captured.variant.method):
-            is_global = self.context.control is not None
-            calls, returned = executable.calls_and_result()
-            recorded = Recorded(calls, captured.assign)
-            results = replay(self.context.module, recorded, outputs, batch.values, rows, is_global=is_global)
-        return resolve(returned, outputs, batch.values, results)
 
     def _fall_back(self, reason: str) -> NoReturn:
         train_eagerly(self.context, reason)

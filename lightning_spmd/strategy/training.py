@@ -30,7 +30,7 @@ from lightning_spmd.strategy.detectors import Context, own_optimizer
 from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.following import EndedByUser, RanEagerly
-from lightning_spmd.strategy.iteration import TrainingIteration
+from lightning_spmd.strategy.iteration import EagerOnce, TrainingIteration
 from lightning_spmd.strategy.layer_sharing import LayerSharing
 from lightning_spmd.strategy.memory import gradients_of, tensors_on_other_devices
 from lightning_spmd.strategy.modes import ModeOfRun
@@ -246,6 +246,9 @@ class Training:
             return ran.returned
         except EndedByUser as ended:
             raise ended.error from None
+        except EagerOnce:
+            self._finish_eagerly(iteration)
+            return self._eagerly(eager, args, kwargs)
         except FellBack:
             self._leave_graphs(iteration)
             return self._eagerly(eager, args, kwargs)
