@@ -26,11 +26,11 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep, Variant
-from lightning_spmd.stages.capture.attempts import capture
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.bf16_updates import Updates
+from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.capture.packing import parameter_names
-from lightning_spmd.stages.capture.reads import ReadWanted
+from lightning_spmd.stages.capture.reads import UnknownValueError
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.run_context import RunContext
@@ -235,28 +235,31 @@ def _rows(tree: Any) -> int:
 
 @dataclasses.dataclass
 class _Step:
-    """One micro-batch of the run, from which the graphs of its parts are captured."""
+    """One micro-batch of the run, from which the graphs of its parts are captured; its Python runs once for all."""
 
     context: RunContext
     tree: Any
     arguments: dict[str, Any]
     batches: int
     clip: Callable[[Optimizer], None]
+    followed: FollowedOnce | None = None
 
     def captured(self, variant: Variant) -> CapturedStep:
         """The graph of a part, as it is in every iteration but the first."""
         request = self._request(variant)
         try:
-            found = capture(request)
-        except ReadWanted as wanted:
+            if self.followed is None:
+                self.followed = FollowedOnce(request)
+            found = self.followed.captured(request)
+        except UnknownValueError as error:
             raise CaptureError(
                 "the step decides by the value of a tensor (.item(), int(), `if`), which only training knows: a plan "
                 "computes nothing. Plan with that branch taken out",
-                wanted.place,
+                error.location,
             ) from None
         if variant.apply and self._give_state(found):
             with contextlib.suppress(CaptureError):
-                return capture(request)
+                return self.followed.captured(request)
         return found
 
     def _request(self, variant: Variant) -> CaptureRequest:

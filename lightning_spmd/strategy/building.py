@@ -23,6 +23,7 @@ from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, captu
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.holders import Entry
 from lightning_spmd.stages.capture.later_gradients import with_later_gradients
+from lightning_spmd.stages.capture.once import captured_step
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.reads import ReadWanted, UnknownValueError
 from lightning_spmd.stages.capture.request import CaptureRequest
@@ -203,6 +204,18 @@ class GraphBuilder:
             return capture(self._capture_request(request, split, known or {}))
         except ReadWanted as wanted:
             raise UnknownValueError("the value of a tensor decides something", wanted.place) from None
+
+    def captured_alone(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
+        """The global-view graph of a step whose Python runs for it, and has not run otherwise.
+
+        Args:
+            request: the step.
+            split: rows of the global batch by data rank.
+
+        Raises:
+            CaptureError: the step cannot be one graph, or reads values.
+        """
+        return captured_step(self._capture_request(request, split, {}))
 
     def beginning(self, request: StepRequest, split: tuple[int, ...]) -> Beginning:
         """What gives the values that Python reads in a step that is followed; all ranks together.

@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.messages import tell
 from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.strategy.evaluation import EvaluationSteps
 from lightning_spmd.strategy.replay import StepsInGraphs
@@ -146,6 +147,11 @@ class Evaluation:
         most = self.compare("predict", trainer.num_predict_batches)
         self._turns = None
         if most is not None:
+            tell(
+                "strategy='spmd' predicts in graphs, which need all ranks, and these differ in numbers of batches: "
+                "a rank with fewer runs predict_step on its last batch again, as long as others have more. What that "
+                "returns is discarded, and what it changes of the module is put back; files that it writes are not"
+            )
             self._turns = Turns([int(m - own) for m, own in zip(most, trainer.num_predict_batches, strict=True)])
             trainer.callbacks.insert(0, FinishTurns(self._take_part))
 

@@ -134,7 +134,7 @@ class EvaluationSteps(TrainingIteration):
         with speaking_of(variant.method):
             request = self._request(batch, arguments, variant, None)
             part = self.table.step_key(request)
-            self._met = not is_first
+            self._met, following.graphs_infer = not is_first, torch.is_inference_mode_enabled()
             meeting = self._meeting(request, True)
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():

@@ -23,6 +23,7 @@ from lightning_spmd.messages import tell
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
+from lightning_spmd.stages.capture.follow.module_paths import module_paths
 from lightning_spmd.stages.capture.follow.notes import Given, Made, gradient_in_parts, named_gradient, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
@@ -184,6 +185,7 @@ class _Talk:
         begin: starts one.
         meeting: of the ranks; None on one device.
         run_beginning: gives what a program that ends where Python reads wants; it is read at ``file:line``.
+        infers: graphs run in torch's inference mode.
     """
 
     def __init__(
@@ -194,8 +196,9 @@ class _Talk:
         begin: Callable[[Executable], Conversation],
         meeting: Meeting | None,
         run_beginning: Callable[[Program, str], Sequence[Tensor]],
+        infers: bool,
     ) -> None:
-        self._run_beginning = run_beginning
+        self._run_beginning, self._infers = run_beginning, infers
         self._step, self._known, self._live, self._begin = step, known, live, begin
         self._meeting = meeting
         self._likely: Likely | None = None
@@ -210,6 +213,13 @@ class _Talk:
         """
         if self._meeting is not None and self._meeting.is_own and self._step.must_be_graph:
             raise CannotBeFollowed("a value is read on each rank's own batch, and the ranks have parts of parameters")
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):  # the graph goes on where the user's switches are others
+            return self._values()
+
+    def _values(self) -> Sequence[Tensor] | None:
         first = self.conversation is None
         gives = not self._is_over and (self._can_begin() if first else self._takes_its_path())
         if self._meeting is not None:
@@ -294,10 +304,12 @@ class Following:
 
     Attributes:
         ended: why steps are no longer followed; None while they are.
+        graphs_infer: graphs run in torch's inference mode, whatever mode the user's code is in.
     """
 
     def __init__(self, context: RunContext, flush: Callable[[], None]) -> None:
         self.ended: str | None = None
+        self.graphs_infer = False
         self._context, self._flush = context, flush
         self._follower = Follower(self._names, self._is_named)
         optimizer = context.optimizer
@@ -402,7 +414,8 @@ class Following:
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
 
         known = self._likely.setdefault(part, {})
-        talk = _Talk(step, known, self._live, lambda e: self._begin(e, batch), meeting, run_beginning)
+        begin = functools.partial(self._begin, batch=batch)
+        talk = _Talk(step, known, self._live, begin, meeting, run_beginning, self.graphs_infer)
 
         def before_eager() -> None:
             talk.drop()
@@ -633,26 +646,3 @@ def with_loss(returned: Any) -> Any:
     if isinstance(returned, dict) and isinstance(returned.get("loss"), MetricResult):
         return {**returned, "loss": known(returned["loss"])}
     return known(returned)
-
-
-@contextlib.contextmanager
-def module_paths(root: nn.Module) -> Any:
-    """Gives what says which module's ``forward`` runs, through torch's global module hooks."""
-    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-
-    paths = {id(module): path for path, module in root.named_modules()}
-    stack = [""]
-
-    def enter(module: nn.Module, _: Any) -> None:
-        stack.append(paths.get(id(module), stack[-1]))
-
-    def leave(_: nn.Module, __: Any, ___: Any) -> None:
-        stack.pop()
-
-    before = register_module_forward_pre_hook(enter)
-    after = register_module_forward_hook(leave, always_call=True)
-    try:
-        yield lambda: stack[-1]
-    finally:
-        before.remove()
-        after.remove()

@@ -365,7 +365,7 @@ class TrainingIteration:
         return self._pending
 
     def captured(self, batch_tree: Any, arguments: dict[str, Any], variant: Variant) -> CapturedStep:
-        """The global-view graph of one micro-batch, without clipping, not run.
+        """The global-view graph of one micro-batch, without clipping, not run; its Python runs, and is put back.
 
         Raises:
             CaptureError: the step cannot be one graph.
@@ -380,7 +380,11 @@ class TrainingIteration:
             own, rows = True, ()
         batch = Batch(batch_tree) if own else batch
         request = self._request(batch, arguments, dataclasses.replace(variant, accumulated=False, own_batch=own), None)
-        return self._builder.capture(request, rows)
+        before = AsBefore(self.context.module, tensors=True)
+        try:
+            return self._builder.captured_alone(request, rows)
+        finally:
+            before.put_back()
 
     # ------------------------------------------------------------------ pieces
     @property

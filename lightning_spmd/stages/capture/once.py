@@ -1,0 +1,186 @@
+"""One step, followed on its own: its Python runs once, nothing is computed, and its graphs are captured from the notes.
+
+For whoever wants a graph and trains nothing: a plan, whose parameters have no memory, and the search for layers that
+ranks may share. What Python reads is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.several_optimizers import parts_of
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
+from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.messages import speaking_of
+from lightning_spmd.stages.capture.around_trace import grad_mode, random_state_kept
+from lightning_spmd.stages.capture.follow.by_hand import ByHand
+from lightning_spmd.stages.capture.follow.follower import Follower, Step
+from lightning_spmd.stages.capture.follow.module_paths import module_paths
+from lightning_spmd.stages.capture.follow.program import Live, Program, Want
+from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
+from lightning_spmd.stages.capture.followed_trace import capture_followed
+from lightning_spmd.stages.capture.inputs import global_spec
+from lightning_spmd.stages.capture.packing import parameter_names
+from lightning_spmd.stages.capture.reads import UnknownValueError
+from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.user_code import location_of, user_location
+
+
+class _Ended(BaseException):
+    """Control flow: the step can be no graph. No ``Exception``: the user's code shall not catch it."""
+
+    def __init__(self, error: CaptureError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def captured_step(request: CaptureRequest) -> CapturedStep:
+    """The graph of a step, whose Python runs for it.
+
+    Raises:
+        CaptureError: it can be no graph.
+        UnknownValueError: Python reads a value.
+    """
+    return FollowedOnce(request).captured(request)
+
+
+class FollowedOnce:
+    """A step whose Python has run.
+
+    Args:
+        request: what it is captured for; one without a forward part has no Python.
+
+    Raises:
+        CaptureError: it can be no graph.
+        UnknownValueError: Python reads a value.
+    """
+
+    def __init__(self, request: CaptureRequest) -> None:
+        self._calls: Sequence[RecordedCall] = ()
+        self._returned: Any = None
+        self._wants: dict[Want, int] = {}
+        self._program = Program((), 0, (), None, frozenset(), Live())
+        if request.variant.forward:
+            try:
+                with speaking_of(request.variant.method):
+                    self._follow(request)
+            except _Ended as ended:
+                raise ended.error from None
+
+    def captured(self, request: CaptureRequest) -> CapturedStep:
+        """A graph with this forward part, if it has one.
+
+        Args:
+            request: what is captured; module, optimizer and batch are those of the step.
+
+        Raises:
+            CaptureError: it can be no graph.
+        """
+        program = self._program if request.variant.forward else Program((), 0, (), None, frozenset(), Live())
+        found = capture_followed(dataclasses.replace(request, program=program))
+        if not request.variant.forward:
+            return found
+
+        def leaf(_: str, value: Any) -> Any:
+            return found.returned[value.position] if type(value) is OutputRef else value
+
+        calls = [
+            dataclasses.replace(call, args=map_leaves(leaf, call.args), kwargs=map_leaves(leaf, call.kwargs))
+            for call in self._calls
+        ]
+        return dataclasses.replace(found, calls=calls, returned=map_leaves(leaf, self._returned))
+
+    def _follow(self, request: CaptureRequest) -> None:
+        module, optimizer, variant = request.module, request.optimizer, request.variant
+        names = {id(t): name for name, t in module.named_buffers()} | parameter_names(module, optimizer)
+        tree, given = _stand_ins(request)
+        step = Step(Follower(lambda: names, lambda name, tensor: names.get(id(tensor)) == name), given)
+        step.stand_ins, wants = frozenset(range(len(given))), self._wants
+        step.on_read, step.before_eager = _unknown, lambda: _refused(step)
+
+        def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
+            source = step.source_if_known(tensor)
+            if source is None:
+                return tensor
+            return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
+
+        queue = Queue(Shadows(module), want, step.eagerly, step.beside)
+        queue.logs_at_once = False
+        hand = ByHand(parts_of(optimizer)).of(step) if optimizer is not None and variant.by_hand else None
+        with contextlib.ExitStack() as around:
+            around.enter_context(grad_mode(variant))
+            around.enter_context(random_state_kept())
+            around.enter_context(request.surroundings())
+            step.module_path = around.enter_context(module_paths(module))
+            around.enter_context(request.step_context())
+            around.enter_context(queue.active())
+            if hand is not None:
+                around.enter_context(hand.active())
+            around.enter_context(step.active())
+            try:
+                returned = getattr(module, variant.method)(tree, *request.arguments.values())
+                loss = known(returned.get("loss") if isinstance(returned, dict) else returned)
+            except private.DataDependentOutputException as error:
+                raise _Ended(_of_value(location_of(error))) from None
+        if step.is_eager:  # the user's code caught it
+            _refused(step)
+        del tree, given
+        step.end()
+        has_loss = variant.backward and not variant.by_hand and isinstance(loss, Tensor)
+        source = step.source_if_known(loss) if has_loss else None
+        role = OutputRole.LOGGED if variant.backward else OutputRole.STEP_OUTPUT
+
+        def leaf(_: str, value: Any) -> Any:
+            if isinstance(value, MetricResult):
+                return vars(value)["_reference"]
+            made = step.source_if_known(value) if isinstance(value, Tensor) else None
+            return value if made is None else OutputRef(wants.setdefault(Want(made, role), len(wants)))
+
+        self._returned = map_leaves(leaf, returned)
+        self._calls = queue.calls
+        del returned, loss
+        for made in step.kept():
+            wants.setdefault(Want(made, role), len(wants))
+        live = Live(step.outside, step.numbers)
+        self._program = Program(step.notes, step.path, tuple(wants), source, frozenset(step.numbers), live)
+
+
+def _stand_ins(request: CaptureRequest) -> tuple[Any, list[Tensor]]:
+    """The batch with what stands for its tensors, with the rows of all ranks; and these."""
+    batch = request.batch
+    if batch is None:
+        raise ValueError("a step without a batch has no Python that runs")
+    found: dict[int, Tensor] = {}
+    for index in batch.tensors:
+        live = batch.values[index]
+        spec = global_spec(live, None if batch.is_shared(index) else request.rows)
+        found[index] = private.without_memory(spec).requires_grad_(live.requires_grad)
+    count = -1
+
+    def leaf(_: str, value: Any) -> Any:
+        nonlocal count
+        count += 1
+        return found.get(count, value)
+
+    return map_leaves(leaf, batch.tree), [found[index] for index in batch.tensors]
+
+
+def _unknown() -> NoReturn:
+    raise _Ended(_of_value(user_location()))
+
+
+def _of_value(place: str | None) -> CaptureError:
+    return UnknownValueError("the value of a tensor decides something", place)
+
+
+def _refused(step: Step) -> NoReturn:
+    why, place = step.reason or ("it cannot be followed", None)
+    raise _Ended(CaptureError(why, place))
