@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,8 +112,8 @@ class RecordedCall:
         target: module path of the object, ``""`` for the LightningModule; the object itself where it has none.
         method: ``"log"`` or ``"log_dict"`` of a LightningModule; ``"update"``, ``"forward"``, ``"compute"`` or
             ``"reset"`` of a metric.
-        args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, leaves of
-            the batch that are a rank's own by :class:`LeafRef`.
+        args, kwargs: arguments with tensors replaced by :class:`OutputRef`, metric values by :class:`CallRef`, leaves
+            of the batch that are a rank's own by :class:`LeafRef`.
         source: ``file:line`` of the call, empty where unknown.
     """
 

@@ -13,21 +13,15 @@ from torch import Tensor
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
-from lightning_spmd.ir.reads import Number
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import build, finish, lowering
-from lightning_spmd.stages.capture.attempts import MovingNumbers, capture, capture_following
 from lightning_spmd.stages.capture.followed_trace import capture_followed
-from lightning_spmd.stages.capture.holders import Entry
-from lightning_spmd.stages.capture.later_gradients import with_later_gradients
 from lightning_spmd.stages.capture.once import captured_step
 from lightning_spmd.stages.capture.packing import parameter_names
-from lightning_spmd.stages.capture.reads import ReadWanted, UnknownValueError
 from lightning_spmd.stages.capture.request import CaptureRequest
-from lightning_spmd.stages.capture.state_guard import Change
 from lightning_spmd.stages.capture.symbolic_family import NotGeneral
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.phases.pause import pausing
@@ -46,10 +40,9 @@ from lightning_spmd.strategy.memory import check_writes
 from lightning_spmd.strategy.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.one_for_all_sizes import as_all_ranks, generalized
 from lightning_spmd.strategy.prepared_optimizers import prepare
-from lightning_spmd.strategy.reading import Answers
+from lightning_spmd.strategy.reading import Beginnings
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
-from lightning_spmd.strategy.same_draws import SameDraws, with_same_draws
 from lightning_spmd.strategy.telling import Telling
 
 Tell = Callable[[str, int | None], None]
@@ -93,33 +86,25 @@ class GraphBuilder:
 
     Args:
         context: what they are made in.
-        arguments: arguments of the step method in the step that runs, by name; the live dictionary.
         gradients: those held of earlier micro-batches, by name; the live dictionary.
     """
 
-    def __init__(
-        self, context: RunContext, arguments: Mapping[str, Any], gradients: MutableMapping[str, Tensor]
-    ) -> None:
+    def __init__(self, context: RunContext, gradients: MutableMapping[str, Tensor]) -> None:
         self.captures = 0
         self._context = context
-        self._arguments = arguments
         self._gradients = gradients
         self.state_mesh = None if context.mesh is None else StateMesh(context.mesh)
         self._last_lowering = self._recorded()
-        self._numbers = MovingNumbers()
         self._telling = Telling()
-        self.same_draws = SameDraws(context.control)
-        self._answers = Answers(context, self._live_state)
+        self._beginnings = Beginnings(context, self._live_state)
         self._dumped: dict[int, Any] = {}
 
-    @with_same_draws
     def build(
         self,
         request: StepRequest,
         split: tuple[int, ...],
         known: Executable | None = None,
         refusal: str | None = None,
-        answers: Mapping[int, Number] | None = None,
     ) -> Executable:
         """A graph for a step: on all ranks the same, or of each rank's own batch.
 
@@ -128,7 +113,6 @@ class GraphBuilder:
             split: rows of the global batch by data rank; empty for a batch of this rank's own.
             known: what this rank has for its own batch already; others build.
             refusal: why this rank can have no further graph, or None.
-            answers: values that Python reads from tensors in this step, by the number of the read.
 
         Raises:
             CannotBeBuilt: on all ranks, with the reason of the first one that has one.
@@ -151,12 +135,12 @@ class GraphBuilder:
             if refusal is not None:
                 raise CaptureError(refusal)
             if known is None:
-                executable = self._capture_and_build(request, split, answers or {}, tell)
+                executable = self._capture_and_build(request, split, tell)
         except SPMDError as error:
             problem = error
         if request.vary:
             closed = dataclasses.replace(request, vary={})
-            anew = functools.partial(self._capture_and_build, closed, split, None, tell)
+            anew = functools.partial(self._capture_and_build, closed, split, tell)
             executable, problem = as_all_ranks(executable, problem, anew, self._context.control)
         try:
             self._agree(executable, problem, tell)
@@ -170,41 +154,6 @@ class GraphBuilder:
             tell("ready", len(executable.graphs.main.graph_module.graph.nodes))
         return executable
 
-    def follow_numbers(self, changes: Sequence[Change], executables: Sequence[Executable]) -> None:
-        """Numbers of Python that changed often become inputs of the graphs that are built from now on.
-
-        Args:
-            changes: why no graph fits the step that is about to be built.
-            executables: all graphs.
-        """
-        numbers, control = self._numbers, self._context.control
-        numbers.note(changes)
-        wanted = [numbers.wanted()] if control is None else control.gather(numbers.wanted())
-        guards = [e.captured.guards.state for e in reversed(executables) if e.captured.guards.state is not None]
-        numbers.follow(sorted(set[str]().union(*wanted)), guards)
-
-    def numbers(self) -> dict[str, Any]:
-        """Numbers of Python's state that are inputs of graphs, with their values, by path."""
-        return {**{path: place.read() for path, place in self._numbers.places.items()}, **self.same_draws.states()}
-
-    def capture(
-        self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number] | None = None
-    ) -> CapturedStep:
-        """The global-view graph of a step, as it is now; all numbers of Python's state are constants.
-
-        Args:
-            request: the step.
-            split: rows of the global batch by data rank.
-            known: values that Python reads from tensors, by the number of the read.
-
-        Raises:
-            CaptureError: the step cannot be one graph, or not without further values.
-        """
-        try:
-            return capture(self._capture_request(request, split, known or {}))
-        except ReadWanted as wanted:
-            raise UnknownValueError("the value of a tensor decides something", wanted.place) from None
-
     def captured_alone(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
         """The global-view graph of a step whose Python runs for it, and has not run otherwise.
 
@@ -215,7 +164,7 @@ class GraphBuilder:
         Raises:
             CaptureError: the step cannot be one graph, or reads values.
         """
-        return captured_step(self._capture_request(request, split, {}))
+        return captured_step(self._capture_request(request, split))
 
     def beginning(self, request: StepRequest, split: tuple[int, ...]) -> Beginning:
         """What gives the values that Python reads in a step that is followed; all ranks together.
@@ -232,12 +181,12 @@ class GraphBuilder:
         request = dataclasses.replace(request, variant=variant, clip=None)
 
         def captured() -> CapturedStep:
-            whole = self._capture_request(request, split, {})
+            whole = self._capture_request(request, split)
             optimizer = whole.optimizer if by_hand else None
             return capture_followed(dataclasses.replace(whole, optimizer=optimizer, accumulators=frozenset()))
 
-        executable = self._answers.built(captured, request, split)
-        return Beginning(executable, functools.partial(self._answers.run, executable))
+        executable = self._beginnings.built(captured, request, split)
+        return Beginning(executable, functools.partial(self._beginnings.run, executable))
 
     def check_same_batch(self, request: StepRequest) -> None:
         """Compare the batches of ranks that must have the same one; all ranks do so together.
@@ -261,13 +210,7 @@ class GraphBuilder:
             tell(f"strategy='spmd' has cuda_graphs=True, which does nothing on {device.type!r}")
         return found or as_python
 
-    def _capture_request(
-        self,
-        request: StepRequest,
-        split: tuple[int, ...],
-        known: Mapping[int, Number],
-        moving: Mapping[str, Entry] | None = None,
-    ) -> CaptureRequest:
+    def _capture_request(self, request: StepRequest, split: tuple[int, ...]) -> CaptureRequest:
         context = self._context
         return CaptureRequest(
             module=context.module,
@@ -287,40 +230,18 @@ class GraphBuilder:
             bf16_updates=context.bf16_updates,
             came_late=context.came_late,
             needed=request.needed,
-            answers=known,
-            moving=moving or {},
             program=request.program,
         )
 
     def _live_state(self, captured: CapturedStep) -> LiveState:
-        return live_state(self._context, captured, self._arguments, self._gradients, self.state_mesh)
+        return live_state(self._context, captured, self._gradients, self.state_mesh)
 
-    def _capture_following(
-        self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number]
-    ) -> CapturedStep:
-        if request.program is not None or not request.variant.forward:
-            return capture_followed(self._capture_request(request, split, known))
-        numbers = self._numbers
-        before = set(numbers.refused)
-        captured = capture_following(self._capture_request(request, split, known), numbers)
-        refused = {path: numbers.refused[path] for path in numbers.refused.keys() - before}
-        self._telling.of_numbers(refused, captured)
-        return captured
-
-    def _capture_and_build(
-        self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number] | None, tell: Tell
-    ) -> Executable:
+    def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context
         for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
             self._telling.once(text)
 
-        def trace(known: Mapping[int, Number]) -> CapturedStep:
-            if request.program is not None or not request.variant.forward:
-                return self._without_first_step(lambda: self._capture_following(request, split, known))
-            step = self._without_first_step(lambda: self._capture_following(request, split, known))
-            return with_later_gradients(step, self._capture_request(request, split, known, self._numbers.of(step)))
-
-        captured = self._answers.give(request, split, known, trace)
+        captured = self._without_first_step(lambda: capture_followed(self._capture_request(request, split)))
         self._dump("captured", captured.graph_module, captured.signature)
         state = self._live_state(captured)
         make = functools.partial(
@@ -383,10 +304,7 @@ class GraphBuilder:
                 raise NotGeneral("compiled regions and CUDA graphs are made for each size")
             if captured.variant.pauses:
                 raise NotGeneral("hooks look at gradients in the middle of the iteration")
-            if {type(answer) for answer in captured.answers.values()} - {bool}:  # a number may be a size
-                raise NotGeneral("a tensor's value decides something")
-            known, numbers = captured.answers, self._numbers.of(captured)
-            found = generalized(captured, self._capture_request(request, split, known, numbers), request.vary, make)
+            found = generalized(captured, self._capture_request(request, split), request.vary, make)
         except NotGeneral as reason:
             return make(captured), None, str(reason)
         return *found, None

@@ -412,9 +412,7 @@ class TrainingIteration:
             return None
         return Ballot(context.control, context.mesh, self.table, request, self._moment(request))
 
-    def _run_ahead(
-        self, ballot: Done | None, tensors: Sequence[Tensor]
-    ) -> tuple[Executable, Sequence[Any]] | None:
+    def _run_ahead(self, ballot: Done | None, tensors: Sequence[Tensor]) -> tuple[Executable, Sequence[Any]] | None:
         """Begin to run what this rank would run while the others say what they would; None if that cannot be.
 
         The executable, and the outputs.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import MutableMapping
+
 from torch import Tensor
 
-from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CannotShowError, CaptureError
 from lightning_spmd.ir.reads import checks_of
 from lightning_spmd.ir.steps import CapturedStep

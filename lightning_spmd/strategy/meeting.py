@@ -138,7 +138,7 @@ class Meeting:
     def whole(self) -> list[Tensor]:
         """The tensors of the batch with the rows of all ranks, who all ask for them."""
         if self._whole is None:
-            found = whole_batch(self._context, self._request, self.split, most_bytes=None)
+            found = whole_batch(self._context, self._request, self.split)
             if found is None:
                 raise ValueError("a step without a batch has no Python that runs")
             live = [self._batch.is_shared(index) for index in self._batch.tensors]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError

@@ -3,8 +3,7 @@
 The step is traced once more with symbols in place of the sizes that vary (``stages/capture/symbolic_batch.py``). That
 gives formulas, and a condition under which they hold. Then final graphs are made for a few sizes that nobody has seen
 yet, whose numbers coincide with nothing else in the graph, and unified (``ir/unify.py``). What the formulas say of each
-of these sizes is compared with a trace of the user's code on a batch of that size: code may treat a symbol otherwise
-than a number.
+of these sizes is compared with a capture of the noted calls at that size.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from lightning_spmd.ir.same_value import same_tensor
 from lightning_spmd.ir.sizes import Dimension, Formula
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs
 from lightning_spmd.ir.unify import Apart, unified
-from lightning_spmd.stages.capture.attempts import capture
 from lightning_spmd.stages.capture.followed_trace import capture_followed
-from lightning_spmd.stages.capture.reads import ReadWanted
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.symbolic_batch import OtherSizes, SymbolicBatch
 from lightning_spmd.stages.capture.symbolic_family import NotGeneral, family_of
@@ -123,11 +120,9 @@ def _family(captured: CapturedStep, request: CaptureRequest, open_sizes: Mapping
 
 def _traced(captured: CapturedStep, request: CaptureRequest, batch: SymbolicBatch) -> Family:
     try:
-        family = family_of(_captured(dataclasses.replace(request, sizes=batch)), batch)
+        family = family_of(capture_followed(dataclasses.replace(request, sizes=batch)), batch)
     except NotGeneral:
         raise
-    except ReadWanted as wanted:
-        raise NotGeneral(f"a tensor's value is wanted at {wanted.place}") from None
     except Exception as error:  # whatever code, the user's or torch's, does with what is no plain integer
         raise NotGeneral(f"the step does not run on symbols: {str(error).splitlines()[0]}") from error
     if not any(isinstance(place, Formula) for place in family.places):
@@ -138,10 +133,6 @@ def _traced(captured: CapturedStep, request: CaptureRequest, batch: SymbolicBatc
     if not family.sizes.hold(family.seen):
         raise NotGeneral("the condition on sizes does not hold for those that gave it")
     return family
-
-
-def _captured(request: CaptureRequest) -> CapturedStep:
-    return capture(request) if request.program is None else capture_followed(request)
 
 
 def _take_views_of(one: CapturedStep, other: CapturedStep) -> None:
@@ -173,9 +164,7 @@ def _check(family: Family, sample: tuple[int, ...], request: CaptureRequest) -> 
     """
     sizes = dict(zip(family.sizes.places, sample, strict=True))
     try:
-        traced = _captured(dataclasses.replace(request, sizes=OtherSizes(sizes)))
-    except ReadWanted as wanted:
-        raise NotGeneral(f"a tensor's value is wanted at {wanted.place}") from None
+        traced = capture_followed(dataclasses.replace(request, sizes=OtherSizes(sizes)))
     except Exception as error:
         raise NotGeneral(f"the step does not run with sizes {sample}: {str(error).splitlines()[0]}") from error
     _compare(traced, family.at(sample))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from torch import fx
 
 from lightning_spmd.ir.node_info import info_of, named, spec_of

@@ -1,4 +1,4 @@
-"""Nothing depends on how CPython runs code: no bytecode, no profile hook, no frame by depth, nothing of Python's own replaced.
+"""Nothing depends on how CPython runs code: no bytecode, profile hook or frame by depth, nothing of Python's replaced.
 
 What a step's Python does is found by running it. Each row is a way that was once taken and broke with a version of
 Python, or with a program that nobody had foreseen.
@@ -28,7 +28,9 @@ def _found(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr" and node.args:
             yield from _replaced(node.args[0], node.lineno)
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
         for target in targets:
             if isinstance(target, ast.Attribute):
                 yield from _replaced(target.value, node.lineno)

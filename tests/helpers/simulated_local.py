@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lightning_spmd.stages.capture.attempts import capture
 from torch import Tensor, nn
 
 from lightning_spmd.ir.node_info import TensorSpec
@@ -16,7 +17,6 @@ from lightning_spmd.ir.placement import Chunk
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep, Variant
 from lightning_spmd.parallel.parallel_plan import OwnBatchPlan, data_parallel_plan
 from lightning_spmd.stages import BuildOptions, build
-from lightning_spmd.stages.capture.attempts import capture
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest

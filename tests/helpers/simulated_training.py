@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_spmd.stages.capture.attempts import capture
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,7 +19,6 @@ from lightning_spmd.ir.layout import in_layout
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep, Variant
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, data_parallel_plan
 from lightning_spmd.stages import BuildOptions, build
-from lightning_spmd.stages.capture.attempts import capture
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest

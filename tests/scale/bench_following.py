@@ -2,8 +2,8 @@
 
 ``python -m tests.scale.bench_following`` runs each module under a mode of torch functions that gives what the last pass
 gave, without a look at what is called (the least that any such way can cost), under the follower, and plainly; in turn,
-in one process, and prints medians of processor time. The difference of the first two, divided by the number of calls, is what comparing
-a call costs.
+in one process, and prints medians of processor time. The difference of the first two, divided by the number of calls,
+is what comparing a call costs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def main() -> None:
     for name, (module, given) in modules().items():
         calls, plain, handed, followed = measured(module, given, options.rounds)
         each = (followed - handed) / calls * 1e6
-        print(f"{name:14} {calls:6} {plain * 1e3:7.2f} ms {handed * 1e3:8.2f} ms {followed * 1e3:7.2f} ms {each:6.2f} us")
+        print(
+            f"{name:14} {calls:6} {plain * 1e3:7.2f} ms {handed * 1e3:8.2f} ms {followed * 1e3:7.2f} ms {each:6.2f} us"
+        )
 
 
 def measured(module: nn.Module, given: Tensor, rounds: int) -> tuple[int, float, float, float]:

@@ -211,6 +211,7 @@ class Batch:
         map_leaves(count, self.tree, ends_at=lambda value: id(value) in self._lists)
         return inside
 
+
 def _digest(tensor: Tensor) -> str:
     numbers = tensor.detach().reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
     places = torch.arange(1, numbers.numel() + 1, dtype=numbers.dtype, device=numbers.device)

@@ -59,12 +59,13 @@ class InputTable:
             return known[1]
         fake = twin_of(live, self.fake_mode)
         self._fakes[id(live)] = (live, fake)
-        vars(fake).update({k: v for k, v in vars(live).items() if k not in vars(fake).keys() | private.NAMES_OF_DTENSORS})
+        vars(fake).update(
+            {k: v for k, v in vars(live).items() if k not in vars(fake).keys() | private.NAMES_OF_DTENSORS}
+        )
         node = self._placeholder(role, key, name, TensorSpec.of(fake))
         self.live[node] = live
         self.recorder.bind(fake, node)
         return fake
-
 
     def fresh_tensor(self, spec: TensorSpec, role: InputRole, key: tuple[Any, ...], name: str) -> Tensor:
         """A fake tensor of the given spec that stands for a live one of another (this rank's) shape."""

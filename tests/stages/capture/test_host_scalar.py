@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_spmd.stages.capture.number_functions import numbers_followed
 from torch import fx
 
 from lightning_spmd import _private_api as private
@@ -18,7 +19,6 @@ from lightning_spmd.stages.capture.host_scalar import (
     sym_max,
     sym_min,
 )
-from lightning_spmd.stages.capture.number_functions import numbers_followed
 from lightning_spmd.stages.capture.recorder import Recorder
 
 
