@@ -214,10 +214,8 @@ class _Talk:
         """
         if self._meeting is not None and self._meeting.is_own and self._step.must_be_graph:
             raise CannotBeFollowed("a value is read on each rank's own batch, and the ranks have parts of parameters")
-        with (
-            torch.inference_mode(mode=False),
-            torch.no_grad(),
-        ):  # the graph goes on where the user's switches are others
+        # the graph goes on where the user's switches are others
+        with torch.inference_mode(mode=self._infers), torch.no_grad():
             return self._values()
 
     def _values(self) -> Sequence[Tensor] | None:
