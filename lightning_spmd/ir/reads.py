@@ -10,13 +10,9 @@ outlives it, and hands on what was read: another graph of the same step takes ov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
-
-from lightning_spmd._private_api import OpOverload
-from lightning_spmd.ir.steps import CapturedStep
 
 Number = bool | int | float
 READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
@@ -94,58 +90,6 @@ def is_check(node: fx.Node) -> bool:
 def checks_of(graph: fx.Graph) -> list[fx.Node]:
     """All such nodes, in order."""
     return [node for node in graph.nodes if is_check(node)]
-
-
-def accepts(step: CapturedStep, inputs: Callable[[], Sequence[Any]], values: Mapping[int, Number]) -> bool:
-    """Whether a graph may be the one for a step of which some numbers have been read.
-
-    Args:
-        step: the captured graph.
-        inputs: gives the values of its inputs now; of a rank's graph, whose random streams come last.
-        values: what was read, by the number of the read.
-    """
-    checks = [node for node in checks_of(step.graph_module.graph) if not hands_over(node)]
-    if not checks:
-        return False
-    placeholders = step.graph_module.graph.find_nodes(op="placeholder")
-    given = dict(zip(placeholders, inputs(), strict=False))
-    known: dict[fx.Node, Any] = {n: v for n, v in given.items() if isinstance(v, (bool, int, float))}
-    for check in checks:
-        numbers: Any = check.args[3]
-        reads: Any = check.args[4:]
-        known.update((read, values[i]) for i, read in zip(numbers, reads, strict=True) if i in values)
-        seen = _evaluated(check.args[0], known)
-        if seen is None:
-            return True  # from here on nobody knows before it ran
-        expected: Any = check.args[1]
-        if not same_number(seen, expected):
-            return False
-    return True
-
-
-def decides_as(step: CapturedStep, inputs: Callable[[], Sequence[Any]]) -> bool:
-    """Whether the numbers that were read at capture still lead to its decisions: ``loss.item() < self.best`` may not.
-
-    Args:
-        step: the captured graph.
-        inputs: gives the values of its inputs now.
-    """
-    has_checks = any(not hands_over(node) for node in checks_of(step.graph_module.graph))
-    return not has_checks or accepts(step, inputs, step.answers)
-
-
-def _evaluated(value: Any, known: dict[fx.Node, Any]) -> Any:
-    """A number of the host, computed from what is known; None where that does not do."""
-    if not isinstance(value, fx.Node):
-        return value
-    if value not in known:
-        operands = [_evaluated(a, known) for a in value.args]
-        function: Any = value.target
-        plain = value.op == "call_function" and not isinstance(function, OpOverload)
-        if not plain or value.kwargs or any(o is None for o in operands):
-            return None
-        known[value] = function(*operands)
-    return known[value]
 
 
 def reads_of(graph: fx.Graph) -> Iterator[fx.Node]:

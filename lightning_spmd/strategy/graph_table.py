@@ -21,8 +21,6 @@ from lightning_spmd.strategy.run_context import StepRequest
 
 # A graph whose guards keep failing costs a capture a step: past this many for one shape, training goes on eagerly.
 MAX_GRAPHS_PER_SHAPE = 16
-# The same where this many steps, the only ones so far, each decided otherwise by the values of tensors.
-NEVER_THE_SAME = 6
 # Graphs that are kept; of a large model each takes tens of megabytes on the host.
 MOST_GRAPHS = 64
 # Past this many shapes the user is told once to pad.
@@ -72,9 +70,6 @@ class GraphTable:
         self._trainer = trainer
         self._gradients = gradients
         self._indices: dict[tuple[Any, ...], list[int]] = {}
-        self._last: dict[tuple[Any, ...], int] = {}
-        self._next: dict[int, int] = {}
-        self._uses: dict[int, int] = {}
         self._told_about_shapes = False
         self._told_about_memory = False
 
@@ -139,18 +134,6 @@ class GraphTable:
         key = _of_path((*step, batch.cache_key(), found.split), request)
         return dataclasses.replace(found, key=key, vary={}), self.open.refuse(batch, step)
 
-    def used(self, key: tuple[Any, ...], index: int) -> None:
-        """A graph has run. Of several for one step the one that followed last time is tried first the next time."""
-        self._uses[index] = self._uses.get(index, 0) + 1
-        if key in self._last:
-            self._next[self._last[key]] = index
-        self._last[key] = index
-        likely = self._next.get(index, index)
-        order = self._indices[key]
-        if likely in order:
-            order.remove(likely)
-            order.append(likely)
-
     def step_key(self, request: StepRequest) -> tuple[Any, ...]:
         """What a graph depends on beside the batch; the same on all ranks, or they do different things."""
         accumulated = self._trainer.accumulate_grad_batches
@@ -194,9 +177,6 @@ class GraphTable:
     def surplus(self, found: Found) -> str | None:
         """Why no further graph should be built for such a step; None where one may be."""
         indices = self._indices.get(found.key, [])
-        once = [i for i in indices if self._executables[i].decides and self._uses.get(i, 0) <= 1]
-        if len(once) == len(indices) >= NEVER_THE_SAME:
-            return f"{NEVER_THE_SAME} steps took {NEVER_THE_SAME} graphs, for each read other values ({found.reason})"
         if len(indices) >= MAX_GRAPHS_PER_SHAPE:
             return (
                 f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({found.reason}); make "

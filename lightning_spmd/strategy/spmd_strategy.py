@@ -306,8 +306,6 @@ class SPMDStrategy(SavingStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._training.iteration is not None:
-            self._training.iteration.rechecks.tell()
         self._training.accounts.tell()
 
     # ------------------------------------------------------------------ evaluation
@@ -369,13 +367,6 @@ class SPMDStrategy(SavingStrategy):
     def evaluation_captures(self) -> int:
         """Number of graphs built for evaluation since the Trainer began; 0 where it runs eagerly."""
         return 0 if self._evaluation.graphs is None else self._evaluation.graphs.captures
-
-    @property
-    def rechecks(self) -> tuple[int, float]:
-        """How often a step was traced again and found to be what its graph does, and the seconds that took."""
-        owners = (self._training.iteration, self._evaluation.graphs)
-        schedules = [graphs.rechecks.schedule for graphs in owners if graphs is not None]
-        return sum(s.count for s in schedules), sum(s.spent for s in schedules)
 
     def __repr__(self) -> str:
         # pytorch_lightning's Trainer prints this in its "invalid strategy" error

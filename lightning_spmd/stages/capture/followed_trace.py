@@ -337,7 +337,7 @@ class _FollowedTrace(IterationTrace):
         return CapturedStep(
             private.GraphModule(nn.Module(), graph),
             Signature(with_mutations(graph, inputs), tuple(self.outputs.entries)),
-            Guards(self.guards(), [], predicate),
+            Guards(self.guards(), predicate),
             [self._readers.get(i) or functools.partial(_itself, t) for i, t in enumerate(recorder.constants)],
             returned=wanted,
             variant=self.request.variant,

@@ -115,8 +115,6 @@ class PausingExecutable(Executable):
         guards = self.captured.guards
         if any(guard.failure() is not None for guard in guards.values):
             return False
-        if guards.state is not None and guards.state.failure() is not None:
-            return False
         return all(
             new is old if isinstance(old, Tensor) else new == old
             for new, old in zip([read() for read in self._lasting], self._found, strict=True)
