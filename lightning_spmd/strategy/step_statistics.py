@@ -197,9 +197,9 @@ class _Run:
             self._current = _Step(self._clock.mark())
 
     # ------------------------------------------------------------------ pieces
-    def _count_of_builds(self) -> tuple[int, int]:
-        """What makes a step no usual one: a graph that was built, or a look whether one is still right."""
-        return (0, 0) if self._strategy is None else (self._strategy.captures, self._strategy.rechecks[0])
+    def _count_of_builds(self) -> int:
+        """What makes a step no usual one: a graph that was built."""
+        return 0 if self._strategy is None else self._strategy.captures
 
     def _log(self) -> None:
         values = self._values()
