@@ -169,7 +169,7 @@ class TrainingIteration:
         if following.ended is not None:
             return False
         if request.variant.own_batch:
-            return not request.variant.by_hand
+            return True
         self.table.open.note(batch)
         return True
 
@@ -187,9 +187,11 @@ class TrainingIteration:
             RanEagerly: it ran as eager training's.
             NotFollowed: on all ranks; it has not run, or must run once more.
         """
-        own = self.own_batches.are_used
+        own = self.own_batches.are_used and self.context.mesh is not None
         if own and variant.pauses:
             raise CannotShowError("batches are the ranks' own")
+        if own and variant.by_hand:
+            self._fall_back(self.own_batches.refused("optimization by hand on a batch of each rank's own"))
         batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
         with speaking_of(variant.method):
             variant = dataclasses.replace(variant, own_batch=own)
@@ -226,6 +228,9 @@ class TrainingIteration:
                     if not variant.by_hand:
                         self._may_go_local(request, str(looked))
                     self._fall_back(str(looked))
+                except BatchError as error:
+                    self._may_go_local(request, str(error))
+                    raise
                 except NoEagerWay as error:
                     train_eagerly(self.context, str(error))
                 except Abandoned as abandoned:
