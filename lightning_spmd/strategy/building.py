@@ -239,6 +239,26 @@ class GraphBuilder:
         executable = self._answers.built(captured, request, split)
         return Beginning(executable, functools.partial(self._answers.run, executable))
 
+    def followed(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
+        """The global-view graph of a step that was followed, without clipping; all ranks together.
+
+        Args:
+            request: the step.
+            split: rows of the global batch by data rank.
+
+        Raises:
+            CannotBeBuilt: on all ranks; the step cannot be one graph.
+        """
+        captured, problem, control = None, None, self._context.control
+        try:
+            captured = capture_followed(self._capture_request(dataclasses.replace(request, clip=None), split, {}))
+        except SPMDError as error:
+            problem = str(error)
+        problems = [problem] if control is None else control.gather(problem)
+        if captured is None or any(problems):
+            raise CannotBeBuilt(next(filter(None, problems)))
+        return captured
+
     def check_same_batch(self, request: StepRequest) -> None:
         """Compare the batches of ranks that must have the same one; all ranks do so together.
 

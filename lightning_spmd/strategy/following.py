@@ -21,6 +21,7 @@ from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
+from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
@@ -149,6 +150,12 @@ class FollowedStep:
         mine = self.returned.get("loss") if isinstance(self.returned, dict) else self.returned
         self.returned = map_leaves(lambda _, leaf: loss if leaf is mine else leaf, self.returned)
         self.queue.calls = of_all_ranks(self.queue.calls, logged)
+
+    def exchange(self, new: Mapping[int, Tensor]) -> None:
+        """Tensors from outside are others now, by ``id``."""
+        self._step.outside[:] = [new.get(id(tensor), tensor) for tensor in self._step.outside]
+        if self._step.by_hand is not None:
+            self._step.by_hand.exchange(new)
 
     def logged(self, results: Sequence[Any]) -> None:
         """The queued calls were made, with these results."""
@@ -314,9 +321,10 @@ class Following:
         optimizer = context.optimizer
         self._evaluates = optimizer is None
         self._is_by_hand = optimizer is not None and not context.module.automatic_optimization
-        in_parts = self._is_by_hand and context.plan(Variant.optimized_by_hand()).needs_graphs
-        parts = parts_of(optimizer) if optimizer is not None and self._is_by_hand else ()
-        self._by_hand = ByHand(parts, in_parts=context.mesh is not None and in_parts)
+        is_in_parts = self._is_by_hand and must_be_graphs(context)
+        optimizers = parts_of(optimizer) if optimizer is not None and self._is_by_hand else ()
+        part_of: Any = {} if context.mesh is None else {"part_of": StateMesh(context.mesh).part_like}
+        self._by_hand = ByHand(optimizers, in_parts=is_in_parts, **part_of)
         self._live = Live()
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
@@ -554,6 +562,16 @@ class Following:
         self._wants[program.number, program.free] = dict.fromkeys(in_order)
         followed.program = dataclasses.replace(program, wants=tuple(in_order))
         return followed.program
+
+    def exchange(self, followed: FollowedStep, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Parameters and buffers of a step whose Python is done are others now.
+
+        Args:
+            followed: the step.
+            pairs: (what was there, what is there now).
+        """
+        followed.exchange({id(old): new for old, new in pairs})
+        self._follower.forget_objects()
 
     def _begin(self, executable: Executable, batch: Batch) -> Conversation:
         self._flush()

@@ -88,6 +88,8 @@ class TrainingIteration:
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
         self._beginnings: dict[Any, Beginning] = {}
+        self.share_layers: Callable[[CapturedStep], Sequence[tuple[Tensor, Tensor]]] | None = None
+        """Lets ranks share layers as they find fit for a graph; None where they do, or never will."""
         self._own = OwnGraphs(
             context,
             self._builder,
@@ -131,6 +133,9 @@ class TrainingIteration:
                     pass
                 except NotFollowed:
                     self.following = None
+        if self.share_layers is not None:
+            share, self.share_layers = self.share_layers, None
+            share(self.captured(batch_tree, arguments, variant))
         if isinstance(self.gradients, LiveGradients):
             self.gradients.look_again(self._builder.state_mesh)
         with speaking_of(variant.method):
@@ -340,6 +345,8 @@ class TrainingIteration:
             ahead = None if followed.has_begun else self._run_ahead(done, tensors)
             if ahead is not None:
                 return ahead
+            if done.result().index is None:
+                self._share_layers(following, followed, request, ())
         elif meeting is not None:
             done = meeting.done(followed.mark, self.table.find(request, meeting.split))
             ahead = None if followed.has_begun else self._run_ahead(done, tensors)
@@ -347,6 +354,7 @@ class TrainingIteration:
                 return ahead
             if done.result().index is None:
                 meeting.find_shared()
+                self._share_layers(following, followed, request, meeting.split)
                 request = dataclasses.replace(request, program=following.united(followed))
                 index = agreed(self.context.control, self.table.find(request, meeting.split).index)
                 done = done.of(dataclasses.replace(self.table.find(request, meeting.split), index=index))
@@ -357,6 +365,19 @@ class TrainingIteration:
             return executable, self._run(executable, tensors)
         outputs, self._pending = begun
         return executable, outputs
+
+    def _share_layers(
+        self, following: Following, followed: FollowedStep, request: StepRequest, split: tuple[int, ...]
+    ) -> None:
+        """Ranks begin to share layers once they know a graph of a step; all of them are here together.
+
+        Raises:
+            CannotBeBuilt: on all ranks; there is none.
+        """
+        if self.share_layers is not None:
+            share, self.share_layers = self.share_layers, None
+            following.exchange(followed, share(self._builder.followed(request, split)))
+            self._beginnings.clear()
 
     @ends_no_loop
     def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,17 @@ class ByHand:
     Args:
         optimizers: the live ones.
         in_parts: their state is in parts on the ranks: a step is one call, whatever class it is of.
+        part_of: gives the part of a whole gradient that this rank has, as it has of a tensor.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], *, in_parts: bool = False) -> None:
-        self.optimizers = tuple(optimizers)
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        in_parts: bool = False,
+        part_of: Callable[[Tensor, Any], Tensor] = lambda _, gradient: gradient,
+    ) -> None:
+        self.optimizers, self.part_of = tuple(optimizers), part_of
         self.step: HandStep | None = None
         self.backward = BackwardCall("backward", self._world)
         self.is_known = [in_parts or is_torchs_own(optimizer) for optimizer in self.optimizers]
@@ -356,12 +363,20 @@ class HandStep:
                 del self._gradients[key]
         return found
 
+    def exchange(self, new: Mapping[int, Tensor]) -> None:
+        """Tensors are others now, by ``id``."""
+        known, self._gradients = self._gradients.values(), {}
+        for tensor, gradient in known:
+            now = new.get(id(tensor), tensor)
+            self._gradients[id(now)] = now, gradient
+
     def settle(self) -> None:
         """What ``.grad`` was in the step it is now for all."""
         settled, self._gradients = self._gradients, {}
         with private.no_torch_functions():
             for tensor, gradient in settled.values():
-                tensor.grad = gradient
+                whole = isinstance(tensor, DTensor) and gradient is not None and not isinstance(gradient, DTensor)
+                tensor.grad = self._common.part_of(tensor, gradient) if whole else gradient
 
 
 class _Watched(MutableMapping[Any, Any]):

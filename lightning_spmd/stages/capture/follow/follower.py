@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -135,6 +135,10 @@ class HandStep(Protocol):
         """What ``.grad`` was in the step it is now for all."""
         ...
 
+    def exchange(self, new: Mapping[int, Tensor]) -> None:
+        """Tensors are others now, by ``id``."""
+        ...
+
 
 class Follower:
     """What is known of the steps of one method of a module.
@@ -196,6 +200,14 @@ class Follower:
             for key, root in self._roots.items()
             if len(key) == len(self.given) and _kind_of_batch(places, key) == mine
         ]
+
+    def forget_objects(self) -> None:
+        """The next steps have other tensors: what compares with those of the last step is compiled anew."""
+        notes = [*self._roots.values(), *(tree.root for tree in self._trees.values())]
+        while notes:
+            note = notes.pop()
+            note.fits, note.new = None, None
+            notes += note.children
 
 
 def _kind_of_batch(places: Sequence[Dimension], tensors: Sequence[Any]) -> Any:
