@@ -11,11 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
+from lightning_spmd.ir.counted import CountFits, for_all_counts
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.reads import Number
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
+from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import build, finish, lowering
@@ -51,6 +53,12 @@ from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
 from lightning_spmd.strategy.same_draws import SameDraws, with_same_draws
 from lightning_spmd.strategy.telling import Telling
+
+
+def samples_of(request: StepRequest) -> Sequence[tuple[int, ...]]:
+    """The counts for which the graphs of a step are made; none of a step whose sizes no data say."""
+    return () if request.program is None else request.program.samples
+
 
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
@@ -331,6 +339,9 @@ class GraphBuilder:
         self, request: StepRequest, split: tuple[int, ...], known: Mapping[int, Number] | None, tell: Tell
     ) -> Executable:
         context = self._context
+        program = request.program
+        if program is not None and program.samples:
+            request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
         for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
             self._telling.once(text)
 
@@ -371,9 +382,9 @@ class GraphBuilder:
             finish_graphs,
             functools.partial(self._follow, captured),
             lowering(
-                "none" if captured.variant.own_batch else context.options.lowering,
+                "none" if captured.variant.own_batch or samples_of(request) else context.options.lowering,
                 context.company(captured.variant.method, self._dump_of(self.captures)),
-                context.waits.timing(self._last_lowering),
+                context.waits.timing(as_python if samples_of(request) else self._last_lowering),
             ),
             on_repairs=self._telling.of_repairs,
             asks=self._last_lowering is as_python,
@@ -396,6 +407,8 @@ class GraphBuilder:
         make: Callable[[CapturedStep], IterationGraphs],
     ) -> tuple[IterationGraphs, Family | None, str | None]:
         """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
+        if samples := samples_of(request):
+            return self._for_all_counts(captured, request, split, make, samples), None, None
         if not request.vary:
             return make(captured), None, None
         try:
@@ -410,6 +423,39 @@ class GraphBuilder:
         except NotGeneral as reason:
             return make(captured), None, str(reason)
         return *found, None
+
+    def _for_all_counts(
+        self,
+        captured: CapturedStep,
+        request: StepRequest,
+        split: tuple[int, ...],
+        make: Callable[[CapturedStep], IterationGraphs],
+        samples: Sequence[tuple[int, ...]],
+    ) -> IterationGraphs:
+        """The graphs of a step with results that are as large as the data say.
+
+        Args:
+            captured: the step with the first of some counts.
+            request: that it was captured by.
+            split: rows of the global batch by data rank.
+            make: makes graphs of a captured step.
+            samples: the counts.
+
+        Raises:
+            CaptureError: there are none that do for all counts.
+        """
+        program = request.program
+        if program is None or program.counts is None:
+            raise RuntimeError("unreachable: counts are those of a program")
+        graphs = [make(captured)]
+        for sample in samples[1:]:
+            other = dataclasses.replace(request, program=dataclasses.replace(program, at=sample))
+            graphs.append(make(self._capture_following(other, split, {})))
+        try:
+            main = for_all_counts([g.main for g in graphs], CountFits(program.counts, samples))
+        except Apart as error:
+            raise CaptureError(f"there is no graph for all sizes that the data say: {error}") from None
+        return dataclasses.replace(graphs[0], main=main)
 
     def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
         """What ``capture_step`` gives once the optimizer has the state that its first step would create."""

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.counted import GRAPHS
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
-from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
@@ -209,7 +210,7 @@ class _Talk:
         self._step, self._known, self._live, self._begin = step, known, live, begin
         self._meeting = meeting
         self._likely: Likely | None = None
-        self._is_over = False
+        self._is_over, self._same = False, 0  # so many calls are those of the likely graph
         self.conversation: Conversation | None = None
 
     def values(self) -> Sequence[Tensor] | None:
@@ -253,13 +254,20 @@ class _Talk:
         if conversation is not None:
             conversation.drop()
 
-    def _of_the_beginning(self) -> Sequence[Tensor]:
-        """What Python reads now, by a graph of the step so far."""
+    def _of_the_beginning(self) -> Sequence[Tensor] | None:
+        """What Python reads now, by a graph of the step so far; None: by calls on the whole batch."""
         *notes, read = self._step.notes
+        counts = self._step.counts
+        sized = bool(counts) or not read.reads
+        if sized and not self._step.must_be_graph and not any(note.draws for note in notes):
+            return None  # that graph would be one for each count
         self._live.outside, self._live.numbers = self._step.outside, self._step.numbers_between(0, len(notes))
         wants = [Want(source, OutputRole.LOGGED) for source in sources_in((read.args, read.kwargs))]
         free = frozenset(self._live.numbers)
         program = Program(notes, read.number, tuple(wants), None, free, self._live, is_beginning=True)
+        if counts:
+            self._live.counts = counts
+            program = dataclasses.replace(program, counts=Counts(len(counts)), at=tuple(counts))
         return self._run_beginning(program, read.source)
 
     def _can_begin(self) -> bool:
@@ -276,23 +284,24 @@ class _Talk:
 
     def _takes_its_path(self) -> bool:
         notes, program = self._step.notes, None if self._likely is None else self._likely.program
-        if program is None or len(notes) > len(program.notes):
+        begin, end = self._same, len(notes)
+        if program is None or end > len(program.notes):
             return False
-        if any(mine is not its for mine, its in zip(notes, program.notes, strict=False)):
+        if any(mine is not its for mine, its in zip(notes[begin:], program.notes[begin:end], strict=True)):
             return False
         # a number that is another one for the first time is a constant of that graph
-        numbers = self._step.numbers_between(0, len(notes))
-        return numbers.keys() == {key for key in program.free if key[0] < len(notes)}
+        numbers = self._step.numbers_between(begin, end)
+        self._same = end
+        return numbers.keys() == {key for key in program.free if begin <= key[0] < end}
 
     def _numbers(self) -> list[Any]:
         """What Python has computed since it read last."""
         if self._likely is None:
             return []
-        reads = [note for note in self._step.notes if note.reads]
+        reads = [note for note in self._step.notes if note.asks]
         last = reads[-2]
-        numbers = self._step.numbers_between(last.depth + 1, reads[-1].depth)
-        wanted = self._likely.program.numbers_behind(last)
-        return [numbers[key] for key in wanted]
+        numbers = self._step.numbers_between(last.depth + 1, reads[-1].depth + 1)
+        return [numbers[key] for key in self._likely.program.numbers_behind(last)]
 
 
 def _unnamed(program: Program) -> list[int]:
@@ -333,6 +342,8 @@ class Following:
         self._told: set[str] = set()
         self._known_names: dict[int, str] = {}
         self._fingerprints = Fingerprints()
+        self._counts: dict[int, Counts] = {}
+        """Where graphs of each path put the counts that they find."""
         self._taken: dict[Any, int] = {}
         """How often steps took each path."""
 
@@ -498,17 +509,23 @@ class Following:
         logs = logs_of(queue.calls, list(wants), self._live) if is_own else ()
         all_wants = self._wants.setdefault((step.path, free), {})
         all_wants.update(dict.fromkeys(wants))
-        self._live.outside, self._live.numbers = step.outside, step.numbers
+        self._live.outside, self._live.numbers, self._live.counts = step.outside, step.numbers, step.counts
         tree = step.tree
         for_all = tree is not None and tree.is_for_all(step.notes, step.path)
         why_not = None if tree is None else tree.why_not
         program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs)
         program = dataclasses.replace(program, for_all_sizes=for_all, why_not=why_not)
+        if step.counts:
+            counts = self._counts.setdefault(step.path, Counts(len(step.counts)))
+            program = dataclasses.replace(program, counts=counts, samples=step.samples[:GRAPHS])
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
         may_wait = not step.must_be_graph and not is_own
         most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
         if self._taken[step.path] == 1 and len(self._taken) > most and may_wait:
             step.eagerly("it takes a path that no step took before")
+            return FollowedStep(step, _resolved(returned), queue, (), None)
+        if step.apart is not None:
+            step.eagerly(step.apart)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         mark = (
             step.mark

@@ -217,7 +217,7 @@ class TrainingIteration:
                     request = dataclasses.replace(request, program=followed.program)
                     try:
                         executable, outputs = self._shown(following, followed, request, meeting)
-                    except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
+                    except (CannotBeBuilt, CannotBeFollowed, FirstRunError, ReadMiss) as error:
                         self.flush()
                         if meeting is not None and meeting.looked:
                             raise LookedAtRows(meeting.looked) from None

@@ -10,14 +10,8 @@ NOT_YET: dict[str, str] = {
 
 CAPTURED = frozenset(
     [
-        "MaskedColumns",
-        "Masked",
-        "MaskedWrite",
-        "Experts",
-        "UniqueLabels",
         "MomentumQueue",
         "DataAssigned",
-        "Prototypes",
         "Checkpointed",
         "PerSample",
         "SavedTensorsPacked",
@@ -28,6 +22,7 @@ CAPTURED = frozenset(
 
 PARTLY_EAGER = frozenset(
     [
+        "MaskedColumns",
         "HardestRows",
         "ReentrantCheckpoint",
         "SortedTensors",
@@ -49,9 +44,6 @@ PARTLY_EAGER = frozenset(
 _CAPTURED = "eager: DDP, rows of a rank"
 NOT_YET_ON_RANKS: dict[str, str] = {
     **NOT_YET,
-    "MaskedWrite": _CAPTURED,
-    "UniqueLabels": _CAPTURED,
-    "Prototypes": _CAPTURED,
     "MetricWeighs": _CAPTURED,
     "MetricCollections": "a collection that is made in the step is given the rows of all ranks, on each of them",
     "MomentumQueue": "raises: eager, rows of a rank",

@@ -17,13 +17,25 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.counted import CountFits, samples_of
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.generator_state import READ_STATE, SEED, WRITE_STATE
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
+from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.fake_calls import FakeCalls
 from lightning_spmd.stages.capture.follow import placeholders
+from lightning_spmd.stages.capture.follow.counts import (
+    CountsWanted,
+    FormsOnFakes,
+    Told,
+    compiled_specs,
+    counted,
+    counts_in,
+    sized,
+    specs_for,
+)
 from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall
 from lightning_spmd.stages.capture.follow.fitting import compiled, keeps_shapes, never, numbers_that_differ
 from lightning_spmd.stages.capture.follow.functions import Functions
@@ -46,7 +58,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 from lightning_spmd.stages.capture.follow.packed import PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.sizes import OpenTree, moved
-from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
+from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of, surroundings
 from lightning_spmd.stages.capture.follow.worlds import World
 from lightning_spmd.stages.capture.inputs import twin_of
 from lightning_spmd.stages.capture.user_code import user_location
@@ -277,11 +289,13 @@ class _FakeBelow(private.TorchDispatchMode):
         super().__init__()
         self._calls = FakeCalls(mode)
         self.count = self.draws = 0
+        self.sized = FormsOnFakes(lambda func, *args, **kwargs: self._calls.make(func, args, kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
-        return self._calls.make(func, args, kwargs or {})
+        form = self.sized.forms.form_of(func, args, kwargs or {})
+        return self._calls.make(func, args, kwargs or {}) if form is None else form()
 
 
 class _Below(private.TorchDispatchMode):
@@ -320,6 +334,7 @@ class Step(TorchFunctionMode):
         notes: the path so far.
         outside: tensors that the step did not make, in the order in which it met them.
         numbers: of the calls, those that differ from step to step, by depth and place.
+        counts: of results that are as large as the data say, in the order in which Python was told.
         reason: why the step went on eagerly, with ``file:line``; None if it did not.
         is_apart: whether calls now are none of the user's code.
         stand_ins: positions of tensors of the batch that only stand for them.
@@ -341,6 +356,7 @@ class Step(TorchFunctionMode):
         follower.given[:] = given
         self.notes: list[Note] = []
         self.outside: list[Tensor] = []
+        self.counts: list[int] = []
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
         self.functions = Functions(self, follower.begins)
@@ -355,7 +371,7 @@ class Step(TorchFunctionMode):
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
         self.on_given: Callable[[int], None] = lambda _: None
-        self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
+        self.on_read: Callable[[], Sequence[Any] | None] = lambda: None
         self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
         self.by_hand: HandStep | None = None
         self.tree = follower.tree(vary)
@@ -374,6 +390,7 @@ class Step(TorchFunctionMode):
         self._random: Any = None  # the state of torch's generator, as the step knows it
         self._seed = 0
         self._draws = False
+        self._just_told: Sequence[int] | None = None
 
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
@@ -550,7 +567,7 @@ class Step(TorchFunctionMode):
             for note in reversed(self._here.children):
                 if note.func is not func or note.fits is None or not (note.at is self._at or moved(note, self._at)):
                     continue
-                if note.fits(args, kwargs):
+                if note.fits(args, kwargs) and self._pinned(note):
                     around = note.around
                     if (
                         around.grad is torch.is_grad_enabled()
@@ -634,7 +651,9 @@ class Step(TorchFunctionMode):
         around = around_now()
         known = len(self.outside)
         for note in reversed(self._here.children):
-            if note.func != func or note.around != around or not (note.at is self._at or moved(note, self._at)):
+            if note.func != func or note.around != around or note.reads or not self._pinned(note):
+                continue
+            if not (note.at is self._at or moved(note, self._at)):
                 continue
             found = numbers_that_differ(note, args, kwargs, self)
             if found is not None and (not found or self._is_as_large(note, args, kwargs)):
@@ -723,6 +742,7 @@ class Step(TorchFunctionMode):
         try:
             with self.beside():
                 for note in self.notes[recording.values.done :]:
+                    recording.below.sized.begin(_told(note, self.counts))
                     with recording.active():
                         recording.values.run(note, self._numbers_of(note))
         except Exception as error:
@@ -788,9 +808,19 @@ class Step(TorchFunctionMode):
             recording.below.count,
             func in self.follower.kinds or isinstance(func, EngineCall),
         )
+        told: Told = {}
         try:
-            with self.beside(), recording.active():
-                out = recording.values.call(func, *given)
+            recording.below.sized.begin(told)
+            try:
+                with self.beside(), recording.active():
+                    out = recording.values.call(func, *given)
+            except CountsWanted:
+                told = self._counts_first(note, args, kwargs)
+                recording.below.sized.begin(told)
+                with self.beside(), recording.active():
+                    out = recording.values.call(func, *given)
+        except CannotBeFollowed:
+            raise
         except private.DataDependentOutputException:
             if not known_kind:
                 raise
@@ -806,13 +836,19 @@ class Step(TorchFunctionMode):
         ):
             raise CannotBeFollowed(f"{note.name} makes a tensor of another kind")
         of_engine = isinstance(func, EngineCall)
-        if not (of_engine or tensors_in(out) or out is None or recording.below.count == count):  # Python reads numbers
+        is_empty = out is None or (type(out) is tuple and not out)
+        if not (of_engine or tensors_in(out) or is_empty or recording.below.count == count):  # Python reads numbers
             raise private.DataDependentOutputException(func)
         if not known_kind:
             is_question = not tensors_in(out) and recording.below.count == count
             self.follower.kinds[func] = "history" if is_question else "call"
             if is_question:
                 return None
+        if asked := recording.below.sized.asked:
+            if len(asked) > 1:
+                raise CannotBeFollowed(f"{note.name} makes several things that are as large as the data say")
+            note.slot, number = asked[0]
+            note.counts = range(len(self.counts), len(self.counts) + number)
         recording.values.keep(note.depth, out, given)
         note.draws = recording.below.draws != draws
         note.fakes = new_tensors(out, given)
@@ -824,6 +860,8 @@ class Step(TorchFunctionMode):
         note.marked(self._here)
         self._here.children.append(note)
         self.follower.recorded += 1
+        if note.counts:
+            self._just_told = told[note.slot]
         return note
 
     def _complete(self, note: Note, known: int) -> None:
@@ -840,6 +878,160 @@ class Step(TorchFunctionMode):
             if type(source) is Given:
                 self.on_given(source.position)
 
+    # ------------------------------------------------------------------ results as large as the data say
+    def _pinned(self, note: Note) -> bool:
+        """Whether a call is for the counts of this step."""
+        return not note.pins or all(self.counts[i] == count for i, count in note.pins.items())
+
+    def _counts_first(self, note: Note, args: Any, kwargs: Any) -> Told:
+        """The numbers that a call asks for which is not in the notes yet."""
+        if isinstance(note.func, EngineCall):
+            raise CannotBeFollowed("something as large as the data say is made in a backward pass")
+        before = self._here
+        note.marked(before)
+        self.notes.append(note)
+        self._held.append((args, kwargs))
+        self._here = note
+        try:
+            with self.beside():
+                given = self.on_read()
+        finally:
+            self.notes.pop()
+            self._held.pop()
+            self._here = before
+        return self._counted(note, args, kwargs, given)
+
+    def _counted(self, note: Note, args: Any, kwargs: Any, given: Sequence[Any] | None) -> Told:
+        """The numbers that a call behind the path so far asks for; ``given`` as ``on_read`` gives it."""
+        self.was_told_draws = self.was_told_draws or any(n.draws for n in self.notes)
+        args, kwargs = self._with_values((args, kwargs), given, writable=True)
+        with self.beside(), surroundings(note.around):
+            return counted(note.func, args, kwargs)
+
+    def _count(self, note: Note, args: Any, kwargs: Any) -> None:
+        """Python is told how large the results of a known call are, which is the last one of the path now."""
+        told, self._just_told = self._just_told, None
+        if told is None:
+            with self.beside():
+                given = self.on_read()
+            if given is not None and all(type(v) is int for v in given):
+                told = given
+            else:
+                self.notes.pop()
+                try:
+                    told = self._counted(note, args, kwargs, given).get(note.slot, ())
+                finally:
+                    self.notes.append(note)
+        if len(told) != len(note.counts):
+            raise CannotBeFollowed(f"{note.name} makes other things than before")
+        self.counts += told
+
+    @property
+    def _fewest(self) -> int:
+        """The least of the counts that may be others."""
+        pins = self.pins
+        return min((count for i, count in enumerate(self.counts) if i not in pins), default=1 << 62)
+
+    def _resize(self, note: Note) -> None:
+        """The results of a known call have the sizes of this step."""
+        if note.apart is not None:
+            raise CannotBeFollowed(note.apart)
+        if note.least and self._fewest < note.least:
+            raise CannotBeFollowed(f"{note.name} treats {self._fewest} rows or elements in another way")
+        if note.sizes is None:
+            return
+        for index, (shape, _) in enumerate(note.sizes(self.counts)):
+            if note.moulds[index].shape != shape:
+                note.moulds[index] = sized(note.moulds[index], shape)
+                if index < len(note.handed):
+                    note.handed[index] = note.moulds[index].detach()
+
+    def _find_sizes(self) -> None:
+        """Formulas for the sizes of all results, from the counts that they depend on.
+
+        A call that has no form for other counts (it makes a tensor for each of so many rows) is one for these alone.
+        """
+        begin = first((depth for depth, note in enumerate(self.notes) if note.least is None), "new call")
+        while begin < len(self.notes):
+            number, samples = len(self.counts), self.samples
+            rows = [self._specs_with(sample) for sample in samples]
+            few = [self._specs_with(self._with_pins([count] * number)) for count in (0, 1)]
+            fits = CountFits(Counts(number), samples)
+            for depth, note in enumerate(self.notes[begin:], begin):
+                reason = self._find_sizes_of(note, rows, few, fits)
+                if reason is not None:
+                    operands = [self.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
+                    counts = set[int]().union(*(operand.needs for operand in operands)) - self.pins.keys()
+                    if not counts:
+                        for later in self.notes[depth:]:
+                            later.apart, later.least = reason, 0
+                        return
+                    note.pins = {i: self.counts[i] for i in sorted(counts)}
+                    begin = depth
+                    break
+            else:
+                return
+
+    def _find_sizes_of(self, note: Note, rows: Sequence[Any], few: Sequence[Any], fits: CountFits) -> str | None:
+        """The sizes of what one call gives; why there are none.
+
+        Args:
+            note: the call.
+            rows: what the calls of the path make for each sample, and why not all do.
+            few: the same for no and for one element.
+            fits: finds formulas of samples.
+        """
+        depth = note.depth
+        if failed := next((reason for found, reason in rows if depth >= len(found)), None):
+            return failed
+        try:
+            found = specs_for(note, [specs[depth] for specs, _ in rows], fits)
+        except Apart as error:
+            return f"what {note.name} gives is as large as the data say in a way of its own ({error})"
+        if found is not None:
+            note.sizes, note.needs = compiled_specs(found), counts_in(found)
+        note.least = 0
+        for count, (specs, _) in reversed(list(enumerate(few))):
+            wanted = [spec.shape for spec in rows[0][0][depth]]
+            if note.sizes is not None:
+                wanted = [shape for shape, _ in note.sizes(self._with_pins([count] * len(self.counts)))]
+            if depth >= len(specs) or [spec.shape for spec in specs[depth]] != wanted:
+                note.least = count + 1
+                break
+        return None
+
+    @property
+    def pins(self) -> dict[int, int]:
+        """The counts for which alone the calls of the path are made."""
+        return {i: count for note in self.notes for i, count in note.pins.items()}
+
+    def _with_pins(self, counts: Sequence[int]) -> list[int]:
+        pins = self.pins
+        return [pins.get(i, count) for i, count in enumerate(counts)]
+
+    @property
+    def samples(self) -> list[tuple[int, ...]]:
+        """Counts for which graphs of the path are made."""
+        number = len(self.counts)
+        return [tuple(self._with_pins(sample)) for sample in samples_of(number, range(number))]
+
+    def _specs_with(self, counts: Sequence[int]) -> tuple[list[list[TensorSpec]], str | None]:
+        """What the calls of the path make with other counts, up to one that cannot be made, and why it cannot."""
+        recording, found = _Recording(self), list[list[TensorSpec]]()
+        try:
+            with self.beside():
+                for note in self.notes:
+                    recording.below.sized.begin(_told(note, counts))
+                    with recording.active():
+                        recording.values.run(note, self._numbers_of(note))
+                    found.append([TensorSpec.of(recording.values.made[source]) for source in note.made])
+        except Exception as error:
+            note = self.notes[len(found)]
+            return found, f"{note.name} is not made for any number of rows or elements ({_first_line(error)})"
+        finally:
+            recording.values.engine.close()
+        return found, None
+
     def _apart(self, function: Callable[[], Any]) -> Any:
         with self.beside():
             return function()
@@ -854,15 +1046,29 @@ class Step(TorchFunctionMode):
                 return self.called(note.func, args, kwargs)
             self._draws = True
         handed, sources = note.handed, self._sources
-        if not placeholders.are_free(note):
-            self._apart(lambda: placeholders.handed_out(note))
-        for placeholder, source in zip(handed, note.made, strict=True):
-            sources[id(placeholder)] = source
         if note.met and note.last_met >= len(self.outside):
             for tensor in tensors_in((args, kwargs)) if note.new is None else note.new(args, kwargs):
                 self.source_of(tensor)
         self.notes.append(note)
         self._held.append((args, kwargs))
+        if note.counts or self.counts:
+            before, self._here, known_counts = self._here, note, len(self.counts)
+            try:
+                if note.counts:
+                    self._count(note, args, kwargs)
+                self._apart(lambda: self._resize(note))
+            except CannotBeFollowed as error:
+                self.notes.pop()
+                self._held.pop()
+                del self.counts[known_counts:]
+                self._here = before
+                self.eagerly(str(error))
+                return note.func(*args, **kwargs)
+            self._here = before
+        if not placeholders.are_free(note):
+            self._apart(lambda: placeholders.handed_out(note))
+        for placeholder, source in zip(handed, note.made, strict=True):
+            sources[id(placeholder)] = source
         siblings = self._here.children
         if siblings[-1] is not note:
             siblings.remove(note)
@@ -907,6 +1113,10 @@ class Step(TorchFunctionMode):
         subject = self.fake_of(source) if type(source) is Made else None
         if of == "grad_fn" and subject is not None and (node := self.functions.node(subject)) is not None:
             return node
+        sizes = self.notes[source.depth].sizes if type(source) is Made else None
+        if type(source) is Made and sizes is not None and getattr(func, "__name__", "") in _STRIDES:
+            with self.beside():
+                subject = torch.empty_strided(*sizes(self.counts)[source.index], device="meta")
         with self.beside():
             return func(*args, **kwargs) if subject is None else func(subject, *args[1:], **kwargs)
 
@@ -1028,6 +1238,10 @@ class Step(TorchFunctionMode):
         with self.beside():
             given = self.on_read()
         self.was_told_draws = self.was_told_draws or any(note.draws for note in self.notes)
+        return self._with_values(value, given)
+
+    def _with_values(self, value: Any, given: Sequence[Any] | None, *, writable: bool = False) -> Any:
+        """A structure with the values of tensors in place of placeholders, those that ``on_read`` gave or of copies."""
         told = None if given is None else iter(given)
         values = self._values_so_far() if told is None else None
         self._look_at_generator()
@@ -1037,10 +1251,11 @@ class Step(TorchFunctionMode):
             if source is None:
                 return item
             found = (first(told, "value") if values is None else values.of(source)).detach()  # type: ignore[arg-type]
-            if values is None and found.numel() > 1:  # the graph goes on with its own
+            if writable or (values is None and found.numel() > 1):  # the graph goes on with its own
                 found = found.clone()
             trained = self._is_trained(source) if type(source) is Made else item.requires_grad
-            return found.requires_grad_() if trained else found
+            found = found.requires_grad_() if trained else found
+            return found.clone() if trained and writable else found
 
         with self.beside():
             return mapped(leaf, value)
@@ -1154,13 +1369,24 @@ class Step(TorchFunctionMode):
             if not open_now and self.notes and self.notes[0].for_all is None:
                 self.follower.closed(self.tree, self.notes[0])
         self._numbers = {(n.depth, p): v for n in self.notes if n.free for p, v in self._numbers_of(n).items()}
+        if self.counts and any(note.least is None and note.apart is None for note in self.notes):
+            self._find_sizes()
         for note, (args, kwargs) in zip(self.notes, self._held, strict=True):
-            if note.fits is None:
+            if note.fits is None and not note.reads:
                 note.fits, note.new = compiled(note, args, kwargs, self._sources, self.notes, self.follower.given)
 
     def source_if_known(self, tensor: Tensor) -> Source | None:
         """Where a tensor comes from that the step made, was given or met; None for others."""
         return self._sources.get(id(tensor))
+
+    @property
+    def apart(self) -> str | None:
+        """Why the path is for the counts of this step alone, or is not even for these; None if it is for all."""
+        reason = next((note.apart for note in self.notes if note.apart is not None), None)
+        least = max((note.least or 0 for note in self.notes), default=0)
+        if reason is None and self.counts and self._fewest < least:
+            return f"a call treats {self._fewest} rows or elements in another way"
+        return reason
 
     @property
     def path(self) -> int:
@@ -1214,6 +1440,11 @@ class Step(TorchFunctionMode):
         note = self.notes[source.depth]
         placeholders.fill(note.handed[source.index], value, trained=self._is_trained(source))
         note.handed[source.index] = note.moulds[source.index].detach()
+
+
+def _told(note: Note, counts: Sequence[int]) -> Told:
+    """The numbers that a call asks for, given those of its path."""
+    return {note.slot: [counts[i] for i in note.counts]} if note.counts else {}
 
 
 class Abandoned(BaseException):
