@@ -68,7 +68,7 @@ class OptimizerSwap:
         if changed := sorted({name for name, _ in own_values(self.optimizer) ^ before}):
             kind = type(self.optimizer)
             raise CaptureError(
-                f"{kind.__name__}.step{place_of(kind.step)} changes {changed[0]} of its optimizer, and a graph of the step "
+                f"{kind.__name__}.step{place_of(kind.step)} changes {changed[0]} of its optimizer, and a graph of it "
                 "does not: keep it in `state` or in a group"
             )
 
