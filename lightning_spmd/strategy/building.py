@@ -264,7 +264,7 @@ class GraphBuilder:
             problem = str(error)
         problems = [problem] if control is None else control.gather(problem)
         if captured is None or any(problems):
-            raise CannotBeBuilt(next(filter(None, problems)))
+            raise CannotBeBuilt(next(filter(None, problems), "a step is no graph"))
         return captured
 
     def check_same_batch(self, request: StepRequest) -> None:
