@@ -419,6 +419,7 @@ class Following:
             meeting.was_told_draws = lambda: step.was_told_draws
             meeting.fits, meeting.beside = step.fits, step.beside
         step.on_values, step.scaled = self._flush, self._scaled
+        step.parameters = context.module.parameters
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
 
@@ -514,7 +515,7 @@ class Following:
         for_all = tree is not None and tree.is_for_all(step.notes, step.path)
         why_not = None if tree is None else tree.why_not
         program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs)
-        program = dataclasses.replace(program, for_all_sizes=for_all, why_not=why_not)
+        program = dataclasses.replace(program, added=tuple(step.added), for_all_sizes=for_all, why_not=why_not)
         if step.counts:
             counts = self._counts.setdefault(step.path, Counts(len(step.counts)))
             program = dataclasses.replace(program, counts=counts, samples=step.samples[:GRAPHS])
@@ -543,11 +544,11 @@ class Following:
         loss: Any = returned.get("loss") if isinstance(returned, dict) else returned
         parts = self._context.trainer.accumulate_grad_batches
         is_made = isinstance(loss, Tensor) and not step.is_eager and step.source_if_known(loss) is not None
-        if is_made and step.functions.are_there and step.asks(loss):
-            step.functions.of_loss(loss, parts)
         may_not = parts > 1 or step.must_be_graph
         if may_not and step.by_hand is not None and step.by_hand.has_gradients and not step.is_eager:
             step.eagerly("a backward pass in the step, where gradients are accumulated or in parts")
+        elif is_made and step.functions.are_there and step.asks(loss):
+            step.of_loss(loss, parts)
 
     def _calls_of(self, step: Step) -> list[Call]:
         """The calls of a step, for the other ranks."""

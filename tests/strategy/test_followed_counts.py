@@ -126,4 +126,4 @@ def test_a_number_that_moves_for_the_first_time_is_the_one_that_is_read() -> Non
     run(Moves, "auto")
     theirs = list(TOLD)
     assert_as_eager(Moves)
-    assert TOLD == theirs
+    assert theirs == TOLD

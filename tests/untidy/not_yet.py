@@ -12,9 +12,7 @@ CAPTURED = frozenset(
     [
         "MomentumQueue",
         "DataAssigned",
-        "Checkpointed",
         "PerSample",
-        "SavedTensorsPacked",
         "MetricWeighs",
     ]
 )
@@ -24,7 +22,6 @@ PARTLY_EAGER = frozenset(
     [
         "MaskedColumns",
         "HardestRows",
-        "ReentrantCheckpoint",
         "SortedTensors",
         "SeveralReads",
         "SavedTensors",

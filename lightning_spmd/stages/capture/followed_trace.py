@@ -309,6 +309,14 @@ class _FollowedTrace(IterationTrace):
         return found
 
     @override
+    def with_added(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        for of, added in self.program.added:
+            if self._values.of(of) is parameter:
+                now = self._values.of(added)
+                return now if gradient is None else now + gradient
+        return gradient
+
+    @override
     def asked_beside(self, loss: Tensor, trained: list[Tensor]) -> list[Tensor] | None:
         known = {id(parameter) for parameter in trained}
         return [leaf for leaf in leaves_of([loss]) if id(leaf) not in known] if self._behind else None

@@ -95,7 +95,7 @@ class HandStep:
         self._trained: dict[int, tuple[Tensor, bool]] = {}  # as they were when the step met them
         self._states = [_Watched(optimizer, self._looked) for optimizer in common.optimizers]
         self._stepped: set[int] = set()
-        self._has_looked = False
+        self._has_looked = self._is_zeroed = False
 
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
@@ -168,7 +168,23 @@ class HandStep:
     def gradient(self, tensor: Tensor) -> Tensor | None:
         """``tensor.grad`` as the step has it now; where no mode is active."""
         known = self._gradients.get(id(tensor)) or self.step.functions.retained.get(id(tensor))
+        if known is None and self._is_zeroed and isinstance(tensor, nn.Parameter):
+            return None
         return tensor.grad if known is None else known[1]
+
+    def zero(self) -> None:
+        """Lightning zeroes gradients before the backward pass of the loss."""
+        self._is_zeroed = True
+        self._gradients = {k: v for k, v in self._gradients.items() if not isinstance(v[0], nn.Parameter)}
+
+    def added(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients that backward passes within that of the loss gave to parameters."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for tensor, gradient in self._gradients.values():
+            if isinstance(tensor, nn.Parameter) and gradient is not None:
+                found.append((tensor, gradient))
+        self._gradients = {k: v for k, v in self._gradients.items() if not isinstance(v[0], nn.Parameter)}
+        return found if self._is_zeroed else []
 
     def _set_gradient(self, func: Any, args: Any) -> Any:
         tensor, value = args[0], args[1] if len(args) > 1 else None

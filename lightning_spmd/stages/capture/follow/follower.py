@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +36,7 @@ from lightning_spmd.stages.capture.follow.counts import (
     sized,
     specs_for,
 )
-from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall
+from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall, Saving
 from lightning_spmd.stages.capture.follow.fitting import compiled, keeps_shapes, never, numbers_that_differ
 from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.notes import (
@@ -57,6 +57,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 )
 from lightning_spmd.stages.capture.follow.packed import PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
+from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.sizes import OpenTree, moved
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of, surroundings
 from lightning_spmd.stages.capture.follow.worlds import World
@@ -151,6 +152,14 @@ class HandStep(Protocol):
         """Tensors are others now, by ``id``."""
         ...
 
+    def zero(self) -> None:
+        """Lightning zeroes gradients before the backward pass of the loss."""
+        ...
+
+    def added(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients that backward passes within that of the loss gave to parameters."""
+        ...
+
 
 class Follower:
     """What is known of the steps of one method of a module.
@@ -168,6 +177,7 @@ class Follower:
         self.names, self.is_named = names, is_named
         self.kinds: dict[Any, str] = {}
         self.begins: dict[Any, Begin] = {}
+        self.saving: dict[Any, Saving] = {}
         self.recorded = 0
         """Calls that were recorded, of all steps."""
 
@@ -254,7 +264,7 @@ class _Recording:
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
         self.below = _FakeBelow(self.mode)
         self.outside: dict[Source, Tensor] = {}
-        self.values = Values(self._fake, Engine(self.active))
+        self.values = Values(self._fake, Engine(self.active, is_fake=True))
         if step.by_hand is not None:
             self.values.world = step.by_hand.on_fakes(lambda: self.values.made.values())
 
@@ -341,8 +351,11 @@ class Step(TorchFunctionMode):
         was_told_draws: Python has read something behind random numbers.
         is_over: Python is done.
         functions: Python of the user's that runs in backward passes.
+        saved: what is around what autograd saves.
         scaled: gives what the backward pass of a loss begins with.
         draws_as_eager: graphs draw what eager training would, from torch's own generators.
+        parameters: gives those whose gradients Lightning zeroes before that.
+        added: gradients that backward passes within it gave to them, behind whose they are.
         whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
             have a part each.
         must_be_graph: there is no other way to run such steps.
@@ -360,7 +373,10 @@ class Step(TorchFunctionMode):
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
         self.functions = Functions(self, follower.begins)
+        self.saved = Saved(self, self.functions, follower.saving)
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+        self.parameters: Callable[[], Iterable[Tensor]] = tuple
+        self.added: list[tuple[Source, Source]] = []
         self._live: Values | None = None
         self.draws_as_eager = True
         self.whole: Callable[[], Sequence[Tensor]] | None = None
@@ -397,7 +413,7 @@ class Step(TorchFunctionMode):
     def active(self) -> Iterator[None]:
         """Calls inside are followed."""
         with (
-            self.follower.unseen.replaced(self._apply, self._instead),
+            self.follower.unseen.replaced(self._apply, self._instead, self.saved),
             PackedSequences(self).replaced(),
             self._below,
             self,
@@ -418,6 +434,8 @@ class Step(TorchFunctionMode):
     def _apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
         if self.is_apart or self.is_eager:
             return private.applied(kind, args, kwargs)
+        if kind is private.ReentrantCheckpoint:
+            return self.saved.reentrant(*args)
         return self.functions.apply(kind, args, kwargs)
 
     def _instead(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -648,6 +666,8 @@ class Step(TorchFunctionMode):
             if kwargs.get("generator") is not torch.default_generator:
                 return self._with_generator(func, args, kwargs)
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        if self.saved.hooks and not isinstance(func, EngineCall) and torch.is_grad_enabled():
+            return self.saved.call(func, args, kwargs)
         around = around_now()
         known = len(self.outside)
         for note in reversed(self._here.children):
@@ -1300,6 +1320,7 @@ class Step(TorchFunctionMode):
         self._given_becomes_real()
         values = self._live = Values(self.tensor_of)
         values.engine.inline, values.engine.scaled = self.functions.inline, self.scaled
+        values.engine.parameters = self.parameters
         if self.by_hand is not None:
             values.world = self.by_hand.live()
         with private.disable_dispatch_modes():
@@ -1313,10 +1334,12 @@ class Step(TorchFunctionMode):
             for index, real in enumerate(note.handed):
                 was = values.made[Made(note.depth, index)]
                 self.stale[id(was)] = was, real
+                values.engine.becomes(was, real)
         for note in self.notes:
             note.handed.clear()
         self._held.clear()
         values.made.clear()
+        self.saved.for_good()
         self.settle()
         self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
 
@@ -1330,8 +1353,22 @@ class Step(TorchFunctionMode):
 
     @property
     def gradients(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Of a step that ran for good, gradients of its loss, if they have been computed."""
-        return None if self._live is None else self._live.engine.gradients
+        """Of a step that ran for good, gradients of its loss, if they have been computed; asked once."""
+        found = None if self._live is None else self._live.engine.gradients
+        for parameter in () if found is None else self.parameters():
+            if parameter.grad is not None:
+                found.append((parameter, parameter.grad))  # type: ignore[union-attr]
+                parameter.grad = None
+        return found
+
+    def of_loss(self, loss: Tensor, divisor: int) -> None:
+        """Run the user's Python that runs in the backward pass of the loss."""
+        if self.by_hand is not None:
+            self.by_hand.zero()
+        self.functions.of_loss(loss, divisor)
+        if self.by_hand is not None and not self.is_eager:
+            pairs = [(self._sources.get(id(t)), self._sources.get(id(g))) for t, g in self.by_hand.added()]
+            self.added = [(of, added) for of, added in pairs if of is not None and added is not None]
 
     def settle(self) -> None:
         """What ``.grad`` is in the step it is now for all."""

@@ -84,6 +84,7 @@ class Program:
         counts: where runs of its graphs put the counts that they find; None of a step without any.
         samples: counts with which graphs are made that do for all; none: a graph is made for those of this step.
         at: the counts with which it is captured; None: with those of this step.
+        added: to parameters' gradients, by backward passes within that of the loss, behind whose they are.
     """
 
     notes: Sequence[Note]
@@ -99,6 +100,7 @@ class Program:
     counts: Counts | None = None
     samples: Sequence[tuple[int, ...]] = ()
     at: Sequence[int] | None = None
+    added: tuple[tuple[Source, Source], ...] = ()
 
     def reads(self) -> list[Note]:
         """The calls by which Python gets values."""
