@@ -26,16 +26,22 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_spmd._private_api.co_execution import (
+    ReentrantCheckpoint,
     UnseenCalls,
     applied,
     are_torchs_own,
     autocast_state,
     exchange,
+    generator_states,
+    graph_task,
     host_random_state,
     host_seed,
     is_of_profiler,
     is_wrapped,
+    no_checkpoint_contexts,
     no_torch_functions,
+    set_generator_states,
+    stops_early,
     version_of,
     without_memory,
 )
@@ -163,6 +169,12 @@ from lightning_spmd._private_api.torch_names import (
 )
 
 __all__ = [
+    "ReentrantCheckpoint",
+    "generator_states",
+    "graph_task",
+    "no_checkpoint_contexts",
+    "set_generator_states",
+    "stops_early",
     "UnseenCalls",
     "host_random_state",
     "host_seed",

@@ -65,11 +65,26 @@ class UnseenCalls:
     def __init__(self) -> None:
         self._apply: Callable[..., Any] = _APPLY
         self._instead: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, original: original
+        self._saved: Any = None
+
+        def enter(hooks: Any) -> None:
+            self._saved.enter(hooks, _ENTER)
+
+        def leave(hooks: Any, *error: object) -> None:
+            self._saved.leave(hooks, _LEAVE)
+
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return self._saved.checkpointed(_CHECKPOINTED, args, kwargs)
 
         def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
             return self._apply(kind, *args, **kwargs)
 
-        places: list[tuple[Any, str, Any]] = [(torch.autograd.Function, "apply", classmethod(apply))]
+        places: list[tuple[Any, str, Any]] = [
+            (torch.autograd.Function, "apply", classmethod(apply)),
+            (torch.autograd.graph.saved_tensors_hooks, "__enter__", enter),
+            (torch.autograd.graph.saved_tensors_hooks, "__exit__", leave),
+            (_checkpoint, "_checkpoint_without_reentrant_generator", checkpointed),
+        ]
         for owner, name in (
             (torch, "manual_seed"),
             (torch, "seed"),
@@ -84,9 +99,6 @@ class UnseenCalls:
             (torch.random, "seed"),
             *((torch.cuda, name) for name in _OF_CUDA),
             *((torch.cuda.random, name) for name in _OF_CUDA),
-            (_checkpoint, "_checkpoint_without_reentrant_generator"),
-            (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
-            (torch.autograd.graph.save_on_cpu, "__enter__"),
             (nn.Parameter, "__new__"),
             (_vmap, "_vmap_increment_nesting"),
             (_transforms, "_grad_increment_nesting"),
@@ -98,7 +110,7 @@ class UnseenCalls:
 
     @contextlib.contextmanager
     def replaced(
-        self, apply: Callable[..., Any], instead: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+        self, apply: Callable[..., Any], instead: Callable[[str, Callable[..., Any]], Callable[..., Any]], saved: Any
     ) -> Iterator[None]:
         """They are, inside.
 
@@ -106,9 +118,11 @@ class UnseenCalls:
             apply: called with the class and the arguments in place of ``torch.autograd.Function.apply``.
             instead: given the name of a function, and that, before it is called; gives what is called in its place.
                 They read, or change, what is computed so far: random state, memory of a tensor that becomes a
-                parameter, hooks around what autograd saves.
+                parameter.
+            saved: told of what is around what autograd saves: ``enter`` and ``leave`` hooks, and ``checkpointed``
+                instead of the generator that ``torch.utils.checkpoint`` runs around a part; each with the original.
         """
-        self._apply, self._instead = apply, instead
+        self._apply, self._instead, self._saved = apply, instead, saved
         before = [(owner, name, vars(owner).get(name, self)) for owner, name, _ in self._places]
         for owner, name, replacement in self._places:
             setattr(owner, name, replacement)
@@ -131,12 +145,42 @@ class UnseenCalls:
         return staticmethod(replacement) if isinstance(function, staticmethod) or name == "__new__" else replacement
 
 
+def generator_states() -> list[tuple[Any, Tensor]]:
+    """The states of torch's own generators, the host's and the current device's."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def set_generator_states(states: list[tuple[Any, Tensor]]) -> None:
+    """They are set."""
+    for generator, state in states:
+        generator.set_state(state)
+
+
 def applied(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``kind.apply`` as torch has it."""
     return _APPLY(kind, *args, **kwargs)
 
 
 _APPLY = vars(torch.autograd.Function)["apply"].__func__
+_ENTER, _LEAVE = (vars(torch.autograd.graph.saved_tensors_hooks)[name] for name in ("__enter__", "__exit__"))
+_CHECKPOINTED = _checkpoint._checkpoint_without_reentrant_generator
+ReentrantCheckpoint = _checkpoint.CheckpointFunction
+"""What ``torch.utils.checkpoint`` applies in its older form."""
+no_checkpoint_contexts = _checkpoint.noop_context_fn
+"""What stands for no contexts around a checkpointed part."""
+
+
+def stops_early(given: bool) -> bool:
+    """Whether a checkpointed part stops as soon as all is there that was saved; a context may decide for all."""
+    return given if _checkpoint._enable_checkpoint_early_stop is None else _checkpoint._enable_checkpoint_early_stop
+
+
+def graph_task() -> int:
+    """The number of the backward pass that runs on this thread; a checkpointed part is computed again once in each."""
+    return torch._C._current_graph_task_id()
 
 
 def is_wrapped(tensor: Tensor) -> bool:

@@ -10,9 +10,13 @@ outlives it, and hands on what was read: another graph of the same step takes ov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+
+from lightning_spmd._private_api import FakeTensor
+from lightning_spmd.ir.sizes import Counts
 
 Number = bool | int | float
 READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
@@ -55,6 +59,24 @@ def same_number(one: Number, other: Number) -> bool:
     return one == other or (one != one and other != other)
 
 
+class HandedCounts(NamedTuple):
+    """What a graph counts for Python.
+
+    Args:
+        counts: of the graph.
+        first: the number of the first one that is counted here.
+        number: of those that are.
+        told: gives what Python was told, of a run that begins when Python is done.
+        place: ``file:line`` that makes what is as large.
+    """
+
+    counts: Counts
+    first: int
+    number: int
+    told: Callable[[], Sequence[int]]
+    place: str
+
+
 class HandOver:
     """Hands values to Python in the middle of a run, and takes the numbers that Python has by then.
 
@@ -63,15 +85,46 @@ class HandOver:
     Args:
         number: which of the graph's it is.
         numbers: gives the numbers, of a run that begins when Python is done.
+        counts: Python is handed whole numbers, on which sizes in the graph depend.
     """
 
-    def __init__(self, number: int, numbers: Callable[[], tuple[Number, ...]]) -> None:
-        self.number, self._numbers = number, numbers
+    def __init__(
+        self, number: int, numbers: Callable[[], tuple[Number, ...]], counts: HandedCounts | None = None
+    ) -> None:
+        self.number, self._numbers, self._counts = number, numbers, counts
         self.__name__ = f"hand_over_{number}"
 
-    def __call__(self, *_values: torch.Tensor) -> tuple[Number, ...]:
-        """The numbers."""
+    def handed(self, values: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """What Python gets."""
+        if self._counts is None:
+            return values
+        found = [int(value) for value in values]
+        self._counts.counts.put(self._counts.first, found)
+        return found
+
+    def __call__(self, *values: torch.Tensor) -> tuple[Number, ...]:
+        """The numbers.
+
+        Raises:
+            ReadMiss: Python was told other counts.
+        """
+        counts = self._counts
+        if counts is not None and not any(isinstance(value, FakeTensor) for value in values):  # of which nobody counts
+            for seen, told in zip(self.handed(values), counts.told(), strict=True):
+                if seen != told:
+                    raise ReadMiss(counts.place, seen, told, {})
         return self._numbers()
+
+    def counted(self) -> range:
+        """The counts that it gives."""
+        counts = self._counts
+        return range(0) if counts is None else range(counts.first, counts.first + counts.number)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HandOver) and other.number == self.number  # of graphs of one step
+
+    def __hash__(self) -> int:
+        return self.number
 
     def __repr__(self) -> str:
         return self.__name__

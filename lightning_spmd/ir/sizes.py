@@ -10,6 +10,7 @@ for the sizes with which the graph was made, and a formula. What runs a graph as
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from typing_extensions import override
 
 from lightning_spmd.ir.node_info import TensorSpec, named, tell_place
 
 Dimension = tuple[int, int]
 """A tensor leaf of the batch by its position among them, and a dimension of it."""
+_SIZE = re.compile(r"\bs(\d+)\b")
 _REMEMBERED = 1024
 """Sizes of batches whose numbers are kept: a few hundred bytes each."""
 
@@ -43,6 +46,18 @@ class Formula:
         if self.factor == (1, 1):
             return self.code
         return f"({self.code}) * {above} // {below}"
+
+    def of(self, counts: str) -> str:
+        """Python of a list of the sizes.
+
+        Args:
+            counts: its name.
+        """
+        return _SIZE.sub(lambda match: f"{counts}[{match[1]}]", str(self))
+
+    def names(self) -> set[int]:
+        """The sizes that it needs, by number."""
+        return set(map(int, _SIZE.findall(self.code)))
 
 
 class Size(int):
@@ -150,13 +165,44 @@ class Sizes:
 
     def number(self, formula: Formula) -> Any:
         """A number of the step that runs."""
-        return self.evaluate(formula, self._values)
+        return self.evaluate(formula, self.values)
 
     def function(self, code: str) -> Callable[..., Any]:
         """Python of ``s0``, ``s1``, ... as a function of the sizes."""
         if code not in self._functions:
             self._functions[code] = eval(f"lambda {self._names}: {code}", {"math": math, "torch": torch})
         return self._functions[code]
+
+
+class Counts(Sizes):
+    """Sizes that a run finds out on its way: how many elements of a tensor a mask chooses.
+
+    Args:
+        number: of them.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__([(0, 0)] * number, "True")
+        self.current = [0] * number
+
+    def put(self, first: int, values: Sequence[int]) -> None:
+        """From here on some of them are known.
+
+        Args:
+            first: the number of the first one.
+            values: theirs.
+        """
+        self.current[first : first + len(values)] = values
+
+    @override
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """A step begins, of which nothing is known yet."""
+
+    @property
+    @override
+    def values(self) -> tuple[int, ...]:
+        """What the run knows."""
+        return tuple(self.current)
 
 
 def _bounded(kept: OrderedDict[Any, Any]) -> None:

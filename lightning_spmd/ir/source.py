@@ -21,7 +21,7 @@ from torch import fx
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import named, tell_place
 from lightning_spmd.ir.reads import hands_over
-from lightning_spmd.ir.sizes import Formula, Size, SizeFloat, Sizes
+from lightning_spmd.ir.sizes import Counts, Formula, Size, SizeFloat, Sizes
 
 _SIGNS = {
     "add": "{} + {}",
@@ -85,6 +85,7 @@ class _Writer:
     def __init__(self, graph_module: fx.GraphModule, *, talks: bool) -> None:
         self._module, self._talks = graph_module, talks
         self._numbers: dict[Sizes, dict[Formula, str]] = {}
+        self._before: list[str] = []  # lines that come before the next node's
         self._graph = graph_module.graph
         self._globals: dict[str, Any] = {}
         self._known: dict[int, str] = {}
@@ -114,11 +115,16 @@ class _Writer:
                 if not node.users:
                     lines.append(f"    {node.name} = None")
                 continue
-            lines.append("    " + self._statement(node))
+            statement = self._statement(node)
+            lines += [f"    {line}" for line in self._before]
+            self._before.clear()
+            lines.append("    " + statement)
             if node in last and node.op != "output":
                 lines[-1] += "; " + " = ".join(n.name for n in last[node]) + " = None"
             self._owners += [None] * (len(lines) - 1 - len(self._owners)) + [named(node)]
         for sizes, names in self._numbers.items():
+            if isinstance(sizes, Counts):
+                continue
             ask = self._constant(sizes.now(list(names)), "sizes")
             self._owners.insert(0, None)
             lines.insert(0, f"    {''.join(f'{name}, ' for name in names.values())}= {ask}()")
@@ -133,6 +139,9 @@ class _Writer:
                 name += "_"
             self._taken.add(name)
             names[number.formula] = name
+            if isinstance(number.sizes, Counts):  # known in the middle of the run, and before who needs it
+                known = self._constant(number.sizes.current, "counts")
+                self._before.append(f"{name} = {number.formula.of(known)}")
         return names[number.formula]
 
     def _last_readers(self) -> dict[fx.Node, list[fx.Node]]:
@@ -157,7 +166,9 @@ class _Writer:
         if node.target is pause:
             return f"yield {self._value(tuple(node.args))}"
         if self._talks and hands_over(node):
-            return f"{node.name} = yield {self._value(tuple(node.args))}"
+            handed: Any = node.target
+            told = self._constant(handed.handed, f"{handed}_to_python")
+            return f"{node.name} = yield {told}({self._value(tuple(node.args))})"
         call = self._call(node)
         return f"{node.name} = {call}" if node.users else call
 

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 
 _LEAVES = frozenset((Tensor, int, float, bool, str, type(None)))
 """Kinds that need no question what they contain: asked for each leaf in each step."""
@@ -48,6 +48,8 @@ def map_leaves(
     if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
         return type(tree)(inside(v, f"{path}[{i}]") for i, v in enumerate(tree))
     if isinstance(tree, MutableMapping):
+        if isinstance(getattr(tree, "batch_size", None), Size):
+            return _of_their_size(tree, {key: inside(value, f"{path}[{key!r}]") for key, value in tree.items()})
         rebuilt = copy.copy(tree)
         if hasattr(rebuilt, "data") and isinstance(rebuilt.data, dict):  # UserDict shares its data when copied
             rebuilt.data = dict(rebuilt.data)
@@ -64,6 +66,17 @@ def map_leaves(
                 _put(rebuilt, field.name, value)
         return rebuilt
     return function(path, tree)
+
+
+def _of_their_size(tree: Any, items: dict[Any, Any]) -> Any:
+    """A container that knows the size of its batch (TensorDict), with items that may be others' size."""
+    sizes = [value.shape[: len(tree.batch_size)] for value in items.values() if hasattr(value, "shape")]
+    if all(size == tree.batch_size for size in sizes):
+        rebuilt = copy.copy(tree)
+        for key, value in items.items():
+            rebuilt[key] = value
+        return rebuilt
+    return type(tree)(items, batch_size=sizes[0])
 
 
 def _put(instance: Any, name: str, value: Any) -> None:

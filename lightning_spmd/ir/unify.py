@@ -27,7 +27,7 @@ UNCHECKED = "unchecked"
 """In ``node.meta`` of a tensor whose shape or strides are known for one sample only."""
 
 
-_CORRECTION = ("({0}) / (({0}) - 1)", lambda v: v / (v - 1), lambda n: n / (n - 1))
+_CORRECTION = ("(({0}) / (({0}) - 1) if ({0}) != 1 else float('inf'))", lambda v: v / (v - 1), lambda n: n / (n - 1))
 
 
 class Apart(Exception):
@@ -53,10 +53,23 @@ def unified(
     Raises:
         Apart: they have no common form.
     """
-    return _Unification(steps, _Fits(sizes, samples, formulas, others)).step()
+    return joined(steps, Fits(sizes, samples, formulas, others))
 
 
-class _Fits:
+def joined(steps: Sequence[ShardedStep], fits: Fits) -> ShardedStep:
+    """The first of several graphs, with formulas in the place of the numbers in which they differ.
+
+    Args:
+        steps: graphs of one captured step.
+        fits: finds the formulas.
+
+    Raises:
+        Apart: they have no common form.
+    """
+    return _Unification(steps, fits).step()
+
+
+class Fits:
     """Finds the formula of a number, given its value in each sample."""
 
     def __init__(
@@ -91,6 +104,10 @@ class _Fits:
     def _search(self, values: tuple[Any, ...]) -> Formula | str:
         if not all(type(v) is int for v in values):
             return self._of_a_count(values)
+        return self.search(values)
+
+    def search(self, values: tuple[int, ...]) -> Formula | str:
+        """The formula of a whole number, or why there is none."""
         fits: list[Formula] = []
         for formula, known in self._integers.items():
             if 0 in known:
@@ -109,7 +126,10 @@ class _Fits:
 
     def _of_a_count(self, values: tuple[Any, ...]) -> Formula | str:
         """The formula of a float: one over a count, or the correction of a variance, count / (count - 1)."""
-        for shape, count_in, back in (("1 / ({0})", lambda v: 1 / v, lambda n: 1 / n), _CORRECTION):
+        for shape, count_in, back in (
+            ("(1 / ({0}) if ({0}) else float('inf'))", lambda v: 1 / v, lambda n: 1 / n),
+            _CORRECTION,
+        ):
             if all(type(v) is float and v not in (0.0, 1.0) and abs(v) < 1e9 for v in values):
                 counts = tuple(round(count_in(v)) for v in values)
                 if all(n > 1 and back(n) == v for n, v in zip(counts, values, strict=True)) and len(set(counts)) > 1:
@@ -127,7 +147,7 @@ class _Fits:
 class _Unification:
     """Walks the graphs side by side."""
 
-    def __init__(self, steps: Sequence[ShardedStep], fits: _Fits) -> None:
+    def __init__(self, steps: Sequence[ShardedStep], fits: Fits) -> None:
         self.steps, self.fits = steps, fits
         self.numbers: dict[fx.Node, int] = {}
         self.made: dict[fx.Node, fx.Node] = {}

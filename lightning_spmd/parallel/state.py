@@ -117,6 +117,10 @@ class StateMesh:
             return tensor
         return self.wrap(self.part(tensor, placements), TensorSpec.of(tensor), placements)
 
+    def part_like(self, other: Tensor, tensor: Tensor) -> Tensor:
+        """The DTensor of a whole tensor that lies as another one does."""
+        return self.shard(tensor, self.placements_of(other)) if isinstance(other, DTensor) else tensor
+
     def _torch_placements(self, placements: Placements) -> list[Any]:
         by_name = dict(zip([axis.name for axis in self.axes], zip(placements, self.axes, strict=True), strict=True))
         found: list[Any] = []

@@ -32,6 +32,7 @@ from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.reads import UnknownValueError
 from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.strategy.detectors import Context, needs_closure
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.run_context import RunContext
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
@@ -188,6 +189,9 @@ class _CapturingStrategy(SPMDStrategy):
             raise ConfigurationError(
                 "this training runs eagerly, so there is no graph to plan with; the message above says why"
             )
+        optimizers = Context(module.trainer, module, module.trainer.optimizers, in_graphs=True)
+        if (closure := needs_closure(optimizers)) is not None:
+            raise ConfigurationError(f"an update of this training runs eagerly, so there is no graph of it: {closure}")
         arguments = dict(inspect.signature(module.training_step).bind(*args, **kwargs).arguments)
         tree = arguments.pop(first(arguments, "argument of training_step"))
         step = _Step(iteration.context, tree, arguments, self.batches, functools.partial(_clip, module))

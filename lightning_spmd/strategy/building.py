@@ -11,10 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
+from lightning_spmd.ir.counted import CountFits, for_all_counts
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
+from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import build, finish, lowering
@@ -44,6 +46,12 @@ from lightning_spmd.strategy.reading import Beginnings
 from lightning_spmd.strategy.replaced_tensors import check_used
 from lightning_spmd.strategy.run_context import BuildEvent, RunContext, StepRequest
 from lightning_spmd.strategy.telling import Telling
+
+
+def samples_of(request: StepRequest) -> Sequence[tuple[int, ...]]:
+    """The counts for which the graphs of a step are made; none of a step whose sizes no data say."""
+    return () if request.program is None else request.program.samples
+
 
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
@@ -188,6 +196,26 @@ class GraphBuilder:
         executable = self._beginnings.built(captured, request, split)
         return Beginning(executable, functools.partial(self._beginnings.run, executable))
 
+    def followed(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
+        """The global-view graph of a step that was followed, without clipping; all ranks together.
+
+        Args:
+            request: the step.
+            split: rows of the global batch by data rank.
+
+        Raises:
+            CannotBeBuilt: on all ranks; the step cannot be one graph.
+        """
+        captured, problem, control = None, None, self._context.control
+        try:
+            captured = capture_followed(self._capture_request(dataclasses.replace(request, clip=None), split))
+        except SPMDError as error:
+            problem = str(error)
+        problems = [problem] if control is None else control.gather(problem)
+        if captured is None or any(problems):
+            raise CannotBeBuilt(next(filter(None, problems), "a step is no graph"))
+        return captured
+
     def check_same_batch(self, request: StepRequest) -> None:
         """Compare the batches of ranks that must have the same one; all ranks do so together.
 
@@ -238,9 +266,15 @@ class GraphBuilder:
 
     def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context
+        program = request.program
+        if program is not None and program.samples:
+            request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
         for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
             self._telling.once(text)
 
+        program = request.program
+        if program is not None and program.samples:
+            request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
         captured = self._without_first_step(lambda: capture_followed(self._capture_request(request, split)))
         self._dump("captured", captured.graph_module, captured.signature)
         state = self._live_state(captured)
@@ -272,9 +306,9 @@ class GraphBuilder:
             finish_graphs,
             functools.partial(self._follow, captured),
             lowering(
-                "none" if captured.variant.own_batch else context.options.lowering,
+                "none" if captured.variant.own_batch or samples_of(request) else context.options.lowering,
                 context.company(captured.variant.method, self._dump_of(self.captures)),
-                context.waits.timing(self._last_lowering),
+                context.waits.timing(as_python if samples_of(request) else self._last_lowering),
             ),
             on_repairs=self._telling.of_repairs,
             asks=self._last_lowering is as_python,
@@ -297,6 +331,8 @@ class GraphBuilder:
         make: Callable[[CapturedStep], IterationGraphs],
     ) -> tuple[IterationGraphs, Family | None, str | None]:
         """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
+        if samples := samples_of(request):
+            return self._for_all_counts(captured, request, split, make, samples), None, None
         if not request.vary:
             return make(captured), None, None
         try:
@@ -308,6 +344,39 @@ class GraphBuilder:
         except NotGeneral as reason:
             return make(captured), None, str(reason)
         return *found, None
+
+    def _for_all_counts(
+        self,
+        captured: CapturedStep,
+        request: StepRequest,
+        split: tuple[int, ...],
+        make: Callable[[CapturedStep], IterationGraphs],
+        samples: Sequence[tuple[int, ...]],
+    ) -> IterationGraphs:
+        """The graphs of a step with results that are as large as the data say.
+
+        Args:
+            captured: the step with the first of some counts.
+            request: that it was captured by.
+            split: rows of the global batch by data rank.
+            make: makes graphs of a captured step.
+            samples: the counts.
+
+        Raises:
+            CaptureError: there are none that do for all counts.
+        """
+        program = request.program
+        if program is None or program.counts is None:
+            raise RuntimeError("unreachable: counts are those of a program")
+        graphs = [make(captured)]
+        for sample in samples[1:]:
+            other = dataclasses.replace(request, program=dataclasses.replace(program, at=sample))
+            graphs.append(make(capture_followed(self._capture_request(other, split))))
+        try:
+            main = for_all_counts([g.main for g in graphs], CountFits(program.counts, samples))
+        except Apart as error:
+            raise CaptureError(f"there is no graph for all sizes that the data say: {error}") from None
+        return dataclasses.replace(graphs[0], main=main)
 
     def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
         """What ``capture_step`` gives once the optimizer has the state that its first step would create."""

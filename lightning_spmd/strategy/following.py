@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.counted import GRAPHS
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
-from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
-from lightning_spmd.ir.steps import Variant
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
+from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
@@ -150,6 +151,12 @@ class FollowedStep:
         self.returned = map_leaves(lambda _, leaf: loss if leaf is mine else leaf, self.returned)
         self.queue.calls = of_all_ranks(self.queue.calls, logged)
 
+    def exchange(self, new: Mapping[int, Tensor]) -> None:
+        """Tensors from outside are others now, by ``id``."""
+        self._step.outside[:] = [new.get(id(tensor), tensor) for tensor in self._step.outside]
+        if self._step.by_hand is not None:
+            self._step.by_hand.exchange(new)
+
     def logged(self, results: Sequence[Any]) -> None:
         """The queued calls were made, with these results."""
         self.queue.done(results)
@@ -203,7 +210,7 @@ class _Talk:
         self._step, self._known, self._live, self._begin = step, known, live, begin
         self._meeting = meeting
         self._likely: Likely | None = None
-        self._is_over = False
+        self._is_over, self._same = False, 0  # so many calls are those of the likely graph
         self.conversation: Conversation | None = None
 
     def values(self) -> Sequence[Tensor] | None:
@@ -247,13 +254,20 @@ class _Talk:
         if conversation is not None:
             conversation.drop()
 
-    def _of_the_beginning(self) -> Sequence[Tensor]:
-        """What Python reads now, by a graph of the step so far."""
+    def _of_the_beginning(self) -> Sequence[Tensor] | None:
+        """What Python reads now, by a graph of the step so far; None: by calls on the whole batch."""
         *notes, read = self._step.notes
+        counts = self._step.counts
+        sized = bool(counts) or not read.reads
+        if sized and not self._step.must_be_graph and not any(note.draws for note in notes):
+            return None  # that graph would be one for each count
         self._live.outside, self._live.numbers = self._step.outside, self._step.numbers_between(0, len(notes))
         wants = [Want(source, OutputRole.LOGGED) for source in sources_in((read.args, read.kwargs))]
         free = frozenset(self._live.numbers)
         program = Program(notes, read.number, tuple(wants), None, free, self._live, is_beginning=True)
+        if counts:
+            self._live.counts = counts
+            program = dataclasses.replace(program, counts=Counts(len(counts)), at=tuple(counts))
         return self._run_beginning(program, read.source)
 
     def _can_begin(self) -> bool:
@@ -270,23 +284,24 @@ class _Talk:
 
     def _takes_its_path(self) -> bool:
         notes, program = self._step.notes, None if self._likely is None else self._likely.program
-        if program is None or len(notes) > len(program.notes):
+        begin, end = self._same, len(notes)
+        if program is None or end > len(program.notes):
             return False
-        if any(mine is not its for mine, its in zip(notes, program.notes, strict=False)):
+        if any(mine is not its for mine, its in zip(notes[begin:], program.notes[begin:end], strict=True)):
             return False
         # a number that is another one for the first time is a constant of that graph
-        numbers = self._step.numbers_between(0, len(notes))
-        return numbers.keys() == {key for key in program.free if key[0] < len(notes)}
+        numbers = self._step.numbers_between(begin, end)
+        self._same = end
+        return numbers.keys() == {key for key in program.free if begin <= key[0] < end}
 
     def _numbers(self) -> list[Any]:
         """What Python has computed since it read last."""
         if self._likely is None:
             return []
-        reads = [note for note in self._step.notes if note.reads]
+        reads = [note for note in self._step.notes if note.asks]
         last = reads[-2]
-        numbers = self._step.numbers_between(last.depth + 1, reads[-1].depth)
-        wanted = self._likely.program.numbers_behind(last)
-        return [numbers[key] for key in wanted]
+        numbers = self._step.numbers_between(last.depth + 1, reads[-1].depth + 1)
+        return [numbers[key] for key in self._likely.program.numbers_behind(last)]
 
 
 def _unnamed(program: Program) -> list[int]:
@@ -314,9 +329,10 @@ class Following:
         optimizer = context.optimizer
         self._evaluates = optimizer is None
         self._is_by_hand = optimizer is not None and not context.module.automatic_optimization
-        in_parts = self._is_by_hand and context.plan(Variant.optimized_by_hand()).needs_graphs
-        parts = parts_of(optimizer) if optimizer is not None and self._is_by_hand else ()
-        self._by_hand = ByHand(parts, in_parts=context.mesh is not None and in_parts)
+        is_in_parts = self._is_by_hand and must_be_graphs(context)
+        optimizers = parts_of(optimizer) if optimizer is not None and self._is_by_hand else ()
+        part_of: Any = {} if context.mesh is None else {"part_of": StateMesh(context.mesh).part_like}
+        self._by_hand = ByHand(optimizers, in_parts=is_in_parts, **part_of)
         self._live = Live()
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
@@ -326,6 +342,8 @@ class Following:
         self._told: set[str] = set()
         self._known_names: dict[int, str] = {}
         self._fingerprints = Fingerprints()
+        self._counts: dict[int, Counts] = {}
+        """Where graphs of each path put the counts that they find."""
         self._taken: dict[Any, int] = {}
         """How often steps took each path."""
 
@@ -401,6 +419,7 @@ class Following:
             meeting.was_told_draws = lambda: step.was_told_draws
             meeting.fits, meeting.beside = step.fits, step.beside
         step.on_values, step.scaled = self._flush, self._scaled
+        step.parameters = context.module.parameters
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
 
@@ -491,17 +510,23 @@ class Following:
         logs = logs_of(queue.calls, list(wants), self._live) if is_own else ()
         all_wants = self._wants.setdefault((step.path, free), {})
         all_wants.update(dict.fromkeys(wants))
-        self._live.outside, self._live.numbers = step.outside, step.numbers
+        self._live.outside, self._live.numbers, self._live.counts = step.outside, step.numbers, step.counts
         tree = step.tree
         for_all = tree is not None and tree.is_for_all(step.notes, step.path)
         why_not = None if tree is None else tree.why_not
         program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs)
-        program = dataclasses.replace(program, for_all_sizes=for_all, why_not=why_not)
+        program = dataclasses.replace(program, added=tuple(step.added), for_all_sizes=for_all, why_not=why_not)
+        if step.counts:
+            counts = self._counts.setdefault(step.path, Counts(len(step.counts)))
+            program = dataclasses.replace(program, counts=counts, samples=step.samples[:GRAPHS])
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
         may_wait = not step.must_be_graph and not is_own
         most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
         if self._taken[step.path] == 1 and len(self._taken) > most and may_wait:
             step.eagerly("it takes a path that no step took before")
+            return FollowedStep(step, _resolved(returned), queue, (), None)
+        if step.apart is not None:
+            step.eagerly(step.apart)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         mark = (
             step.mark
@@ -519,11 +544,11 @@ class Following:
         loss: Any = returned.get("loss") if isinstance(returned, dict) else returned
         parts = self._context.trainer.accumulate_grad_batches
         is_made = isinstance(loss, Tensor) and not step.is_eager and step.source_if_known(loss) is not None
-        if is_made and step.functions.are_there and step.asks(loss):
-            step.functions.of_loss(loss, parts)
         may_not = parts > 1 or step.must_be_graph
         if may_not and step.by_hand is not None and step.by_hand.has_gradients and not step.is_eager:
             step.eagerly("a backward pass in the step, where gradients are accumulated or in parts")
+        elif is_made and step.functions.are_there and step.asks(loss):
+            step.of_loss(loss, parts)
 
     def _calls_of(self, step: Step) -> list[Call]:
         """The calls of a step, for the other ranks."""
@@ -554,6 +579,16 @@ class Following:
         self._wants[program.number, program.free] = dict.fromkeys(in_order)
         followed.program = dataclasses.replace(program, wants=tuple(in_order))
         return followed.program
+
+    def exchange(self, followed: FollowedStep, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Parameters and buffers of a step whose Python is done are others now.
+
+        Args:
+            followed: the step.
+            pairs: (what was there, what is there now).
+        """
+        followed.exchange({id(old): new for old, new in pairs})
+        self._follower.forget_objects()
 
     def _begin(self, executable: Executable, batch: Batch) -> Conversation:
         self._flush()

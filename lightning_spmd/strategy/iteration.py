@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError, CannotShowError, SPMDError, VerificationError
 from lightning_spmd.ir.first import first
+from lightning_spmd.ir.reads import ReadMiss
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, tell
 from lightning_spmd.stages.capture.batch import Batch
@@ -88,6 +89,8 @@ class TrainingIteration:
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
         self._beginnings: dict[Any, Beginning] = {}
+        self.share_layers: Callable[[CapturedStep], Sequence[tuple[Tensor, Tensor]]] | None = None
+        """Lets ranks share layers as they find fit for a graph; None where they do, or never will."""
         self._own = OwnGraphs(context, self._builder, GraphTable(context.trainer, self.gradients), self.flush)
 
     @property
@@ -133,7 +136,7 @@ class TrainingIteration:
         if following.ended is not None:
             return False
         if request.variant.own_batch:
-            return not request.variant.by_hand
+            return True
         self.table.open.note(batch)
         return True
 
@@ -151,9 +154,11 @@ class TrainingIteration:
             RanEagerly: it ran as eager training's.
             NotFollowed: on all ranks; it has not run, or must run once more.
         """
-        own = self.own_batches.are_used
+        own = self.own_batches.are_used and self.context.mesh is not None
         if own and variant.pauses:
             raise CannotShowError("batches are the ranks' own")
+        if own and variant.by_hand:
+            self._fall_back(self.own_batches.refused("optimization by hand on a batch of each rank's own"))
         batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
         with speaking_of(variant.method):
             variant = dataclasses.replace(variant, own_batch=own)
@@ -174,7 +179,7 @@ class TrainingIteration:
                     request = dataclasses.replace(request, program=followed.program)
                     try:
                         executable, outputs = self._shown(following, followed, request, meeting)
-                    except (CannotBeBuilt, CannotBeFollowed, FirstRunError) as error:
+                    except (CannotBeBuilt, CannotBeFollowed, FirstRunError, ReadMiss) as error:
                         self.flush()
                         if meeting is not None and meeting.looked:
                             raise LookedAtRows(meeting.looked) from None
@@ -190,6 +195,9 @@ class TrainingIteration:
                     if not variant.by_hand:
                         self._may_go_local(request, str(looked))
                     self._fall_back(str(looked))
+                except BatchError as error:
+                    self._may_go_local(request, str(error))
+                    raise
                 except NoEagerWay as error:
                     train_eagerly(self.context, str(error))
                 except Abandoned as abandoned:
@@ -300,6 +308,8 @@ class TrainingIteration:
             ahead = None if followed.has_begun else self._run_ahead(done, tensors)
             if ahead is not None:
                 return ahead
+            if done.result().index is None:
+                self._share_layers(following, followed, request, ())
         elif meeting is not None:
             done = meeting.done(followed.mark, self.table.find(request, meeting.split))
             ahead = None if followed.has_begun else self._run_ahead(done, tensors)
@@ -307,6 +317,7 @@ class TrainingIteration:
                 return ahead
             if done.result().index is None:
                 meeting.find_shared()
+                self._share_layers(following, followed, request, meeting.split)
                 request = dataclasses.replace(request, program=following.united(followed))
                 index = agreed(self.context.control, self.table.find(request, meeting.split).index)
                 done = done.of(dataclasses.replace(self.table.find(request, meeting.split), index=index))
@@ -317,6 +328,19 @@ class TrainingIteration:
             return executable, self._run(executable, tensors)
         outputs, self._pending = begun
         return executable, outputs
+
+    def _share_layers(
+        self, following: Following, followed: FollowedStep, request: StepRequest, split: tuple[int, ...]
+    ) -> None:
+        """Ranks begin to share layers once they know a graph of a step; all of them are here together.
+
+        Raises:
+            CannotBeBuilt: on all ranks; there is none.
+        """
+        if self.share_layers is not None:
+            share, self.share_layers = self.share_layers, None
+            following.exchange(followed, share(self._builder.followed(request, split)))
+            self._beginnings.clear()
 
     @ends_no_loop
     def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:

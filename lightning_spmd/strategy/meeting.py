@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError, RankDisagreementError
+from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementError
 from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
@@ -125,8 +125,16 @@ class Meeting:
         return frozenset(i for i, index in enumerate(batch.tensors) if not batch.is_shared(index))
 
     def taken(self) -> tuple[Any, list[Tensor]]:
-        """The batch with what stands for its tensors, of those with rows for all ranks' rows; and these tensors."""
-        return for_all_ranks(self._batch, self.rows, self.wires)
+        """The batch with what stands for its tensors, of those with rows for all ranks' rows; and these tensors.
+
+        Raises:
+            BatchError: something in it takes no tensors of another size.
+        """
+        try:
+            return for_all_ranks(self._batch, self.rows, self.wires)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise BatchError(f"the batch cannot have the rows of all ranks ({text})", is_ragged=True) from error
 
     def look_at(self, position: int) -> None:
         """A call takes a tensor of the batch that no call of its kind took before."""

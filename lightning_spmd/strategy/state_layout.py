@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -93,18 +93,22 @@ class StateLayout:
             self._replaced.note(shard_module(module, self.plan, self.state, self._staging))
             self._staging = None
 
-    def shard_again(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Lay everything out by another plan than the one of setup, the optimizers' parameters and state too."""
+    def shard_again(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, Tensor]]:
+        """Lay everything out by another plan than the one of setup, the optimizers' parameters and state too.
+
+        Gives (what was there, what is there now) of parameters and buffers.
+        """
         if self.state is None:
-            return
+            return []
         before = dict(module.named_parameters(remove_duplicate=False))
-        shard_module(module, self.plan, self.state)
+        exchanged = shard_module(module, self.plan, self.state)
         after = dict(module.named_parameters(remove_duplicate=False))
         exchange_parameters(optimizers, {id(old): after[name] for name, old in before.items()})
         for optimizer in optimizers:
             for parameter, values in optimizer.state.items():
                 optimizer.state[parameter] = tensors_changed(values, self.state.whole)
         self.shard_optimizers(module, optimizers)
+        return [(old, new) for _, old, new in exchanged]
 
     def shard_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers' parameters, and lay out the state that there is already."""

@@ -235,8 +235,8 @@ class Training:
         self._drop_zeroed_gradients(iteration)
         arguments = self._arguments(iteration.context.module.training_step, args, kwargs)
         batch = arguments.pop(first(arguments, "argument of training_step"))
-        if self._layers.is_sought and self._ranks.mesh is not None and self._layers.size > 1:
-            iteration = self._share_layers(iteration, iteration.captured(batch, arguments, variant))
+        sought = self._layers.is_sought and self._ranks.mesh is not None and self._layers.size > 1
+        iteration.share_layers = self._share_layers if sought else None
         try:
             output = iteration.run(batch, arguments, variant, self._clip)
         except RanEagerly as ran:
@@ -308,13 +308,16 @@ class Training:
         # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
         return None if private.skips_backward(self._module.trainer) else self.iteration
 
-    def _share_layers(self, iteration: TrainingIteration, captured: CapturedStep) -> TrainingIteration:
-        """Find the tensor-parallel plan in the first batch's graph; shard what exists already by it, and start anew."""
+    def _share_layers(self, captured: CapturedStep) -> list[tuple[Tensor, Tensor]]:
+        """Find the tensor-parallel plan in the first batch's graph, and shard what exists already by it.
+
+        All ranks do this together. Gives (what was there, what is there now) of parameters and buffers.
+        """
         trainer = self._module.trainer
         self._layers.find(captured, self._module, trainer.strategy.broadcast)
-        self._layout.shard_again(self._module, trainer.optimizers)
-        self._start()
-        return self.iteration or iteration
+        exchanged = self._layout.shard_again(self._module, trainer.optimizers)
+        self._decide()
+        return exchanged
 
     def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
         """Lightning zeroes gradients before the first backward of an accumulation, step or no step."""

@@ -47,6 +47,6 @@ class AssignedByTheOptimizer(Quiet):
         return Assigning(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("make", [HalfTheWeights, AssignedByTheOptimizer])
-def test_assigned_data_runs_eagerly(make: type[Net]) -> None:
-    assert_as_eager(make, mode="eager")
+@pytest.mark.parametrize(("make", "mode"), [(HalfTheWeights, "eager"), (AssignedByTheOptimizer, "split")])
+def test_assigned_data_runs_eagerly(make: type[Net], mode: str) -> None:
+    assert_as_eager(make, mode=mode)

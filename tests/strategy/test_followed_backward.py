@@ -9,6 +9,7 @@ import torch
 from lightning import Callback
 from torch import Tensor, autograd, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.training import InOrder, fit
 from tests.untidy.untidy import ROWS, WIDTH, Untidy, samples
@@ -262,3 +263,82 @@ def test_a_step_may_go_on_eagerly_in_the_middle_of_its_backward_pass() -> None:
 @pytest.mark.parametrize("kind", [TwoFunctions, EagerInTheMiddle])
 def test_gradients_may_be_accumulated(kind: type[Noted]) -> None:
     assert_same(kind, STEPS if kind is TwoFunctions else None, accumulate_grad_batches=2)
+
+
+class Checkpointed(Noted):
+    """A part that draws and counts its runs; what it computes again is computed as at first."""
+
+    reentrant, parts = False, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle, self.runs = nn.Linear(WIDTH, WIDTH), 0
+
+    def part(self, h: Tensor, factor: float) -> Any:
+        self.runs += 1
+        note((self.runs, torch.is_grad_enabled()))
+        dropped = F.dropout(torch.tanh(self.middle(h)), 0.2) * factor
+        return torch.sigmoid(dropped), h.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.hidden(batch[0])
+        g: Any
+        for _ in range(self.parts):
+            g, total = checkpoint(self.part, h, 1 / (1 + batch_idx), use_reentrant=self.reentrant)
+            h = F.dropout(g + 0.01 * total, 0.1)
+        return self.loss_of(h, batch[1])
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class OnePart(Reentrant):
+    parts = 1
+
+
+class Nested(Checkpointed):
+    """A checkpointed part in a checkpointed part, and a function with a backward of its own in it."""
+
+    def part(self, h: Tensor, factor: float) -> Any:
+        inner: Any = checkpoint(lambda t: torch.tanh(self.middle(t)).exp(), h, use_reentrant=False)
+        squared: Any = Squared.apply(inner * factor)
+        return torch.sigmoid(squared), h.sum()
+
+
+class OnTheHost(Noted):
+    """What is saved is kept elsewhere, and counted."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def pack(tensor: Tensor) -> Any:
+            note(tuple(tensor.shape))
+            return tensor.half() if tensor.shape == (ROWS, WIDTH) else tensor
+
+        with autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.float() if kept.dtype is torch.half else kept):
+            h: Any = Squared.apply(self.hidden(batch[0]))
+        with autograd.graph.save_on_cpu():
+            h = h.tanh().sigmoid()
+        return self.loss_of(h, batch[1])
+
+
+class EagerInThePart(Checkpointed):
+    """A step goes on eagerly where a part is computed again, and another one where it is computed at first."""
+
+    def part(self, h: Tensor, factor: float) -> Any:
+        found = super().part(h, factor)
+        if self.runs in (6, 13):
+            note(found[1].detach().untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant, Nested, OnTheHost])
+def test_what_autograd_saves_may_be_kept_otherwise_or_not_at_all(kind: type[Noted]) -> None:
+    assert_same(kind)
+
+
+def test_a_step_may_go_on_eagerly_in_a_checkpointed_part() -> None:
+    assert_same(EagerInThePart, None)
+
+
+def test_gradients_of_checkpointed_parts_may_be_accumulated() -> None:
+    assert_same(OnePart, accumulate_grad_batches=2)

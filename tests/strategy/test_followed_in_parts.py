@@ -106,3 +106,15 @@ def test_what_can_be_no_graph_is_an_error_on_all_ranks(two_ranks: RankPool) -> N
     with pytest.raises(RankError, match=r"untyped_storage.* \(.*_in_parts.py:\d+\).* use data_par") as caught:
         two_ranks.run(with_runs, Swallowing, PLANS["zero3"], 2)
     assert caught.value.type_names == ["ConfigurationError"] * 2
+
+
+@pytest.mark.parametrize("make", [Untidy, ByHand])
+def test_layers_to_share_are_found_from_a_followed_step(make: type[Counting], two_ranks: RankPool) -> None:
+    """Python runs once in the first step, too: on whole layers until it is done, and the graph is that of parts."""
+    reference, expected = with_runs(make, "auto", data=lambda: InOrder(rows(), ROWS))
+    options = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"}
+    answers = two_ranks.run(with_runs, make, options, 2)
+    assert_compiled(*[result for result, _ in answers])
+    assert_equals_one_device([result for result, _ in answers], reference)
+    for _, kept in answers:
+        assert kept == pytest.approx(expected, rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -147,3 +148,75 @@ def test_what_is_a_ranks_own(make: type[Named], two_ranks: RankPool) -> None:
     for text in told:
         assert "test_followed_local_batches.py:" in text
         assert "of this rank" in text or "this rank's" in text or "this rank alone" in text
+
+
+class Sized(MutableMapping[str, Any]):
+    """A container that knows the size of its batch, and takes nothing of another, as a TensorDict."""
+
+    def __init__(self, items: dict[str, Any], batch_size: Any) -> None:
+        self.items_of, self.batch_size = {}, torch.Size(batch_size)
+        for key, value in items.items():
+            self[key] = value
+
+    def __copy__(self) -> Sized:
+        return type(self)(self.items_of, self.batch_size)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if value.shape[:1] != self.batch_size:
+            raise RuntimeError("batch dimension mismatch")
+        self.items_of[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of)
+
+    def __len__(self) -> int:
+        return len(self.items_of)
+
+    def to(self, *_: Any, **__: Any) -> Sized:
+        """What Lightning asks for."""
+        return self
+
+
+class Stubborn(Sized):
+    """It can be made in no other way than its own."""
+
+    def __init__(self, items: dict[str, Any], batch_size: Any, key: str = "") -> None:
+        assert key == "mine"
+        super().__init__(items, batch_size)
+
+    def __copy__(self) -> Stubborn:
+        return type(self)(self.items_of, self.batch_size, "mine")
+
+
+class InContainers(Quiet):
+    stubborn = False
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        made = Stubborn({"y": y}, y.shape, "mine") if self.stubborn else Sized({"y": y}, y.shape)
+        return {"x": x, "rest": made}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert batch["rest"].batch_size == batch["rest"]["y"].shape
+        assert type(batch["rest"]) is (Stubborn if self.stubborn else Sized)
+        return super().training_step((batch["x"], batch["rest"]["y"]), batch_idx)
+
+
+class InStubbornOnes(InContainers):
+    stubborn = True
+
+
+@pytest.mark.parametrize("make", [InContainers, InStubbornOnes])
+def test_containers_that_know_their_size(make: type[InContainers], two_ranks: RankPool) -> None:
+    reference = run(make, "auto", data=lambda: InOrder(rows(), ROWS), max_epochs=1)
+    results = two_ranks.run(run, make, "spmd", 2, max_epochs=1)
+    assert_equals_one_device(results, reference)
+    told = [text for text in results[0].warnings if "local batches" in text]
+    assert len(told) == (make is InStubbornOnes)
+    assert all("cannot have the rows of all ranks" in text for text in told)

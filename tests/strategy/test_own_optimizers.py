@@ -13,10 +13,12 @@ from lightning_spmd import SPMDStrategy
 from lightning_spmd.strategy.detectors import Context
 from lightning_spmd.strategy.feature import Mode
 from lightning_spmd.strategy.support import classify
+from tests.helpers import by_hand
 from tests.helpers.modules import Lion
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import InOrder, Result
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
+from tests.strategy.test_followed_by_hand import Seen
 from tests.strategy.test_overlap import SMALL
 from tests.strategy.test_pauses import Deep, Six
 
@@ -200,3 +202,97 @@ class CountedDeep(Deep):
 def test_python_runs_once_where_graphs_pause(two_ranks: RankPool, does: str, mode: str) -> None:
     for found, counts in two_ranks.run(_paused, does):
         assert (found, counts) == (mode, list(range(8)))
+
+
+# ---------------------------------------------------------------------- by hand
+class ByHand(Seen):
+    """Its optimizer's step is followed as the rest of the step is."""
+
+    def act(self, batch: Any, batch_idx: int, optimizer: Any) -> Any:
+        self.update(batch, optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return Lion(self.net.parameters(), lr=1e-3)
+
+
+class SlowByHand(ByHand):
+    def configure_optimizers(self) -> Any:
+        return Slow(self.net.parameters(), lr=0.1, momentum=0.9)
+
+
+class SharpByHand(ByHand):
+    def act(self, batch: Any, batch_idx: int, optimizer: Any) -> Any:
+        def closure() -> Any:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return Sharp(self.net.parameters())
+
+
+@pytest.mark.parametrize("make", [ByHand, SlowByHand, SharpByHand])
+def test_by_hand_it_is_followed(make: Any) -> None:
+    theirs, ours = (by_hand.fit(make, strategy, batches=12) for strategy in ("auto", "spmd"))
+    by_hand.assert_bitwise(by_hand.state_of(*ours), by_hand.state_of(*theirs))
+    assert (ours[1].strategy.mode, ours[0].runs) == ("compiled", theirs[0].runs)
+    assert 0 < ours[1].strategy.captures <= 3
+
+
+@pytest.mark.parametrize(("make", "plan"), [(SlowByHand, "replicate"), (ByHand, "zero2")])
+def test_by_hand_on_two_ranks(two_ranks: RankPool, make: Any, plan: str) -> None:
+    wanted = by_hand.state_of(*by_hand.fit(make, "auto", precision="64-true"))
+    for state, mode, captures in two_ranks.run(by_hand.fit_on_ranks, make, {"data_parallel": plan}, 2):
+        assert (mode, captures > 0) == ("compiled", True)
+        by_hand.assert_close(state["weights"], wanted["weights"])
+        by_hand.assert_close(state["optimizers"], wanted["optimizers"])
+
+
+# ---------------------------------------------------------------------- in parts
+class Scaled(torch.optim.Optimizer):
+    """A rate that is an attribute, which somebody changes between steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.scale = [1.0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad * self.scale[0], alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+class Rescaled(Quiet):
+    def configure_optimizers(self) -> Any:
+        return Scaled(self.parameters())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.trainer.optimizers[0]
+        optimizer.scale[0] = 1.0 if self.global_step < 9 else 0.5
+
+
+def _in_parts(make: Any, devices: int) -> Result:
+    strategy: Any = {"data_parallel": "zero2"} if devices > 1 else "auto"
+    return run(make, strategy, devices, data=lambda: InOrder(rows(), ROWS), max_epochs=2)
+
+
+def test_an_attribute_of_an_optimizer_in_parts_is_seen(two_ranks: RankPool) -> None:
+    theirs = _in_parts(Rescaled, 1)
+    for ours in two_ranks.run(_in_parts, Rescaled, 2):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
+        assert ours.mode == "compiled"
+
+
+class Counted(Quiet):
+    def configure_optimizers(self) -> Any:
+        return Slow(self.parameters(), lr=0.1)
+
+
+def test_an_optimizer_in_parts_that_counts_by_itself_is_an_error(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"Slow.step \(.*\) changes count of its optimizer"):
+        two_ranks.run(_in_parts, Counted, 2)

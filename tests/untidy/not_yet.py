@@ -10,17 +10,9 @@ NOT_YET: dict[str, str] = {
 
 CAPTURED = frozenset(
     [
-        "MaskedColumns",
-        "Masked",
-        "MaskedWrite",
-        "Experts",
-        "UniqueLabels",
         "MomentumQueue",
         "DataAssigned",
-        "Prototypes",
-        "Checkpointed",
         "PerSample",
-        "SavedTensorsPacked",
         "MetricWeighs",
     ]
 )
@@ -28,8 +20,8 @@ CAPTURED = frozenset(
 
 PARTLY_EAGER = frozenset(
     [
+        "MaskedColumns",
         "HardestRows",
-        "ReentrantCheckpoint",
         "SortedTensors",
         "SeveralReads",
         "SavedTensors",
@@ -49,9 +41,6 @@ PARTLY_EAGER = frozenset(
 _CAPTURED = "eager: DDP, rows of a rank"
 NOT_YET_ON_RANKS: dict[str, str] = {
     **NOT_YET,
-    "MaskedWrite": _CAPTURED,
-    "UniqueLabels": _CAPTURED,
-    "Prototypes": _CAPTURED,
     "MetricWeighs": _CAPTURED,
     "MetricCollections": "a collection that is made in the step is given the rows of all ranks, on each of them",
     "MomentumQueue": "raises: eager, rows of a rank",

@@ -51,13 +51,27 @@ class DataSizes:
     """Gives such operators sizes.
 
     Args:
-        recorder: records in their place.
+        call: makes or records an operator.
+        name_of: gives what is the same of a tensor whenever it is met; None of one that is not known again.
+        numbers: gives the whole numbers in some tensors, all of which are asked for at once.
+        writes: whether what is written where a mask chooses, and is trained, is such an operator: its gradient is.
+
+    Attributes:
+        slot: how often the operators so far had to know a size, or would have had they been the first to ask.
     """
 
-    def __init__(self, recorder: CallRecorder) -> None:
-        self._recorder = recorder
-        self._found: dict[tuple[fx.Node, int], Tensor] = {}
-        self._lengths: dict[tuple[tuple[fx.Node, int] | None, ...], tuple[list[int], list[int]]] = {}
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        name_of: Callable[[Tensor], Any],
+        numbers: Callable[..., list[int]],
+        *,
+        writes: bool = False,
+    ) -> None:
+        self._call, self._name_of, self.numbers, self._writes = call, name_of, numbers, writes
+        self.slot = 0
+        self._found: dict[Any, Tensor] = {}
+        self._lengths: dict[Any, tuple[list[int], list[int]]] = {}
         self._forms: dict[Any, Callable[..., Any]] = {
             aten.nonzero.default: self._positions,
             aten.masked_select.default: self._masked_select,
@@ -72,6 +86,19 @@ class DataSizes:
             **{func: self._scatter_of(func) for func in _SCATTERS},
         }
 
+    @classmethod
+    def recorded(cls, recorder: CallRecorder) -> DataSizes:
+        """Sizes are numbers that a recorder decides by."""
+
+        def numbers(*tensors: Tensor) -> list[int]:
+            scalars = [scalar_of(call(aten.item.default, tensor)) for tensor in tensors]
+            return [int(recorder.decide(s)) for s in scalars if s is not None]
+
+        def call(func: Any, *args: Any, **kwargs: Any) -> Any:
+            return recorder.__torch_dispatch__(func, (), args, kwargs)
+
+        return cls(call, recorder.node_of, numbers)
+
     def form_of(self, func: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
         """What records a call in a form with sizes; None: as it is."""
         form = self._forms.get(func)
@@ -85,26 +112,21 @@ class DataSizes:
             return None
         if func is _CTC_BACKWARD.Tensor and self._keys(args[3:5]) not in self._lengths:
             return None
-        if func in COMPARISONS and not is_comparable(func, *args[:2]):
+        if func in COMPARISONS and (self._writes or not is_comparable(func, *args[:2])):
             return None
-        if func in _SCATTERS and not any(map(self._is_known, args[1])):
+        if func in _SCATTERS and not any(map(self._is_known, args[1])) and not self._is_asked_behind(*args):
             return None  # its result is as large as what it writes into
         return lambda: form(*args, **kwargs)
 
-    def _call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._recorder.__torch_dispatch__(func, (), args, kwargs)
-
-    def _numbers(self, *tensors: Tensor) -> list[int]:
-        """The integers in some tensors, all of which are asked for at once."""
-        scalars = [scalar_of(self._call(aten.item.default, tensor)) for tensor in tensors]
-        return [int(self._recorder.decide(s)) for s in scalars if s is not None]
+    def _is_asked_behind(self, _: Tensor, indices: Sequence[Tensor | None], values: Tensor, *__: Any) -> bool:
+        """Whether the gradient of a write will be as large as the data say."""
+        return self._writes and values.requires_grad and any(map(_is_mask, indices))
 
     def _number(self, tensor: Tensor) -> int:
-        return self._numbers(tensor)[0]
+        return self.numbers(tensor)[0]
 
     def _holds(self, truth: Tensor) -> bool:
-        scalar = scalar_of(self._call(aten.item.default, truth))
-        return scalar is not None and bool(self._recorder.decide(scalar))
+        return self.numbers(truth) == [True]
 
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         same = same_elements(self._call, one, other)
@@ -113,14 +135,15 @@ class DataSizes:
     def _allclose(self, one: Tensor, other: Tensor, *tolerances: Any, **named: Any) -> bool:
         return self._holds(close_elements(self._call, one, other, *tolerances, **named))
 
-    def _key(self, mask: Tensor) -> tuple[fx.Node, int] | None:
-        node = self._recorder.node_of(mask)
-        return None if node is None or mask.is_inference() else (node, mask._version)  # noqa: SLF001 - documented in torch's notes
+    def _key(self, mask: Tensor) -> tuple[Any, int] | None:
+        name = self._name_of(mask)
+        return None if name is None or mask.is_inference() else (name, mask._version)  # noqa: SLF001 - documented in torch's notes
 
     def _is_known(self, mask: Tensor | None) -> bool:
         return mask is not None and _is_mask(mask) and self._key(mask) in self._found
 
     def _positions(self, mask: Tensor) -> Tensor:
+        self.slot += 1
         key = self._key(mask)
         if key is not None and key in self._found:
             return self._call(aten.clone.default, self._found[key])  # eager's results share no memory
@@ -137,6 +160,8 @@ class DataSizes:
         if found is None:
             made = self._positions(mask)
             found = self._found[key] if key is not None else made
+        else:
+            self.slot += 1
         for dim in range(mask.dim()):
             yield self._call(aten.select.int, found, 1, dim)
 
@@ -165,6 +190,7 @@ class DataSizes:
         return self._index(source, [mask])
 
     def _repeat_interleave(self, repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+        self.slot += 1
         size = self._number(self._call(aten.sum.default, repeats)) if output_size is None else output_size
         return self._call(aten.repeat_interleave.Tensor, repeats, output_size=size)
 
@@ -197,7 +223,8 @@ class DataSizes:
         entries = [
             [call(aten.select.int, each, 0, i) for i in range(each.shape[0])] for each in (lengths, target_lengths)
         ]
-        numbers = self._numbers(*entries[0], *entries[1])
+        self.slot += 1
+        numbers = self.numbers(*entries[0], *entries[1])
         both = numbers[: len(entries[0])], numbers[len(entries[0]) :]
         self._lengths[self._keys((lengths, target_lengths))] = both
         return call(_CTC, scores, targets, *both, *rest, **more)
@@ -206,7 +233,7 @@ class DataSizes:
         both = self._lengths[self._keys(rest[:2])]  # nothing is read any more in the backward pass
         return self._call(_CTC_BACKWARD.default, gradient, scores, targets, *both, *rest[2:], **more)
 
-    def _keys(self, tensors: Sequence[Tensor]) -> tuple[tuple[fx.Node, int] | None, ...]:
+    def _keys(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, int] | None, ...]:
         return tuple(map(self._key, tensors))
 
 

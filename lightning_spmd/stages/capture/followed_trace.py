@@ -15,11 +15,12 @@ from typing_extensions import override
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, none_swallowed
 from lightning_spmd.ir.guards import Guards
-from lightning_spmd.ir.reads import HandOver
+from lightning_spmd.ir.reads import HandedCounts, HandOver
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
 from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
+from lightning_spmd.stages.capture.data_sizes import DataSizes
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, tensors_in
@@ -86,6 +87,14 @@ class _FollowedTrace(IterationTrace):
         self._batch: list[Tensor] = []
         self._outside: dict[int, Tensor] = {}
         self._reads = 0
+        self._note: Note | None = None  # that is made
+        self.recorder.data_sizes = DataSizes(
+            lambda func, *args, **kwargs: self.recorder.__torch_dispatch__(func, (), args, kwargs),
+            self._name,
+            self._count,
+            writes=True,
+        )
+        self._met: dict[int, Tensor] = {}
         self._handed: dict[tuple[int, Place], Any] = {}  # numbers that Python has once it has read
         if request.batch is not None and request.variant.own_batch:
             self.own = OwnBatch(request.batch, request.device, self.recorder.node_of, self.outputs.add)
@@ -190,12 +199,15 @@ class _FollowedTrace(IterationTrace):
         return found
 
     def _hand_over(self, note: Note) -> None:
-        """Python reads: it is handed values, and what it computed with them comes back."""
+        """Python reads: it is handed values."""
+        self._hands(note, [t.detach() for t in tensors_in(self._values.arguments(note, {}))], None)
+
+    def _hands(self, note: Note, tensors: Sequence[Tensor], counts: HandedCounts | None) -> None:
+        """Python is handed values, and what it computed with them comes back."""
         live, numbers = self.program.live, self.program.numbers_behind(note)
-        target = HandOver(self._reads, functools.partial(_numbers, live, numbers))
+        target = HandOver(self._reads, functools.partial(_numbers, live, numbers), counts)
         self._reads += 1
-        tensors = self._values.arguments(note, {})
-        sources = [self.recorder.argument(t.detach()) for t in tensors_in(tensors)]
+        sources = [self.recorder.argument(t) for t in tensors]
         graph = self.recorder.graph
         node = graph.call_function(target, tuple(sources))
         node.meta.update(val=tuple(live.numbers[key] for key in numbers), info=self.recorder.info())
@@ -203,6 +215,21 @@ class _FollowedTrace(IterationTrace):
             number = graph.call_function(operator.getitem, (node, index))
             number.meta.update(val=live.numbers[key], info=node.meta["info"])
             self._handed[key] = HostScalar(live.numbers[key], number, self.recorder).as_symbol()
+
+    # ------------------------------------------------------------------ results as large as the data say
+    def _name(self, tensor: Tensor) -> int:
+        self._met[id(tensor)] = tensor  # which keeps its id its own
+        return id(tensor)
+
+    def _count(self, *tensors: Tensor) -> list[int]:
+        """Python is told how large the results of the call are."""
+        note, program = self._note, self.program
+        if note is None or program.counts is None or len(tensors) != len(note.counts):
+            raise CaptureError("what is as large as the data say is made where nobody can be told how large it is")
+        live, place = program.live, note.counts
+        told = lambda: live.counts[place.start : place.stop]  # noqa: E731
+        self._hands(note, tensors, HandedCounts(program.counts, place.start, len(place), told, note.source))
+        return list((live.counts if program.at is None else program.at)[place.start : place.stop])
 
     # ------------------------------------------------------------------ the forward part
     @override
@@ -264,7 +291,9 @@ class _FollowedTrace(IterationTrace):
                 self.recorder.module_path[-1] = note.module
                 if note.reads:
                     self._hand_over(note)
+                self._note, self.recorder.data_sizes.slot = note, 0
                 self._values.run(note, self._numbers_of(note))
+                self._note = None
             self._tell(note.depth + 1)
 
     @override
@@ -277,6 +306,14 @@ class _FollowedTrace(IterationTrace):
             self._make(self._behind)
         self._tell(None)
         return found
+
+    @override
+    def with_added(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        for of, added in self.program.added:
+            if self._values.of(of) is parameter:
+                now = self._values.of(added)
+                return now if gradient is None else now + gradient
+        return gradient
 
     @override
     def asked_beside(self, loss: Tensor, trained: list[Tensor]) -> list[Tensor] | None:

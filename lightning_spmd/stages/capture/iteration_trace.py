@@ -124,7 +124,8 @@ class IterationTrace:
         taken = self.inputs.storages()
         gradients: dict[str, Tensor] = {}
         with torch.no_grad():
-            for (name, parameter), gradient in zip(trained, found, strict=True):
+            for (name, parameter), of_loss in zip(trained, found, strict=True):
+                gradient = self.with_added(parameter, of_loss)
                 if gradient is not None:
                     owned = in_memory_order_of(parameter, gradient)
                     if private.storage_of(owned) in taken:  # two parameters, one gradient tensor: clipping writes twice
@@ -134,6 +135,10 @@ class IterationTrace:
                 elif self.own is not None and name in self.request.needed:
                     gradients[name] = self.own.no_gradient(name, parameter)
         return gradients
+
+    def with_added(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of a parameter with what backward passes within that of the loss have added."""
+        return gradient
 
     def asked_beside(self, loss: Tensor, trained: list[Tensor]) -> list[Tensor] | None:
         """Other tensors whose gradients are asked for, so that all runs that ``loss.backward()`` would.

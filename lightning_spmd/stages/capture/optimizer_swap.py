@@ -22,6 +22,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.messages import place_of
 from lightning_spmd.stages.capture.host_scalar import scalar_of
 from lightning_spmd.stages.capture.inputs import InputTable
 
@@ -57,12 +58,19 @@ class OptimizerSwap:
             for parameter in group["params"]:
                 if parameter in self._live_state:
                     self.state[self._fake(parameter)] = self._state(parameter)
+        before = own_values(self.optimizer)
         try:
             self.optimizer.param_groups, self.optimizer.state = self.groups, self.state
             with private.optimizers_accept_fake_tensors():
                 yield
         finally:
             self.optimizer.param_groups, self.optimizer.state = self._live_groups, self._live_state
+        if changed := sorted({name for name, _ in own_values(self.optimizer) ^ before}):
+            kind = type(self.optimizer)
+            raise CaptureError(
+                f"{kind.__name__}.step{place_of(kind.step)} changes {changed[0]} of its optimizer, and a graph of it "
+                "does not: keep it in `state` or in a group"
+            )
 
     def _fake(self, parameter: Tensor) -> Tensor:
         name = self.names[id(parameter)]
@@ -145,6 +153,9 @@ class OptimizerSwap:
 
         structure = _Structure(optimizer)
         guards = [ValueGuard("the structure of optimizer.param_groups", structure, structure())]
+        if not is_torchs_own(optimizer):
+            own = lambda: own_values(optimizer)  # noqa: E731
+            guards.append(ValueGuard(f"an attribute of the {type(optimizer).__name__}", own, own()))
         return [*guards, ValueGuard("the entries of optimizer.state", states, states())] if stepped else guards
 
 
@@ -230,6 +241,34 @@ def is_torchs_own(optimizer: Any) -> bool:
         name in _ABOUT_CLASSES or not hasattr(torchs, name) or _innermost(value) is _innermost(getattr(torchs, name))
         for name, value in own.items()
     )
+
+
+_OF_ALL = {"param_groups", "state", "step", "_opt_called"}
+
+
+def own_values(optimizer: Any) -> frozenset[tuple[str, Any]]:
+    """What an optimizer that is none of torch's has beside groups and state: plain values, and which objects.
+
+    By where they are; a step that is captured once finds them as they were then.
+    """
+    if is_torchs_own(optimizer):
+        return frozenset()
+    found: set[tuple[str, Any]] = set()
+
+    def look(place: str, value: Any, depth: int) -> None:
+        if isinstance(value, (dict, list, tuple)) and depth < _DEEPEST:
+            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                look(f"{place}[{key!r}]", part, depth + 1)
+        else:
+            found.add((place, repr(value) if isinstance(value, (int, float, complex, str, bytes)) else id(value)))
+
+    for name, value in vars(optimizer).items():
+        if name not in _OF_ALL and not name.startswith("_optimizer_"):
+            look(name, value, 0)
+    return frozenset(found)
+
+
+_DEEPEST = 4
 
 
 class OptimizerSwaps:

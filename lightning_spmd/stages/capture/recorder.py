@@ -65,7 +65,7 @@ class Recorder(private.TorchDispatchMode):
         self.known = KnownValues()
         self._exposed: list[HostScalar] = []
         self.functions = FunctionCalls(self.number, by_dimensions=split)
-        self.data_sizes = DataSizes(self)
+        self.data_sizes = DataSizes.recorded(self)
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
         self.failing = ""

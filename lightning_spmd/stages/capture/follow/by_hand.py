@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,17 @@ class ByHand:
     Args:
         optimizers: the live ones.
         in_parts: their state is in parts on the ranks: a step is one call, whatever class it is of.
+        part_of: gives the part of a whole gradient that this rank has, as it has of a tensor.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], *, in_parts: bool = False) -> None:
-        self.optimizers = tuple(optimizers)
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        in_parts: bool = False,
+        part_of: Callable[[Tensor, Any], Tensor] = lambda _, gradient: gradient,
+    ) -> None:
+        self.optimizers, self.part_of = tuple(optimizers), part_of
         self.step: HandStep | None = None
         self.backward = BackwardCall("backward", self._world)
         self.is_known = [in_parts or is_torchs_own(optimizer) for optimizer in self.optimizers]
@@ -88,7 +95,7 @@ class HandStep:
         self._trained: dict[int, tuple[Tensor, bool]] = {}  # as they were when the step met them
         self._states = [_Watched(optimizer, self._looked) for optimizer in common.optimizers]
         self._stepped: set[int] = set()
-        self._has_looked = False
+        self._has_looked = self._is_zeroed = False
 
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
@@ -161,7 +168,23 @@ class HandStep:
     def gradient(self, tensor: Tensor) -> Tensor | None:
         """``tensor.grad`` as the step has it now; where no mode is active."""
         known = self._gradients.get(id(tensor)) or self.step.functions.retained.get(id(tensor))
+        if known is None and self._is_zeroed and isinstance(tensor, nn.Parameter):
+            return None
         return tensor.grad if known is None else known[1]
+
+    def zero(self) -> None:
+        """Lightning zeroes gradients before the backward pass of the loss."""
+        self._is_zeroed = True
+        self._gradients = {k: v for k, v in self._gradients.items() if not isinstance(v[0], nn.Parameter)}
+
+    def added(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients that backward passes within that of the loss gave to parameters."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for tensor, gradient in self._gradients.values():
+            if isinstance(tensor, nn.Parameter) and gradient is not None:
+                found.append((tensor, gradient))
+        self._gradients = {k: v for k, v in self._gradients.items() if not isinstance(v[0], nn.Parameter)}
+        return found if self._is_zeroed else []
 
     def _set_gradient(self, func: Any, args: Any) -> Any:
         tensor, value = args[0], args[1] if len(args) > 1 else None
@@ -356,12 +379,20 @@ class HandStep:
                 del self._gradients[key]
         return found
 
+    def exchange(self, new: Mapping[int, Tensor]) -> None:
+        """Tensors are others now, by ``id``."""
+        known, self._gradients = self._gradients.values(), {}
+        for tensor, gradient in known:
+            now = new.get(id(tensor), tensor)
+            self._gradients[id(now)] = now, gradient
+
     def settle(self) -> None:
         """What ``.grad`` was in the step it is now for all."""
         settled, self._gradients = self._gradients, {}
         with private.no_torch_functions():
             for tensor, gradient in settled.values():
-                tensor.grad = gradient
+                whole = isinstance(tensor, DTensor) and gradient is not None and not isinstance(gradient, DTensor)
+                tensor.grad = self._common.part_of(tensor, gradient) if whole else gradient
 
 
 class _Watched(MutableMapping[Any, Any]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.follow.fitting import keeps_shapes
 from lightning_spmd.stages.capture.own_backward import leaves_of
 
 OVER = -1
@@ -29,19 +30,25 @@ class Engine:
 
     Args:
         around: entered on its thread.
+        is_fake: nothing is drawn.
 
     Attributes:
+        states: those of torch's generators, by ``id`` of what stands for them, and that.
         inline: runs the Python of a place at once, where no call of the engine waits for it.
         of_loss: made in place of the backward pass of the loss that training_step returned.
         scaled: gives what the backward pass of a loss begins with.
+        parameters: gives those whose gradients are zeroed before that.
         gradients: of a loss that training_step returned, with the tensors whose they are, if they have been computed.
         handles: of the hooks that were put on tensors, by place.
     """
 
-    def __init__(self, around: Callable[[], Any] = contextlib.nullcontext) -> None:
+    def __init__(self, around: Callable[[], Any] = contextlib.nullcontext, *, is_fake: bool = False) -> None:
+        self.is_fake = is_fake
+        self.states: dict[int, tuple[Tensor, Any]] = {}
         self.inline: Callable[[int, tuple[Any, ...]], tuple[Any, ...]] | None = None
         self.of_loss: Callable[[], None] | None = None
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+        self.parameters: Callable[[], Iterable[Tensor]] = tuple
         self.gradients: list[tuple[Tensor, Tensor]] | None = None
         self.handles: dict[int, Any] = {}
         self._around = around
@@ -72,6 +79,11 @@ class Engine:
         if self.inline is None:
             raise RuntimeError("a backward pass runs Python of the user's where none is followed")
         return self.inline(place, tuple(gradients))
+
+    def becomes(self, made: Tensor, other: Tensor) -> None:
+        """What stood for states of generators is another tensor from here on."""
+        if (known := self.states.get(id(made))) is not None:
+            self.states[id(other)] = other, known[1]
 
     def close(self) -> None:
         """Nobody goes on."""
@@ -192,6 +204,8 @@ class OfLoss(EngineCall):
         loss, divisor = args
         loss = values.engine.scaled(loss if divisor == 1 else loss / divisor)
         leaves = leaves_of([loss])
+        for parameter in values.engine.parameters():
+            parameter.grad = None
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
         pairs = zip(leaves, found, strict=True)
         values.engine.gradients = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
@@ -234,6 +248,54 @@ def is_joined(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) and type(node).__name__ == "_JoinedBackward"
 
 
+class Saving(EngineCall):
+    """A call under the user's hooks on what autograd saves for it; gives that, too, and asks for it where it is used.
+
+    Args:
+        function: what is called.
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(f"{getattr(function, '__name__', function)}")
+        self.function = function
+        self.keeps_shapes = keeps_shapes(function)
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        place, *rest = args
+        saved: list[Tensor] = []
+        arrived = values.engine.arrived
+
+        def pack(tensor: Tensor) -> int:
+            saved.append(tensor)
+            return place + len(saved) - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda at: arrived(at, ())[0]):
+            out = values.call(self.function, rest, kwargs)
+        return out, saved
+
+
+class RandomState(EngineCall):
+    """The state of torch's generators, as something that only stands for it."""
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        token = torch.empty(0)
+        states = None if values.engine.is_fake else private.generator_states()
+        values.engine.states[id(token)] = token, states
+        return token
+
+
+class SetRandomState(EngineCall):
+    """It is set."""
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        _, states = values.engine.states[id(args[0])]
+        if states is not None:
+            private.set_generator_states(states)
+
+
 class Hook(EngineCall):
     """A hook on a tensor."""
 
@@ -252,6 +314,6 @@ class Unhook(EngineCall):
         values.engine.handles.pop(args[0]).remove()
 
 
-GO_ON, OF_LOSS, JOIN, HOOK, UNHOOK = (
-    GoOn("backward"), OfLoss("backward"), Join("apply"), Hook("register_hook"), Unhook("remove"),
-)  # fmt: skip
+GO_ON, OF_LOSS = GoOn("backward"), OfLoss("backward")
+JOIN, HOOK, UNHOOK = Join("apply"), Hook("register_hook"), Unhook("remove")
+STATE, SET_STATE = RandomState("get_rng_state"), SetRandomState("set_rng_state")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,14 +17,26 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.counted import CountFits, samples_of
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.generator_state import READ_STATE, SEED, WRITE_STATE
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
+from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.fake_calls import FakeCalls
 from lightning_spmd.stages.capture.follow import placeholders
-from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall
+from lightning_spmd.stages.capture.follow.counts import (
+    CountsWanted,
+    FormsOnFakes,
+    Told,
+    compiled_specs,
+    counted,
+    counts_in,
+    sized,
+    specs_for,
+)
+from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall, Saving
 from lightning_spmd.stages.capture.follow.fitting import compiled, keeps_shapes, never, numbers_that_differ
 from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.notes import (
@@ -45,8 +57,9 @@ from lightning_spmd.stages.capture.follow.notes import (
 )
 from lightning_spmd.stages.capture.follow.packed import PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
+from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.sizes import OpenTree, moved
-from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
+from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of, surroundings
 from lightning_spmd.stages.capture.follow.worlds import World
 from lightning_spmd.stages.capture.inputs import twin_of
 from lightning_spmd.stages.capture.user_code import user_location
@@ -135,6 +148,18 @@ class HandStep(Protocol):
         """What ``.grad`` was in the step it is now for all."""
         ...
 
+    def exchange(self, new: Mapping[int, Tensor]) -> None:
+        """Tensors are others now, by ``id``."""
+        ...
+
+    def zero(self) -> None:
+        """Lightning zeroes gradients before the backward pass of the loss."""
+        ...
+
+    def added(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients that backward passes within that of the loss gave to parameters."""
+        ...
+
 
 class Follower:
     """What is known of the steps of one method of a module.
@@ -152,6 +177,7 @@ class Follower:
         self.names, self.is_named = names, is_named
         self.kinds: dict[Any, str] = {}
         self.begins: dict[Any, Begin] = {}
+        self.saving: dict[Any, Saving] = {}
         self.recorded = 0
         """Calls that were recorded, of all steps."""
 
@@ -197,6 +223,14 @@ class Follower:
             if len(key) == len(self.given) and _kind_of_batch(places, key) == mine
         ]
 
+    def forget_objects(self) -> None:
+        """The next steps have other tensors: what compares with those of the last step is compiled anew."""
+        notes = [*self._roots.values(), *(tree.root for tree in self._trees.values())]
+        while notes:
+            note = notes.pop()
+            note.fits, note.new = None, None
+            notes += note.children
+
 
 def _kind_of_batch(places: Sequence[Dimension], tensors: Sequence[Any]) -> Any:
     """What tensors are, each told as shape, strides and the rest, but for sizes at some places."""
@@ -230,7 +264,7 @@ class _Recording:
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
         self.below = _FakeBelow(self.mode)
         self.outside: dict[Source, Tensor] = {}
-        self.values = Values(self._fake, Engine(self.active))
+        self.values = Values(self._fake, Engine(self.active, is_fake=True))
         if step.by_hand is not None:
             self.values.world = step.by_hand.on_fakes(lambda: self.values.made.values())
 
@@ -265,11 +299,13 @@ class _FakeBelow(private.TorchDispatchMode):
         super().__init__()
         self._calls = FakeCalls(mode)
         self.count = self.draws = 0
+        self.sized = FormsOnFakes(lambda func, *args, **kwargs: self._calls.make(func, args, kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
-        return self._calls.make(func, args, kwargs or {})
+        form = self.sized.forms.form_of(func, args, kwargs or {})
+        return self._calls.make(func, args, kwargs or {}) if form is None else form()
 
 
 class _Below(private.TorchDispatchMode):
@@ -308,14 +344,18 @@ class Step(TorchFunctionMode):
         notes: the path so far.
         outside: tensors that the step did not make, in the order in which it met them.
         numbers: of the calls, those that differ from step to step, by depth and place.
+        counts: of results that are as large as the data say, in the order in which Python was told.
         reason: why the step went on eagerly, with ``file:line``; None if it did not.
         is_apart: whether calls now are none of the user's code.
         stand_ins: positions of tensors of the batch that only stand for them.
         was_told_draws: Python has read something behind random numbers.
         is_over: Python is done.
         functions: Python of the user's that runs in backward passes.
+        saved: what is around what autograd saves.
         scaled: gives what the backward pass of a loss begins with.
         draws_as_eager: graphs draw what eager training would, from torch's own generators.
+        parameters: gives those whose gradients Lightning zeroes before that.
+        added: gradients that backward passes within it gave to them, behind whose they are.
         whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
             have a part each.
         must_be_graph: there is no other way to run such steps.
@@ -329,10 +369,14 @@ class Step(TorchFunctionMode):
         follower.given[:] = given
         self.notes: list[Note] = []
         self.outside: list[Tensor] = []
+        self.counts: list[int] = []
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
         self.functions = Functions(self, follower.begins)
+        self.saved = Saved(self, self.functions, follower.saving)
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+        self.parameters: Callable[[], Iterable[Tensor]] = tuple
+        self.added: list[tuple[Source, Source]] = []
         self._live: Values | None = None
         self.draws_as_eager = True
         self.whole: Callable[[], Sequence[Tensor]] | None = None
@@ -343,7 +387,7 @@ class Step(TorchFunctionMode):
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
         self.on_given: Callable[[int], None] = lambda _: None
-        self.on_read: Callable[[], Sequence[Tensor] | None] = lambda: None
+        self.on_read: Callable[[], Sequence[Any] | None] = lambda: None
         self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
         self.by_hand: HandStep | None = None
         self.tree = follower.tree(vary)
@@ -362,13 +406,14 @@ class Step(TorchFunctionMode):
         self._random: Any = None  # the state of torch's generator, as the step knows it
         self._seed = 0
         self._draws = False
+        self._just_told: Sequence[int] | None = None
 
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Calls inside are followed."""
         with (
-            self.follower.unseen.replaced(self._apply, self._instead),
+            self.follower.unseen.replaced(self._apply, self._instead, self.saved),
             PackedSequences(self).replaced(),
             self._below,
             self,
@@ -389,6 +434,8 @@ class Step(TorchFunctionMode):
     def _apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
         if self.is_apart or self.is_eager:
             return private.applied(kind, args, kwargs)
+        if kind is private.ReentrantCheckpoint:
+            return self.saved.reentrant(*args)
         return self.functions.apply(kind, args, kwargs)
 
     def _instead(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -538,7 +585,7 @@ class Step(TorchFunctionMode):
             for note in reversed(self._here.children):
                 if note.func is not func or note.fits is None or not (note.at is self._at or moved(note, self._at)):
                     continue
-                if note.fits(args, kwargs):
+                if note.fits(args, kwargs) and self._pinned(note):
                     around = note.around
                     if (
                         around.grad is torch.is_grad_enabled()
@@ -619,10 +666,14 @@ class Step(TorchFunctionMode):
             if kwargs.get("generator") is not torch.default_generator:
                 return self._with_generator(func, args, kwargs)
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        if self.saved.hooks and not isinstance(func, EngineCall) and torch.is_grad_enabled():
+            return self.saved.call(func, args, kwargs)
         around = around_now()
         known = len(self.outside)
         for note in reversed(self._here.children):
-            if note.func != func or note.around != around or not (note.at is self._at or moved(note, self._at)):
+            if note.func != func or note.around != around or note.reads or not self._pinned(note):
+                continue
+            if not (note.at is self._at or moved(note, self._at)):
                 continue
             found = numbers_that_differ(note, args, kwargs, self)
             if found is not None and (not found or self._is_as_large(note, args, kwargs)):
@@ -711,6 +762,7 @@ class Step(TorchFunctionMode):
         try:
             with self.beside():
                 for note in self.notes[recording.values.done :]:
+                    recording.below.sized.begin(_told(note, self.counts))
                     with recording.active():
                         recording.values.run(note, self._numbers_of(note))
         except Exception as error:
@@ -776,9 +828,19 @@ class Step(TorchFunctionMode):
             recording.below.count,
             func in self.follower.kinds or isinstance(func, EngineCall),
         )
+        told: Told = {}
         try:
-            with self.beside(), recording.active():
-                out = recording.values.call(func, *given)
+            recording.below.sized.begin(told)
+            try:
+                with self.beside(), recording.active():
+                    out = recording.values.call(func, *given)
+            except CountsWanted:
+                told = self._counts_first(note, args, kwargs)
+                recording.below.sized.begin(told)
+                with self.beside(), recording.active():
+                    out = recording.values.call(func, *given)
+        except CannotBeFollowed:
+            raise
         except private.DataDependentOutputException:
             if not known_kind:
                 raise
@@ -794,13 +856,19 @@ class Step(TorchFunctionMode):
         ):
             raise CannotBeFollowed(f"{note.name} makes a tensor of another kind")
         of_engine = isinstance(func, EngineCall)
-        if not (of_engine or tensors_in(out) or out is None or recording.below.count == count):  # Python reads numbers
+        is_empty = out is None or (type(out) is tuple and not out)
+        if not (of_engine or tensors_in(out) or is_empty or recording.below.count == count):  # Python reads numbers
             raise private.DataDependentOutputException(func)
         if not known_kind:
             is_question = not tensors_in(out) and recording.below.count == count
             self.follower.kinds[func] = "history" if is_question else "call"
             if is_question:
                 return None
+        if asked := recording.below.sized.asked:
+            if len(asked) > 1:
+                raise CannotBeFollowed(f"{note.name} makes several things that are as large as the data say")
+            note.slot, number = asked[0]
+            note.counts = range(len(self.counts), len(self.counts) + number)
         recording.values.keep(note.depth, out, given)
         note.draws = recording.below.draws != draws
         note.fakes = new_tensors(out, given)
@@ -812,6 +880,8 @@ class Step(TorchFunctionMode):
         note.marked(self._here)
         self._here.children.append(note)
         self.follower.recorded += 1
+        if note.counts:
+            self._just_told = told[note.slot]
         return note
 
     def _complete(self, note: Note, known: int) -> None:
@@ -828,6 +898,160 @@ class Step(TorchFunctionMode):
             if type(source) is Given:
                 self.on_given(source.position)
 
+    # ------------------------------------------------------------------ results as large as the data say
+    def _pinned(self, note: Note) -> bool:
+        """Whether a call is for the counts of this step."""
+        return not note.pins or all(self.counts[i] == count for i, count in note.pins.items())
+
+    def _counts_first(self, note: Note, args: Any, kwargs: Any) -> Told:
+        """The numbers that a call asks for which is not in the notes yet."""
+        if isinstance(note.func, EngineCall):
+            raise CannotBeFollowed("something as large as the data say is made in a backward pass")
+        before = self._here
+        note.marked(before)
+        self.notes.append(note)
+        self._held.append((args, kwargs))
+        self._here = note
+        try:
+            with self.beside():
+                given = self.on_read()
+        finally:
+            self.notes.pop()
+            self._held.pop()
+            self._here = before
+        return self._counted(note, args, kwargs, given)
+
+    def _counted(self, note: Note, args: Any, kwargs: Any, given: Sequence[Any] | None) -> Told:
+        """The numbers that a call behind the path so far asks for; ``given`` as ``on_read`` gives it."""
+        self.was_told_draws = self.was_told_draws or any(n.draws for n in self.notes)
+        args, kwargs = self._with_values((args, kwargs), given, writable=True)
+        with self.beside(), surroundings(note.around):
+            return counted(note.func, args, kwargs)
+
+    def _count(self, note: Note, args: Any, kwargs: Any) -> None:
+        """Python is told how large the results of a known call are, which is the last one of the path now."""
+        told, self._just_told = self._just_told, None
+        if told is None:
+            with self.beside():
+                given = self.on_read()
+            if given is not None and all(type(v) is int for v in given):
+                told = given
+            else:
+                self.notes.pop()
+                try:
+                    told = self._counted(note, args, kwargs, given).get(note.slot, ())
+                finally:
+                    self.notes.append(note)
+        if len(told) != len(note.counts):
+            raise CannotBeFollowed(f"{note.name} makes other things than before")
+        self.counts += told
+
+    @property
+    def _fewest(self) -> int:
+        """The least of the counts that may be others."""
+        pins = self.pins
+        return min((count for i, count in enumerate(self.counts) if i not in pins), default=1 << 62)
+
+    def _resize(self, note: Note) -> None:
+        """The results of a known call have the sizes of this step."""
+        if note.apart is not None:
+            raise CannotBeFollowed(note.apart)
+        if note.least and self._fewest < note.least:
+            raise CannotBeFollowed(f"{note.name} treats {self._fewest} rows or elements in another way")
+        if note.sizes is None:
+            return
+        for index, (shape, _) in enumerate(note.sizes(self.counts)):
+            if note.moulds[index].shape != shape:
+                note.moulds[index] = sized(note.moulds[index], shape)
+                if index < len(note.handed):
+                    note.handed[index] = note.moulds[index].detach()
+
+    def _find_sizes(self) -> None:
+        """Formulas for the sizes of all results, from the counts that they depend on.
+
+        A call that has no form for other counts (it makes a tensor for each of so many rows) is one for these alone.
+        """
+        begin = first((depth for depth, note in enumerate(self.notes) if note.least is None), "new call")
+        while begin < len(self.notes):
+            number, samples = len(self.counts), self.samples
+            rows = [self._specs_with(sample) for sample in samples]
+            few = [self._specs_with(self._with_pins([count] * number)) for count in (0, 1)]
+            fits = CountFits(Counts(number), samples)
+            for depth, note in enumerate(self.notes[begin:], begin):
+                reason = self._find_sizes_of(note, rows, few, fits)
+                if reason is not None:
+                    operands = [self.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
+                    counts = set[int]().union(*(operand.needs for operand in operands)) - self.pins.keys()
+                    if not counts:
+                        for later in self.notes[depth:]:
+                            later.apart, later.least = reason, 0
+                        return
+                    note.pins = {i: self.counts[i] for i in sorted(counts)}
+                    begin = depth
+                    break
+            else:
+                return
+
+    def _find_sizes_of(self, note: Note, rows: Sequence[Any], few: Sequence[Any], fits: CountFits) -> str | None:
+        """The sizes of what one call gives; why there are none.
+
+        Args:
+            note: the call.
+            rows: what the calls of the path make for each sample, and why not all do.
+            few: the same for no and for one element.
+            fits: finds formulas of samples.
+        """
+        depth = note.depth
+        if failed := next((reason for found, reason in rows if depth >= len(found)), None):
+            return failed
+        try:
+            found = specs_for(note, [specs[depth] for specs, _ in rows], fits)
+        except Apart as error:
+            return f"what {note.name} gives is as large as the data say in a way of its own ({error})"
+        if found is not None:
+            note.sizes, note.needs = compiled_specs(found), counts_in(found)
+        note.least = 0
+        for count, (specs, _) in reversed(list(enumerate(few))):
+            wanted = [spec.shape for spec in rows[0][0][depth]]
+            if note.sizes is not None:
+                wanted = [shape for shape, _ in note.sizes(self._with_pins([count] * len(self.counts)))]
+            if depth >= len(specs) or [spec.shape for spec in specs[depth]] != wanted:
+                note.least = count + 1
+                break
+        return None
+
+    @property
+    def pins(self) -> dict[int, int]:
+        """The counts for which alone the calls of the path are made."""
+        return {i: count for note in self.notes for i, count in note.pins.items()}
+
+    def _with_pins(self, counts: Sequence[int]) -> list[int]:
+        pins = self.pins
+        return [pins.get(i, count) for i, count in enumerate(counts)]
+
+    @property
+    def samples(self) -> list[tuple[int, ...]]:
+        """Counts for which graphs of the path are made."""
+        number = len(self.counts)
+        return [tuple(self._with_pins(sample)) for sample in samples_of(number, range(number))]
+
+    def _specs_with(self, counts: Sequence[int]) -> tuple[list[list[TensorSpec]], str | None]:
+        """What the calls of the path make with other counts, up to one that cannot be made, and why it cannot."""
+        recording, found = _Recording(self), list[list[TensorSpec]]()
+        try:
+            with self.beside():
+                for note in self.notes:
+                    recording.below.sized.begin(_told(note, counts))
+                    with recording.active():
+                        recording.values.run(note, self._numbers_of(note))
+                    found.append([TensorSpec.of(recording.values.made[source]) for source in note.made])
+        except Exception as error:
+            note = self.notes[len(found)]
+            return found, f"{note.name} is not made for any number of rows or elements ({_first_line(error)})"
+        finally:
+            recording.values.engine.close()
+        return found, None
+
     def _apart(self, function: Callable[[], Any]) -> Any:
         with self.beside():
             return function()
@@ -842,15 +1066,29 @@ class Step(TorchFunctionMode):
                 return self.called(note.func, args, kwargs)
             self._draws = True
         handed, sources = note.handed, self._sources
-        if not placeholders.are_free(note):
-            self._apart(lambda: placeholders.handed_out(note))
-        for placeholder, source in zip(handed, note.made, strict=True):
-            sources[id(placeholder)] = source
         if note.met and note.last_met >= len(self.outside):
             for tensor in tensors_in((args, kwargs)) if note.new is None else note.new(args, kwargs):
                 self.source_of(tensor)
         self.notes.append(note)
         self._held.append((args, kwargs))
+        if note.counts or self.counts:
+            before, self._here, known_counts = self._here, note, len(self.counts)
+            try:
+                if note.counts:
+                    self._count(note, args, kwargs)
+                self._apart(lambda: self._resize(note))
+            except CannotBeFollowed as error:
+                self.notes.pop()
+                self._held.pop()
+                del self.counts[known_counts:]
+                self._here = before
+                self.eagerly(str(error))
+                return note.func(*args, **kwargs)
+            self._here = before
+        if not placeholders.are_free(note):
+            self._apart(lambda: placeholders.handed_out(note))
+        for placeholder, source in zip(handed, note.made, strict=True):
+            sources[id(placeholder)] = source
         siblings = self._here.children
         if siblings[-1] is not note:
             siblings.remove(note)
@@ -895,6 +1133,10 @@ class Step(TorchFunctionMode):
         subject = self.fake_of(source) if type(source) is Made else None
         if of == "grad_fn" and subject is not None and (node := self.functions.node(subject)) is not None:
             return node
+        sizes = self.notes[source.depth].sizes if type(source) is Made else None
+        if type(source) is Made and sizes is not None and getattr(func, "__name__", "") in _STRIDES:
+            with self.beside():
+                subject = torch.empty_strided(*sizes(self.counts)[source.index], device="meta")
         with self.beside():
             return func(*args, **kwargs) if subject is None else func(subject, *args[1:], **kwargs)
 
@@ -1016,6 +1258,10 @@ class Step(TorchFunctionMode):
         with self.beside():
             given = self.on_read()
         self.was_told_draws = self.was_told_draws or any(note.draws for note in self.notes)
+        return self._with_values(value, given)
+
+    def _with_values(self, value: Any, given: Sequence[Any] | None, *, writable: bool = False) -> Any:
+        """A structure with the values of tensors in place of placeholders, those that ``on_read`` gave or of copies."""
         told = None if given is None else iter(given)
         values = self._values_so_far() if told is None else None
         self._look_at_generator()
@@ -1025,10 +1271,11 @@ class Step(TorchFunctionMode):
             if source is None:
                 return item
             found = (first(told, "value") if values is None else values.of(source)).detach()  # type: ignore[arg-type]
-            if values is None and found.numel() > 1:  # the graph goes on with its own
+            if writable or (values is None and found.numel() > 1):  # the graph goes on with its own
                 found = found.clone()
             trained = self._is_trained(source) if type(source) is Made else item.requires_grad
-            return found.requires_grad_() if trained else found
+            found = found.requires_grad_() if trained else found
+            return found.clone() if trained and writable else found
 
         with self.beside():
             return mapped(leaf, value)
@@ -1073,6 +1320,7 @@ class Step(TorchFunctionMode):
         self._given_becomes_real()
         values = self._live = Values(self.tensor_of)
         values.engine.inline, values.engine.scaled = self.functions.inline, self.scaled
+        values.engine.parameters = self.parameters
         if self.by_hand is not None:
             values.world = self.by_hand.live()
         with private.disable_dispatch_modes():
@@ -1086,10 +1334,12 @@ class Step(TorchFunctionMode):
             for index, real in enumerate(note.handed):
                 was = values.made[Made(note.depth, index)]
                 self.stale[id(was)] = was, real
+                values.engine.becomes(was, real)
         for note in self.notes:
             note.handed.clear()
         self._held.clear()
         values.made.clear()
+        self.saved.for_good()
         self.settle()
         self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
 
@@ -1103,8 +1353,22 @@ class Step(TorchFunctionMode):
 
     @property
     def gradients(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Of a step that ran for good, gradients of its loss, if they have been computed."""
-        return None if self._live is None else self._live.engine.gradients
+        """Of a step that ran for good, gradients of its loss, if they have been computed; asked once."""
+        found = None if self._live is None else self._live.engine.gradients
+        for parameter in () if found is None else self.parameters():
+            if parameter.grad is not None:
+                found.append((parameter, parameter.grad))  # type: ignore[union-attr]
+                parameter.grad = None
+        return found
+
+    def of_loss(self, loss: Tensor, divisor: int) -> None:
+        """Run the user's Python that runs in the backward pass of the loss."""
+        if self.by_hand is not None:
+            self.by_hand.zero()
+        self.functions.of_loss(loss, divisor)
+        if self.by_hand is not None and not self.is_eager:
+            pairs = [(self._sources.get(id(t)), self._sources.get(id(g))) for t, g in self.by_hand.added()]
+            self.added = [(of, added) for of, added in pairs if of is not None and added is not None]
 
     def settle(self) -> None:
         """What ``.grad`` is in the step it is now for all."""
@@ -1142,13 +1406,24 @@ class Step(TorchFunctionMode):
             if not open_now and self.notes and self.notes[0].for_all is None:
                 self.follower.closed(self.tree, self.notes[0])
         self._numbers = {(n.depth, p): v for n in self.notes if n.free for p, v in self._numbers_of(n).items()}
+        if self.counts and any(note.least is None and note.apart is None for note in self.notes):
+            self._find_sizes()
         for note, (args, kwargs) in zip(self.notes, self._held, strict=True):
-            if note.fits is None:
+            if note.fits is None and not note.reads:
                 note.fits, note.new = compiled(note, args, kwargs, self._sources, self.notes, self.follower.given)
 
     def source_if_known(self, tensor: Tensor) -> Source | None:
         """Where a tensor comes from that the step made, was given or met; None for others."""
         return self._sources.get(id(tensor))
+
+    @property
+    def apart(self) -> str | None:
+        """Why the path is for the counts of this step alone, or is not even for these; None if it is for all."""
+        reason = next((note.apart for note in self.notes if note.apart is not None), None)
+        least = max((note.least or 0 for note in self.notes), default=0)
+        if reason is None and self.counts and self._fewest < least:
+            return f"a call treats {self._fewest} rows or elements in another way"
+        return reason
 
     @property
     def path(self) -> int:
@@ -1202,6 +1477,11 @@ class Step(TorchFunctionMode):
         note = self.notes[source.depth]
         placeholders.fill(note.handed[source.index], value, trained=self._is_trained(source))
         note.handed[source.index] = note.moulds[source.index].detach()
+
+
+def _told(note: Note, counts: Sequence[int]) -> Told:
+    """The numbers that a call asks for, given those of its path."""
+    return {note.slot: [counts[i] for i in note.counts]} if note.counts else {}
 
 
 class Abandoned(BaseException):

@@ -38,6 +38,7 @@ class Functions:
         begins: calls of the engine by what is called, of all steps.
 
     Attributes:
+        hooks: gives those on what autograd saves.
         retained: tensors whose gradient is retained, and that, by ``id``.
     """
 
@@ -45,6 +46,8 @@ class Functions:
         self._step, self._begins = step, begins
         self._places: dict[int, Callable[..., tuple[Any, ...]]] = {}
         self._nodes: dict[int, Node] = {}
+        self._current: Any = None
+        self.hooks: Callable[[], tuple[Any, Any] | None] = lambda: None
         self._handles: dict[int, Handle] = {}  # of retained gradients
         self.retained: dict[int, tuple[Tensor, Tensor | None]] = {}
 
@@ -53,13 +56,18 @@ class Functions:
         """Whether a backward pass may run Python of the user's."""
         return bool(self._places)
 
+    @property
+    def count(self) -> int:
+        """The number of the next place."""
+        return len(self._places)
+
     def forget(self) -> None:
         """Python is done."""
         self._places.clear()
         self._nodes.clear()
         self._handles.clear()
 
-    def _placed(self, function: Callable[..., tuple[Any, ...]]) -> int:
+    def placed(self, function: Callable[..., tuple[Any, ...]]) -> int:
         """The number of a place at which this runs, the same in all steps that take the path."""
         self._places[len(self._places)] = function
         return len(self._places) - 1
@@ -80,16 +88,29 @@ class Functions:
                 kind.setup_context(context, args, found)
             else:
                 found = kind.forward(context, *args, **kwargs)
+        if (hooks := self.hooks()) is not None:
+            context.pack(*hooks)
+        return self.joined(kind.__name__, context, Applied(kind, context, args), args, found)
+
+    def joined(self, name: str, context: Any, applied: Applied, args: tuple[Any, ...], found: Any) -> Any:
+        """What a function gave with its history.
+
+        Args:
+            name: of the function.
+            context: of the call.
+            applied: its backward.
+            args: what it was given.
+            found: what it gave.
+        """
         outputs = found if isinstance(found, tuple) else (found,)
         made = tuple([o for o in outputs if isinstance(o, Tensor)])
         inputs = tuple([a for a in args if isinstance(a, Tensor)])
         if not made:
             return found
         parts = tuple([tuple(tensors_in(part)) for part in (context.dirty_tensors, context.non_differentiable)])
-        applied = _Applied(kind, context, [isinstance(a, Tensor) for a in args])
-        place = self._placed(applied)
-        self._nodes[place] = Node(kind, context, applied)
-        joined = list(self._call(JOIN, (place, context.materialize_grads, inputs, made, *parts), {}))
+        place = self.placed(applied)
+        self._nodes[place] = Node(name, context, applied)
+        joined = list(self.call(JOIN, (place, context.materialize_grads, inputs, made, *parts), {}))
         results = tuple([joined.pop(0) if isinstance(o, Tensor) else o for o in outputs])
         return results if isinstance(found, tuple) else results[0]
 
@@ -100,8 +121,8 @@ class Functions:
 
     def hook(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> Handle:
         """``tensor.register_hook``."""
-        place = self._placed(lambda gradient: (function(gradient),))
-        self._call(HOOK, (place, tensor), {})
+        place = self.placed(lambda gradient: (function(gradient),))
+        self.call(HOOK, (place, tensor), {})
         if (last := self._handles.get(id(tensor))) is not None:  # what is retained is the gradient behind all hooks
             last.remove()
             self._retain(tensor)
@@ -121,8 +142,8 @@ class Functions:
             if self._step.is_eager:
                 tensor.grad = now
 
-        place = self._placed(lambda gradient: (note(gradient),))
-        self._call(HOOK, (place, tensor), {})
+        place = self.placed(lambda gradient: (note(gradient),))
+        self.call(HOOK, (place, tensor), {})
         self._handles[id(tensor)] = Handle(self._step, place)
 
     def keep(self, tensor: Tensor, gradient: Tensor) -> None:
@@ -154,14 +175,24 @@ class Functions:
         begin = self._begins.get(function)
         if begin is None:
             begin = self._begins[function] = Begin(function)
-        place, *found = self._call(begin, args, kwargs)
-        while place != OVER:
-            with torch.set_grad_enabled(create):
-                results = self._places[place](*found)
-            place, *found = self._call(GO_ON, results, {})
-        return found[0]
+        before, self._current = self._current, object()
+        try:
+            place, *found = self.call(begin, args, kwargs)
+            while place != OVER:
+                with torch.set_grad_enabled(create):
+                    results = self._places[place](*found)
+                place, *found = self.call(GO_ON, results, {})
+            return found[0]
+        finally:
+            self._current = before
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    @property
+    def current(self) -> Any:
+        """What stands for the backward pass that runs."""
+        return private.graph_task() if self._current is None else self._current
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that is noted, or made for good."""
         return (self._step.for_good if self._step.is_eager else self._step.called)(func, args, kwargs)
 
     def inline(self, place: int, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -178,31 +209,40 @@ class Context(FunctionCtx):
         self.non_differentiable: tuple[Tensor, ...] = ()
         self.materialize_grads = True
         self.needs_input_grad: tuple[bool, ...] = ()
+        self._unpack: Callable[[Any], Any] | None = None
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         """What was saved."""
-        return tuple(self.to_save)
+        return tuple(self.to_save) if self._unpack is None else tuple(map(self._unpack, self.to_save))
+
+    def pack(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        """What was saved was so under hooks."""
+        with torch.no_grad():
+            self.to_save = tuple([None if t is None else pack(t.detach()) for t in self.to_save])
+        self._unpack = lambda packed: None if packed is None else unpack(packed)
 
     def maybe_clear_saved_tensors(self) -> None:
         """As torch has it."""
 
 
-class _Applied:
+class Applied:
     """The backward of one call of a function.
 
     Args:
         kind: the function.
         context: of the call.
-        are_tensors: of each argument whether it is one.
+        args: what it was given.
     """
 
-    def __init__(self, kind: Any, context: Context, are_tensors: list[bool]) -> None:
+    def __init__(self, kind: Any, context: Context, args: tuple[Any, ...]) -> None:
         self.before: dict[int, Callable[..., Any]] = {}
         self.after: dict[int, Callable[..., Any]] = {}
-        self._kind, self._context, self._are_tensors = kind, context, are_tensors
+        self._kind, self._context = kind, context
+        self._are_tensors = [isinstance(a, Tensor) for a in args]
 
     def __call__(self, *gradients: Any) -> tuple[Any, ...]:
+        """The gradients of the tensors that were given."""
         for hook in tuple(self.before.values()):
             found = hook(gradients)
             gradients = gradients if found is None else found
@@ -226,13 +266,13 @@ class Node:
     """``grad_fn`` of what a function of the user's gave.
 
     Args:
-        kind: the function.
+        name: of the function.
         context: of the call.
         applied: its backward.
     """
 
-    def __init__(self, kind: Any, context: Context, applied: _Applied) -> None:
-        self._name, self._context, self._applied = f"{kind.__name__}Backward", context, applied
+    def __init__(self, name: str, context: Any, applied: Applied) -> None:
+        self._name, self._context, self._applied = f"{name}Backward", context, applied
 
     def name(self) -> str:
         """As torch has it."""

@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -204,6 +204,13 @@ class Note:
         fakes_at: those of ``fakes``.
         now: numbers among its arguments that follow from sizes, as they are now.
         seen: some of the sizes of steps that called it.
+        counts: which of the path's counts are read by this call, because its results are as large.
+        slot: which of its operators asks for them (``DataSizes.slot``).
+        sizes: gives shape and strides of its results from the counts of a step, if they depend on them.
+        least: counts below this one are treated in another way; None where that is not known yet.
+        apart: why its results have no sizes for other counts than those with which it was recorded, if so.
+        needs: the counts on which the sizes of its results depend.
+        pins: counts for which alone it is this call, with others it is another one.
     """
 
     depth: int
@@ -235,6 +242,18 @@ class Note:
     fakes_at: At | None = None
     now: list[Any] = field(default_factory=list[Any])
     seen: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    counts: range = range(0)
+    slot: int = 0
+    sizes: Callable[[Sequence[int]], tuple[tuple[Any, Any], ...]] | None = None
+    least: int | None = None
+    apart: str | None = None
+    needs: frozenset[int] = frozenset()
+    pins: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def asks(self) -> bool:
+        """Whether Python waits for values here."""
+        return self.reads or len(self.counts) > 0
 
     @functools.cached_property
     def last_met(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.sizes import Counts
 from lightning_spmd.stages.capture.follow.notes import Note, Place, Source
 
 
@@ -56,11 +57,13 @@ class Live:
         outside: tensors that the step did not make, in the order in which it met them.
         numbers: of calls, by depth and place.
         logged: numbers in calls of ``self.log``, by what they are there and the number of the call.
+        counts: of results that are as large as the data say.
     """
 
     outside: Sequence[Tensor] = ()
     numbers: dict[tuple[int, Place], Any] = field(default_factory=dict[tuple[int, Place], Any])
     logged: dict[tuple[str, int], Any] = field(default_factory=dict[tuple[str, int], Any])
+    counts: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class Program:
         is_beginning: it ends where Python reads, and nothing of what it changes lasts.
         for_all_sizes: whether its integers are formulas of the sizes of batches that vary.
         why_not: why each size has a path of its own; None where that is not known.
+        counts: where runs of its graphs put the counts that they find; None of a step without any.
+        samples: counts with which graphs are made that do for all; none: a graph is made for those of this step.
+        at: the counts with which it is captured; None: with those of this step.
+        added: to parameters' gradients, by backward passes within that of the loss, behind whose they are.
     """
 
     notes: Sequence[Note]
@@ -90,10 +97,14 @@ class Program:
     is_beginning: bool = False
     for_all_sizes: bool = False
     why_not: str | None = None
+    counts: Counts | None = None
+    samples: Sequence[tuple[int, ...]] = ()
+    at: Sequence[int] | None = None
+    added: tuple[tuple[Source, Source], ...] = ()
 
     def reads(self) -> list[Note]:
         """The calls by which Python gets values."""
-        return [note for note in self.notes if note.reads]
+        return [note for note in self.notes if note.asks]
 
     def handed(self) -> frozenset[int]:
         """The ``id`` of each result that Python was handed, and may have."""
@@ -101,11 +112,11 @@ class Program:
 
     def numbers_behind(self, read: Note) -> list[tuple[int, Place]]:
         """The numbers that Python has computed when it has read, and before it reads again."""
-        later = [note.depth for note in self.notes[read.depth + 1 :] if note.reads]
+        later = [note.depth for note in self.notes[read.depth + 1 :] if note.asks]
         end = later[0] if later else len(self.notes)
-        return sorted((key for key in self.free if read.depth < key[0] < end), key=repr)
+        return sorted((key for key in self.free if read.depth < key[0] <= end), key=repr)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What must be equal for a graph to be this step's."""
-        return self.number, self.free, len(self.wants), self.loss, self.logs
+        return self.number, self.free, len(self.wants), self.loss, self.logs, self.at

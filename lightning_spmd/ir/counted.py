@@ -1,0 +1,157 @@
+"""One graph for all counts that data say (``x[mask]``, ``nonzero``): formulas of its numbers, found by their values.
+
+A graph is made for a few sets of counts that nobody has seen, primes that are far from each other and from all sizes of
+a model. A number of it that is another one in each is a multiple of a count, a sum of counts that follow each other, or
+a product of two, with a number added. Nothing else is looked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from torch import fx
+from typing_extensions import override
+
+from lightning_spmd.ir.reads import HandOver
+from lightning_spmd.ir.sizes import Counts, Formula, Size, SizeFloat, mapped
+from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.ir.unify import Apart, Fits, joined
+
+GRAPHS = 3
+"""So many graphs are compared."""
+_LARGEST_ADDED = 1 << 16
+
+
+def samples_of(number: int, ties: Sequence[int], scale: int = 101) -> list[tuple[int, ...]]:
+    """Sets of counts, far from each other.
+
+    Args:
+        number: of counts.
+        ties: for each of them the first one that is always equal.
+        scale: about the least of them.
+    """
+    rows = GRAPHS + 1
+    chosen = random.Random(0).sample(list(itertools.islice(_primes(scale), 4 * rows * number)), rows * number)
+    return [tuple(chosen[row * number + tie] for tie in ties) for row in range(rows)]
+
+
+def _primes(scale: int) -> Iterator[int]:
+    at = scale
+    while True:
+        if all(at % d for d in range(2, int(at**0.5) + 1)):
+            yield at
+        at += 1
+
+
+class CountFits(Fits):
+    """Finds the formula of a number, given its value in each sample.
+
+    Args:
+        counts: of the graph.
+        samples: the counts for which each was made.
+    """
+
+    def __init__(self, counts: Counts, samples: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(counts, samples, (), ())
+        self._columns = list(zip(*samples, strict=True))
+        self._sums: dict[tuple[Fraction, ...], tuple[int, int]] | None = None
+
+    @override
+    def search(self, values: tuple[int, ...]) -> Formula | str:
+        """The formula of a whole number, or why there is none."""
+        found = self._of_one(values) or self._of_a_sum(values) or self._of_two(values)
+        return found or f"no formula of the counts gives {values}"
+
+    def _of_one(self, values: tuple[int, ...]) -> Formula | None:
+        by_addition: Formula | None = None
+        for i, column in enumerate(self._columns):
+            found = _linear(values, column, f"s{i}")
+            if found is not None and found[1] == 0:
+                return found[0]
+            by_addition = by_addition or (None if found is None else found[0])
+        return by_addition
+
+    def _of_two(self, values: tuple[int, ...]) -> Formula | None:
+        for i, one in enumerate(self._columns):
+            for j, other in enumerate(self._columns[i:], i):
+                product = tuple(a * b for a, b in zip(one, other, strict=True))
+                found = _linear(values, product, f"s{i} * s{j}")
+                if found is not None:
+                    return found[0]
+        return None
+
+    def _of_a_sum(self, values: tuple[int, ...]) -> Formula | None:
+        if self._sums is None:
+            self._sums = {}
+            for i in range(len(self._columns)):
+                total = list(self._columns[i])
+                for j in range(i + 1, len(self._columns)):
+                    total = [a + b for a, b in zip(total, self._columns[j], strict=True)]
+                    self._sums.setdefault(_direction(total), (i, j))
+        pair = self._sums.get(_direction(values))
+        if pair is None:
+            return None
+        i, j = pair
+        totals = tuple(sum(row[i : j + 1]) for row in self.samples)
+        found = _linear(values, totals, "(" + " + ".join(f"s{k}" for k in range(i, j + 1)) + ")")
+        return None if found is None else found[0]
+
+
+def _direction(values: Sequence[int]) -> tuple[Fraction, ...]:
+    """What is the same of numbers that differ by a factor and what is added."""
+    first, *rest = [b - a for a, b in zip(values, values[1:], strict=False)]
+    return tuple(Fraction(r, first) for r in rest) if first else ()
+
+
+def _linear(values: Sequence[int], known: Sequence[int], code: str) -> tuple[Formula, int] | None:
+    """A number as a multiple of another one, and what is added."""
+    step = known[1] - known[0]
+    if step == 0:
+        return None
+    factor = Fraction(values[1] - values[0], step)
+    added = values[0] - factor * known[0]
+    if (
+        factor == 0
+        or added.denominator != 1
+        or any(factor * k + added != v for k, v in zip(known, values, strict=True))
+    ):
+        return None
+    if added == 0:
+        return Formula(code, (factor.numerator, factor.denominator)), 0
+    if factor.denominator != 1 or abs(added) > _LARGEST_ADDED:
+        return None
+    return Formula(f"(({code}) * {factor.numerator} + {added.numerator})"), added.numerator
+
+
+def for_all_counts(steps: Sequence[ShardedStep], fits: CountFits) -> ShardedStep:
+    """One graph for all counts.
+
+    Args:
+        steps: graphs of one captured step.
+        fits: finds formulas.
+
+    Raises:
+        Apart: they have no common form.
+    """
+    step = joined(steps, fits)
+    _check_order(step.graph_module.graph)
+    return step
+
+
+def _check_order(graph: fx.Graph) -> None:
+    """Raise if a number is needed before what it follows from is counted.
+
+    Raises:
+        Apart: it is.
+    """
+    known: set[int] = set()
+    for node in graph.nodes:
+        needed: list[Size | SizeFloat] = []
+        mapped(needed.append, (node.args, node.kwargs))
+        if any(not number.formula.names() <= known for number in needed):
+            raise Apart(f"{node.name} comes before its size is counted")
+        if isinstance(node.target, HandOver):
+            known.update(node.target.counted())

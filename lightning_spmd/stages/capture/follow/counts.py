@@ -1,0 +1,138 @@
+"""Results that are as large as the data say (``x[mask]``, ``nonzero``): a call and a read of the size at once.
+
+What such a call gives is computed in a form that has the size as an argument (``data_sizes``). The sizes of a step are
+its *counts*, in the order in which it meets them. Sizes of all that comes behind are formulas of them: the notes are
+made again on fake tensors for a few counts that nobody has seen, and where a size differs its formula is found by its
+values (``ir.counted``). They are tried at no and one element as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.counted import CountFits
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.sizes import Formula
+from lightning_spmd.ir.unify import Apart
+from lightning_spmd.stages.capture.data_sizes import DataSizes
+from lightning_spmd.stages.capture.follow.notes import Note
+
+Told = Mapping[int, Sequence[int]]
+"""The numbers of one call, by slot (``DataSizes.slot``)."""
+
+
+class CountsWanted(Exception):
+    """Control flow: a call on fake tensors is as large as data say that nobody has read yet."""
+
+
+class FormsOnFakes:
+    """Calls on fake tensors whose sizes are told.
+
+    Args:
+        call: makes one.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._met: dict[int, Tensor] = {}
+        self._told: Told = {}
+        self.asked: list[tuple[int, int]] = []
+        self.forms = DataSizes(call, self._name, self._numbers, writes=True)
+
+    def begin(self, told: Told) -> None:
+        """The next call of the step is made, with these numbers; those it asked for are noted."""
+        self._told, self.asked, self.forms.slot = told, [], 0
+
+    def _name(self, tensor: Tensor) -> int:
+        self._met[id(tensor)] = tensor  # which keeps its id its own
+        return id(tensor)
+
+    def _numbers(self, *tensors: Tensor) -> list[int]:
+        slot = self.forms.slot
+        if slot not in self._told:
+            raise CountsWanted
+        self.asked.append((slot, len(tensors)))
+        return list(self._told[slot])
+
+
+class _Counting(private.TorchDispatchMode):
+    """Notes the numbers that calls on real tensors ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, list[int]] = {}
+        self._forms = DataSizes(
+            lambda func, *args, **kwargs: func(*args, **kwargs), lambda _: None, self._numbers, writes=True
+        )
+
+    def _numbers(self, *tensors: Tensor) -> list[int]:
+        found = self.found[self._forms.slot] = [int(tensor) for tensor in tensors]
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        form = self._forms.form_of(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if form is None else form()
+
+
+def counted(func: Any, args: Any, kwargs: Any) -> Told:
+    """The numbers that a call on real tensors, which are the caller's to lose, asks for."""
+    with private.disable_dispatch_modes(), _Counting() as counting:
+        func(*args, **kwargs)
+    return counting.found
+
+
+def specs_for(note: Note, made: Sequence[Sequence[TensorSpec]], fits: CountFits) -> list[TensorSpec] | None:
+    """What a call makes, with formulas in place of the sizes that differ; None if none does.
+
+    Args:
+        note: the call.
+        made: what it makes, for each sample.
+        fits: finds formulas.
+
+    Raises:
+        Apart: a size has none.
+    """
+    if all(specs == made[0] for specs in made[1:]):
+        return None
+
+    def number(values: tuple[int, ...]) -> Any:
+        return values[0] if len(set(values)) == 1 else fits.formula(values)
+
+    found: list[TensorSpec] = []
+    for specs in zip(*made, strict=True):
+        if len({len(spec.shape) for spec in specs}) > 1:
+            raise Apart(f"what {note.name} gives has more or fewer dimensions")
+        shape = tuple(number(sizes) for sizes in zip(*(s.shape for s in specs), strict=True))
+        stride = tuple(number(steps) for steps in zip(*(s.stride for s in specs), strict=True))
+        found.append(TensorSpec(shape, stride, specs[0].dtype, specs[0].device))
+    return found
+
+
+def counts_in(specs: Sequence[TensorSpec]) -> frozenset[int]:
+    """The counts on which sizes depend."""
+    numbers = [number for spec in specs for number in (*spec.shape, *spec.stride)]
+    return frozenset(i for number in numbers if isinstance(number, Formula) for i in number.names())
+
+
+def compiled_specs(specs: Sequence[TensorSpec]) -> Callable[[Sequence[int]], tuple[tuple[Any, Any], ...]]:
+    """What gives shape and strides of each, from the counts of a step."""
+
+    def text(numbers: Sequence[Any]) -> str:
+        return f"({''.join(f'{_code(number)}, ' for number in numbers)})"
+
+    pairs = "".join(f"({text(spec.shape)}, {text(spec.stride)}), " for spec in specs)
+    return eval(f"lambda counts: ({pairs})")
+
+
+def _code(number: Any) -> str:
+    return number.of("counts") if isinstance(number, Formula) else repr(number)
+
+
+def sized(mould: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor without memory, of another size."""
+    with torch.no_grad():
+        return mould.as_strided(shape, (0,) * len(shape))
