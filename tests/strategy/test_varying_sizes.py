@@ -227,6 +227,27 @@ def test_one_row_is_a_size_of_its_own() -> None:
     assert compare(Model, [(4, 8), (4, 9), (4, 1), (4, 7), (4, 1)]) == 3
 
 
+class Validates(Transformer):
+    """Counts how often it was asked."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.ran += 1
+        tokens = batch["tokens"]
+        self.log("val", F.cross_entropy(self.head(self.body(self.table(tokens))).flatten(0, 1), tokens.flatten()))
+
+
+def test_evaluation_has_one_graph_for_all_lengths(told: list[str]) -> None:
+    data = DataLoader(Tokens([(4, n) for n in LENGTHS]), batch_size=None)
+    found: list[Any] = []
+    for strategy in ("auto", "spmd"):
+        torch.manual_seed(0)
+        model = Validates()
+        found.append(L.Trainer(strategy=strategy, devices=1, **QUIET).validate(model, data, verbose=False))
+        assert model.ran == len(LENGTHS)
+    assert found[0] == found[1]
+    assert any("one graph for all sizes of batch['tokens'] dim 1" in text for text in told)
+
+
 class Part(Tokens):
     """This rank's rows of the same batches."""
 
