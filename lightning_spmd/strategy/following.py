@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.counted import GRAPHS
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Counts, Dimension
@@ -298,9 +299,8 @@ class _Talk:
         """What Python has computed since it read last."""
         if self._likely is None:
             return []
-        reads = [note for note in self._step.notes if note.asks]
-        last = reads[-2]
-        numbers = self._step.numbers_between(last.depth + 1, reads[-1].depth + 1)
+        last = first((note for note in self._step.notes[-2::-1] if note.asks), "earlier read")
+        numbers = self._step.numbers_between(last.depth + 1, len(self._step.notes))
         return [numbers[key] for key in self._likely.program.numbers_behind(last)]
 
 
@@ -342,6 +342,7 @@ class Following:
         self._told: set[str] = set()
         self._known_names: dict[int, str] = {}
         self._fingerprints = Fingerprints()
+        self._samples: dict[int, list[tuple[int, ...]]] = {}
         self._counts: dict[int, Counts] = {}
         """Where graphs of each path put the counts that they find."""
         self._taken: dict[Any, int] = {}
@@ -518,7 +519,9 @@ class Following:
         program = dataclasses.replace(program, added=tuple(step.added), for_all_sizes=for_all, why_not=why_not)
         if step.counts:
             counts = self._counts.setdefault(step.path, Counts(len(step.counts)))
-            program = dataclasses.replace(program, counts=counts, samples=step.samples[:GRAPHS])
+            if step.path not in self._samples:
+                self._samples[step.path] = step.samples[:GRAPHS]
+            program = dataclasses.replace(program, counts=counts, samples=self._samples[step.path])
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
         may_wait = not step.must_be_graph and not is_own
         most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS

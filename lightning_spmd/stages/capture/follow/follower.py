@@ -64,6 +64,8 @@ from lightning_spmd.stages.capture.follow.worlds import World
 from lightning_spmd.stages.capture.inputs import twin_of
 from lightning_spmd.stages.capture.user_code import user_location
 
+_SPARE = 64
+"""Sizes of the results of a call whose placeholders are kept."""
 MOST_NEXT = 32
 """A call behind which more than that many others have come next is one that no graph will know."""
 
@@ -960,11 +962,18 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed(f"{note.name} treats {self._fewest} rows or elements in another way")
         if note.sizes is None:
             return
-        for index, (shape, _) in enumerate(note.sizes(self.counts)):
-            if note.moulds[index].shape != shape:
-                note.moulds[index] = sized(note.moulds[index], shape)
-                if index < len(note.handed):
-                    note.handed[index] = note.moulds[index].detach()
+        shapes = tuple([shape for shape, _ in note.sizes(self.counts)])
+        before = tuple([tuple(mould.shape) for mould in note.moulds])
+        if shapes == before:
+            return
+        if len(note.spare) < _SPARE:
+            note.spare[before] = note.moulds, list(note.handed)
+        if (known := note.spare.pop(shapes, None)) is not None:  # nobody but the note has what is spare
+            note.moulds, note.handed[:] = known[0], known[1]
+            return
+        with self.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
+            note.moulds = list(map(sized, note.moulds, shapes))
+            note.handed[:] = [mould.detach() for mould in note.moulds]
 
     def _find_sizes(self) -> None:
         """Formulas for the sizes of all results, from the counts that they depend on.
@@ -1076,7 +1085,7 @@ class Step(TorchFunctionMode):
             try:
                 if note.counts:
                     self._count(note, args, kwargs)
-                self._apart(lambda: self._resize(note))
+                self._resize(note)
             except CannotBeFollowed as error:
                 self.notes.pop()
                 self._held.pop()
