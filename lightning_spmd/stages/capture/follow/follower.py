@@ -290,7 +290,7 @@ class _Recording:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Calls inside are on fake tensors."""
-        with private.disable_dispatch_modes(), self.mode, self.below:
+        with self._step.above_autograd(), private.disable_dispatch_modes(), self.mode, self.below:
             yield
 
 
@@ -331,7 +331,18 @@ class _Below(private.TorchDispatchMode):
         if func.namespace == "c10d":  # what torch.distributed does cannot be tried out, and computes nothing
             step.eagerly(f"torch.distributed's {func.name().partition('::')[2].strip('_')} in the step")
             return func(*mapped(step.current, args), **mapped(step.current, kwargs))
-        return step.called(func, args, kwargs)
+        if not step.has_transforms:
+            return step.called(func, args, kwargs)
+        step.is_below = True
+        try:
+            out = step.called(func, args, kwargs)
+        finally:
+            step.is_below = False
+        if not step.is_eager:
+            return step.fresh(out)
+        if any(t.requires_grad for t in tensors_in(out)):
+            raise RuntimeError(f"{step.reason} within a transform of torch.func, which goes on without gradients of it")
+        return out
 
 
 class Step(TorchFunctionMode):
@@ -352,6 +363,8 @@ class Step(TorchFunctionMode):
         stand_ins: positions of tensors of the batch that only stand for them.
         was_told_draws: Python has read something behind random numbers.
         is_over: Python is done.
+        has_transforms: there have been some of torch.func.
+        is_below: what is called now is seen by the dispatcher alone, within one.
         functions: Python of the user's that runs in backward passes.
         saved: what is around what autograd saves.
         scaled: gives what the backward pass of a loss begins with.
@@ -374,6 +387,7 @@ class Step(TorchFunctionMode):
         self.counts: list[int] = []
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
+        self.has_transforms = self.is_below = False
         self.functions = Functions(self, follower.begins)
         self.saved = Saved(self, self.functions, follower.saving)
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
@@ -434,7 +448,7 @@ class Step(TorchFunctionMode):
         return self.reason is not None
 
     def _apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
-        if self.is_apart or self.is_eager:
+        if self.is_apart or self.is_eager or (self.has_transforms and private.in_transforms()):
             return private.applied(kind, args, kwargs)
         if kind is private.ReentrantCheckpoint:
             return self.saved.reentrant(*args)
@@ -443,6 +457,9 @@ class Step(TorchFunctionMode):
     def _instead(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """What is called in place of a function that no mode sees."""
         if self.is_apart or self.is_eager:
+            return original
+        if name in private.TRANSFORMS:  # what they compute is seen below them
+            self.has_transforms = True
             return original
         if self.draws_as_eager and name in _OF_GENERATORS and not torch.cuda.is_available():
             return functools.partial(self._of_generator, name, original)
@@ -580,6 +597,8 @@ class Step(TorchFunctionMode):
     # ------------------------------------------------------------------ calls
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.reason is not None or self.is_apart:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if self.has_transforms and private.in_transforms():
             return func(*args, **kwargs) if kwargs else func(*args)
         kind = self.follower.kinds.get(func)
         if kind == "call":
@@ -899,6 +918,20 @@ class Step(TorchFunctionMode):
         for source in sources_in((note.args, note.kwargs)):
             if type(source) is Given:
                 self.on_given(source.position)
+
+    def above_autograd(self) -> contextlib.AbstractContextManager[Any]:
+        """Calls inside have a history, also where autograd has been passed already."""
+        return torch.overrides.enable_reentrant_dispatch() if self.is_below else contextlib.nullcontext()
+
+    def fresh(self, out: Any) -> Any:
+        """Results for the dispatcher: autograd above may make views of them, once."""
+        note = self.notes[-1]
+        replaced: dict[int, Tensor] = {}
+        for index, mould in enumerate(note.moulds):
+            was = note.handed[index]
+            replaced[id(was)] = note.handed[index] = made = mould.detach()
+            self._sources[id(made)] = self._sources.pop(id(was))
+        return mapped(lambda leaf: replaced.get(id(leaf), leaf), out)
 
     # ------------------------------------------------------------------ results as large as the data say
     def _pinned(self, note: Note) -> bool:
@@ -1332,7 +1365,7 @@ class Step(TorchFunctionMode):
         values.engine.parameters = self.parameters
         if self.by_hand is not None:
             values.world = self.by_hand.live()
-        with private.disable_dispatch_modes():
+        with self.above_autograd(), private.disable_dispatch_modes():
             for note in self.notes:
                 values.run(note, self._numbers_of(note))
             for note in self.notes:
