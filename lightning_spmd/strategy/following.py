@@ -60,6 +60,9 @@ class RanEagerly(Exception):
         gradients: of the loss, with the tensors whose they are, where Python has run that runs in its backward pass.
     """
 
+    are_shares = False
+    """The gradients are of a rank's own batch; the mean over the ranks is to be taken."""
+
     def __init__(self, returned: Any, reason: str, gradients: list[tuple[Tensor, Tensor]] | None) -> None:
         super().__init__(reason)
         self.returned, self.gradients = returned, gradients
@@ -138,8 +141,14 @@ class FollowedStep:
 
     def ran_eagerly(self, meeting: Meeting | None) -> RanEagerly:
         """What is raised once the step has run for good."""
-        returned = self.returned if meeting is None else meeting.weighed(self.returned, self.queue.rows)
-        return RanEagerly(returned, self.reason or "", self._step.gradients)
+        returned, weight, gradients = self.returned, 1.0, self._step.gradients
+        if meeting is not None:
+            returned, weight = meeting.weighed(returned, self.queue.rows)
+        if gradients is not None and weight != 1:
+            gradients = [(leaf, gradient * weight) for leaf, gradient in gradients]
+        ran = RanEagerly(returned, self.reason or "", gradients)
+        ran.are_shares = meeting is not None and meeting.is_own
+        return ran
 
     def of_all_ranks(self, loss: Tensor, logged: Sequence[Any]) -> None:
         """On a rank's own batch: what is shown is of all ranks' batches.
