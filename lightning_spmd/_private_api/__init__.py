@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_spmd._private_api.co_execution import (
+    TRANSFORMS,
     ReentrantCheckpoint,
     UnseenCalls,
     applied,
@@ -36,6 +37,7 @@ from lightning_spmd._private_api.co_execution import (
     graph_task,
     host_random_state,
     host_seed,
+    in_transforms,
     is_of_profiler,
     is_wrapped,
     no_checkpoint_contexts,
@@ -171,7 +173,9 @@ from lightning_spmd._private_api.torch_names import (
 __all__ = [
     "ReentrantCheckpoint",
     "generator_states",
+    "TRANSFORMS",
     "graph_task",
+    "in_transforms",
     "no_checkpoint_contexts",
     "set_generator_states",
     "stops_early",

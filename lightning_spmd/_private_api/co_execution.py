@@ -178,6 +178,15 @@ def stops_early(given: bool) -> bool:
     return given if _checkpoint._enable_checkpoint_early_stop is None else _checkpoint._enable_checkpoint_early_stop
 
 
+TRANSFORMS = ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
+"""What begins a transform of ``torch.func``; a dispatch mode sees what that computes, on the tensors that it wraps."""
+
+
+def in_transforms() -> bool:
+    """Whether a transform of ``torch.func`` is under way."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def graph_task() -> int:
     """The number of the backward pass that runs on this thread; a checkpointed part is computed again once in each."""
     return torch._C._current_graph_task_id()

@@ -135,12 +135,14 @@ class EvaluationSteps(TrainingIteration):
             request = self._request(batch, arguments, variant, None)
             part = self.table.step_key(request)
             self._met, following.graphs_infer = not is_first, torch.is_inference_mode_enabled()
+            self.table.open.note(batch)
+            vary = tuple(self.table.open.wanted(batch, part))
             meeting = self._meeting(request, True)
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
                     with torch.inference_mode(mode=False), torch.no_grad():  # the former's tensors know no versions
-                        followed = following.step(batch, arguments, variant.method, part, meeting, beginning)
+                        followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)
                     request = dataclasses.replace(request, program=followed.program)
                     executable, outputs = self._graph_of_followed(following, followed, request, meeting)
                 except Abandoned:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.counted import GRAPHS
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Counts, Dimension
@@ -58,6 +59,9 @@ class RanEagerly(Exception):
         reason: why, with ``file:line``.
         gradients: of the loss, with the tensors whose they are, where Python has run that runs in its backward pass.
     """
+
+    are_shares = False
+    """The gradients are of a rank's own batch; the mean over the ranks is to be taken."""
 
     def __init__(self, returned: Any, reason: str, gradients: list[tuple[Tensor, Tensor]] | None) -> None:
         super().__init__(reason)
@@ -137,8 +141,14 @@ class FollowedStep:
 
     def ran_eagerly(self, meeting: Meeting | None) -> RanEagerly:
         """What is raised once the step has run for good."""
-        returned = self.returned if meeting is None else meeting.weighed(self.returned, self.queue.rows)
-        return RanEagerly(returned, self.reason or "", self._step.gradients)
+        returned, weight, gradients = self.returned, 1.0, self._step.gradients
+        if meeting is not None:
+            returned, weight = meeting.weighed(returned, self.queue.rows)
+        if gradients is not None and weight != 1:
+            gradients = [(leaf, gradient * weight) for leaf, gradient in gradients]
+        ran = RanEagerly(returned, self.reason or "", gradients)
+        ran.are_shares = meeting is not None and meeting.is_own
+        return ran
 
     def of_all_ranks(self, loss: Tensor, logged: Sequence[Any]) -> None:
         """On a rank's own batch: what is shown is of all ranks' batches.
@@ -298,9 +308,8 @@ class _Talk:
         """What Python has computed since it read last."""
         if self._likely is None:
             return []
-        reads = [note for note in self._step.notes if note.asks]
-        last = reads[-2]
-        numbers = self._step.numbers_between(last.depth + 1, reads[-1].depth + 1)
+        last = first((note for note in self._step.notes[-2::-1] if note.asks), "earlier read")
+        numbers = self._step.numbers_between(last.depth + 1, len(self._step.notes))
         return [numbers[key] for key in self._likely.program.numbers_behind(last)]
 
 
@@ -342,6 +351,7 @@ class Following:
         self._told: set[str] = set()
         self._known_names: dict[int, str] = {}
         self._fingerprints = Fingerprints()
+        self._samples: dict[int, list[tuple[int, ...]]] = {}
         self._counts: dict[int, Counts] = {}
         """Where graphs of each path put the counts that they find."""
         self._taken: dict[Any, int] = {}
@@ -518,7 +528,9 @@ class Following:
         program = dataclasses.replace(program, added=tuple(step.added), for_all_sizes=for_all, why_not=why_not)
         if step.counts:
             counts = self._counts.setdefault(step.path, Counts(len(step.counts)))
-            program = dataclasses.replace(program, counts=counts, samples=step.samples[:GRAPHS])
+            if step.path not in self._samples:
+                self._samples[step.path] = step.samples[:GRAPHS]
+            program = dataclasses.replace(program, counts=counts, samples=self._samples[step.path])
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
         may_wait = not step.must_be_graph and not is_own
         most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS

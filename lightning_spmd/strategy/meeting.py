@@ -205,14 +205,16 @@ class Meeting:
         """Makes a call of ``log`` in the step, given the module and the arguments."""
         return functools.partial(log_global, rows=self.rows)
 
-    def weighed(self, returned: Any, rows: Any) -> Any:
+    def weighed(self, returned: Any, rows: Any) -> tuple[Any, float]:
         """What a step that ran eagerly returned, with the loss of all ranks, and gradients whose mean is theirs.
+
+        Also by what gradients must be multiplied that are there already.
 
         Args:
             returned: by the step.
             rows: what it says of the size of its batch.
         """
-        return returned
+        return returned, 1.0
 
     # ------------------------------------------------------------------ where the ranks meet
     def reads(self, mark: int, graph: int | None) -> bool:

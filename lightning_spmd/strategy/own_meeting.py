@@ -68,17 +68,17 @@ class OwnMeeting(Meeting):
         return graph is not None
 
     @override
-    def weighed(self, returned: Any, rows: Any) -> Any:
+    def weighed(self, returned: Any, rows: Any) -> tuple[Any, float]:
         mine = self._size if rows is None else float(rows)
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         everyone = self._control.gather((mine, float(loss.detach()) if isinstance(loss, Tensor) else 0.0))
         total = sum(size for size, _ in everyone)
         if not isinstance(loss, Tensor) or not total:
-            return returned
-        own = loss * (mine * len(everyone) / total)
-        shown = sum(size / total * value for size, value in everyone)
+            return returned, 1.0
+        weight = mine * len(everyone) / total
+        own, shown = loss * weight, sum(size / total * value for size, value in everyone)
         shared = own + (shown - own.detach())
-        return map_leaves(lambda _, leaf: shared if leaf is loss else leaf, returned)
+        return map_leaves(lambda _, leaf: shared if leaf is loss else leaf, returned), weight
 
     @override
     def met(self, count: Callable[[], Any]) -> bool:

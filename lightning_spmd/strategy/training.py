@@ -94,6 +94,7 @@ class Training:
         self._ran_eagerly = False  # the micro-batch before, though others are graphs
         self._held: dict[str, Tensor] = {}
         self._overlapping = Overlapping(settings, lambda: self.iteration and self.iteration.pending, self.flush)
+        self._are_shares = False  # these are of a rank's own batch
         self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
         self.accounts = Accounts(settings)
@@ -241,7 +242,7 @@ class Training:
             output = iteration.run(batch, arguments, variant, self._clip)
         except RanEagerly as ran:
             self._finish_eagerly(iteration)
-            self._gradients = ran.gradients
+            self._gradients, self._are_shares = ran.gradients, ran.are_shares
             self._steps.add("training_step")
             return ran.returned
         except EndedByUser as ended:
@@ -388,6 +389,8 @@ class Training:
             for leaf, gradient in pairs:
                 owned = in_memory_order_of(leaf, gradient)
                 leaf.grad = owned if leaf.grad is None else leaf.grad.add_(owned)
+            if self._are_shares:
+                self.average_gradients(module)
             return True
         if self.iteration is None or self._ran_eagerly or not module.automatic_optimization:
             return False

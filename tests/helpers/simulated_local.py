@@ -18,6 +18,7 @@ from lightning_spmd.ir.steps import CapturedStep, ShardedStep, Variant
 from lightning_spmd.parallel.parallel_plan import OwnBatchPlan, data_parallel_plan
 from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.runtime.live_state import LiveState
@@ -98,7 +99,8 @@ class LocalRanks:
             frozenset(), self.clip, contextlib.nullcontext,
         )  # fmt: skip
         parameters = dict(module.named_parameters())
-        return with_state(capture(request), optimizer, parameters, lambda _, v: v, lambda: capture(request))
+        step = FollowedOnce(request)
+        return with_state(step.captured(request), optimizer, parameters, lambda _, v: v, lambda: step.captured(request))
 
     def _live(self, rank: int, batch: Any) -> list[Any]:
         module, optimizer = self.modules[rank], self.optimizers[rank]

@@ -20,6 +20,7 @@ from lightning_spmd.ir.steps import CapturedStep, ShardedStep, Variant
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, data_parallel_plan
 from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.runtime.live_state import LiveState
@@ -115,7 +116,10 @@ class SimulatedTraining:
             self.module, self.optimizer, self.trainer, variant, batch, {"batch_idx": 0}, self.rows, self.accumulate,
             frozenset(self.gradients), self.clip, contextlib.nullcontext,
         )  # fmt: skip
-        return with_state(capture(request), self.optimizer, parameters, lambda _, v: v, lambda: capture(request))
+        step = FollowedOnce(request)
+        return with_state(
+            step.captured(request), self.optimizer, parameters, lambda _, v: v, lambda: step.captured(request)
+        )
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

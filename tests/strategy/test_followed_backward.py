@@ -342,3 +342,25 @@ def test_a_step_may_go_on_eagerly_in_a_checkpointed_part() -> None:
 
 def test_gradients_of_checkpointed_parts_may_be_accumulated() -> None:
     assert_same(OnePart, accumulate_grad_batches=2)
+
+
+class Transforms(Noted):
+    """Gradients of each row, of which the loss is made; a product with a Jacobian; and what is mapped has a history."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h, weights = self.hidden(x), dict(self.head.named_parameters())
+
+        def loss_of(weights: dict[str, Tensor], row: Tensor, label: Tensor) -> Tensor:
+            note(row.shape)
+            logits: Any = torch.func.functional_call(self.head, weights, (row[None],))
+            return F.cross_entropy(logits, label[None])
+
+        each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(weights, h, y)
+        _, moved = torch.func.jvp(torch.tanh, (h,), (h.detach() * (0.1 + batch_idx),))
+        penalty = each["weight"].flatten(1).norm(dim=1).mean() + 0.01 * moved.square().mean()
+        return self.loss_of(h, y) + 0.1 * penalty
+
+
+def test_transforms_of_torch_func_are_followed_below_them() -> None:
+    assert_same(Transforms)

@@ -51,6 +51,16 @@ class EagerInTurn(Counting):
         return loss
 
 
+class Gathering(Counting):
+    """Two steps exchange what is no part of the graph, by a function with a backward of its own."""
+
+    def more(self, loss: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if self.runs in (2, 4):
+            losses: Any = self.all_gather(loss.detach())
+            assert losses.shape == (2,)
+        return loss
+
+
 def _fit(make: type[Counting], steps: int, **options: Any) -> Any:
     module = make(steps)
     trainer, said = fit(module, {"batch": "local", **options})
@@ -59,7 +69,10 @@ def _fit(make: type[Counting], steps: int, **options: Any) -> Any:
     return module.losses, weights(module), module.runs, kept, metrics, said
 
 
-@pytest.mark.parametrize(("make", "plan"), [(Reading, "replicate"), (EagerInTurn, "zero2"), (Counting, "zero3")])
+CASES = [(Reading, "replicate"), (EagerInTurn, "zero2"), (Gathering, "replicate"), (Counting, "zero3")]
+
+
+@pytest.mark.parametrize(("make", "plan"), CASES)
 def test_python_runs_in_every_step(make: type[Counting], plan: str, two_ranks: RankPool) -> None:
     losses, wanted = by_hand(steps=8)
     for ours, trained, runs, kept, metrics, said in two_ranks.run(_fit, make, 8, data_parallel=plan):

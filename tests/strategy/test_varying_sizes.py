@@ -227,6 +227,15 @@ def test_one_row_is_a_size_of_its_own() -> None:
     assert compare(Model, [(4, 8), (4, 9), (4, 1), (4, 7), (4, 1)]) == 3
 
 
+class Validates(Transformer):
+    """Counts how often it was asked."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.ran += 1
+        tokens = batch["tokens"]
+        self.log("val", F.cross_entropy(self.head(self.body(self.table(tokens))).flatten(0, 1), tokens.flatten()))
+
+
 class Part(Tokens):
     """This rank's rows of the same batches."""
 
@@ -262,6 +271,28 @@ def test_two_ranks_equal_one_device(two_ranks: RankPool, options: dict[str, Any]
         assert deferred == ("overlap_iterations" in options)
         assert [loss for loss, _, _ in seen] == pytest.approx(losses, rel=1e-5)
         assert [length for _, length, _ in seen] == list(LENGTHS)
+
+
+def validated(strategy: Any, data: Dataset[Any], devices: int) -> tuple[float, int, Any]:
+    torch.manual_seed(0)
+    model = Validates()
+    trainer = L.Trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **QUIET)
+    (found,) = trainer.validate(model, DataLoader(data, batch_size=None), verbose=False)
+    return found["val"], model.ran, strategy
+
+
+def validated_on_ranks(sizes: Sequence[tuple[int, int]]) -> tuple[float, int, int]:
+    found, ran, strategy = validated(lightning_spmd.SPMDStrategy(data_parallel="zero3"), Part(sizes), 2)
+    return found, ran, strategy._evaluation.graphs.captures
+
+
+def test_evaluation_has_few_graphs_for_all_lengths(two_ranks: RankPool) -> None:
+    sizes = [(4, n) for n in LENGTHS]
+    expected, *_ = validated("auto", Tokens(sizes), 1)
+    for found, ran, graphs in two_ranks.run(validated_on_ranks, sizes):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert ran == len(sizes)
+        assert graphs <= 3
 
 
 def test_graphs_that_were_not_used_for_long_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

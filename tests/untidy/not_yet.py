@@ -12,7 +12,6 @@ CAPTURED = frozenset(
     [
         "MomentumQueue",
         "DataAssigned",
-        "PerSample",
         "MetricWeighs",
     ]
 )

@@ -114,28 +114,29 @@ class FollowedOnce:
 
         queue = Queue(Shadows(module), want, step.eagerly, step.beside)
         queue.logs_at_once = False
-        hand = ByHand(parts_of(optimizer)).of(step) if optimizer is not None and variant.by_hand else None
+        hand = ByHand(() if optimizer is None else parts_of(optimizer)).of(step)
         with contextlib.ExitStack() as around:
             around.enter_context(grad_mode(variant))
             around.enter_context(random_state_kept())
             around.enter_context(request.surroundings())
             step.module_path = around.enter_context(module_paths(module))
-            around.enter_context(request.step_context())
             around.enter_context(queue.active())
-            if hand is not None:
-                around.enter_context(hand.active())
+            around.enter_context(hand.active())
             around.enter_context(step.active())
             try:
-                returned = getattr(module, variant.method)(tree, *request.arguments.values())
+                with request.step_context():
+                    returned = getattr(module, variant.method)(tree, *request.arguments.values())
                 loss = known(returned.get("loss") if isinstance(returned, dict) else returned)
+                has_loss = variant.backward and not variant.by_hand and isinstance(loss, Tensor)
+                source = step.source_if_known(loss) if has_loss else None
+                if source is not None and step.functions.are_there and step.asks(loss):
+                    step.of_loss(loss, request.loss_divisor)
             except private.DataDependentOutputException as error:
                 raise _Ended(_of_value(location_of(error))) from None
         if step.is_eager:  # the user's code caught it
             _refused(step)
         del tree, given
         step.end()
-        has_loss = variant.backward and not variant.by_hand and isinstance(loss, Tensor)
-        source = step.source_if_known(loss) if has_loss else None
         role = OutputRole.LOGGED if variant.backward else OutputRole.STEP_OUTPUT
 
         def leaf(_: str, value: Any) -> Any:
@@ -150,7 +151,8 @@ class FollowedOnce:
         for made in step.kept():
             wants.setdefault(Want(made, role), len(wants))
         live = Live(step.outside, step.numbers)
-        self._program = Program(step.notes, step.path, tuple(wants), source, frozenset(step.numbers), live)
+        free = frozenset(step.numbers)
+        self._program = Program(step.notes, step.path, tuple(wants), source, free, live, added=tuple(step.added))
 
 
 def _stand_ins(request: CaptureRequest) -> tuple[Any, list[Tensor]]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
-from lightning_spmd.stages.capture import trace
+from lightning_spmd.stages.capture import followed_trace
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulated_training import SimulatedTraining
 from tests.helpers.training import InOrder, Result, assert_bitwise, fit
@@ -122,20 +122,19 @@ def trained(strategy: Any, devices: int = 1) -> Result:
     )[0]
 
 
-@pytest.mark.usefixtures("captured_steps")
 def test_one_device_keeps_eagers_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = trained("spmd")
     assert ours.mode == "compiled"
     assert_bitwise(ours, trained("auto"))
     seen: list[dict[str, int]] = []
-    share = trace.share_weight_casts
+    share = followed_trace.share_weight_casts
 
     def counting(graph: fx.Graph, weights: set[fx.Node]) -> None:
         share(graph, weights)
         roots = [n for n in graph.nodes if n.target is torch.ops.aten._to_copy.default and n.args[0] in weights]
         seen.append({str(n.args[0]): sum(m.args[0] is n.args[0] for m in roots) for n in roots})
 
-    monkeypatch.setattr(trace, "share_weight_casts", counting)
+    monkeypatch.setattr(followed_trace, "share_weight_casts", counting)
     trained("spmd")
     assert seen
     assert all(set(counts.values()) == {1} for counts in seen)

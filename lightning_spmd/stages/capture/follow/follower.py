@@ -64,6 +64,8 @@ from lightning_spmd.stages.capture.follow.worlds import World
 from lightning_spmd.stages.capture.inputs import twin_of
 from lightning_spmd.stages.capture.user_code import user_location
 
+_SPARE = 64
+"""Sizes of the results of a call whose placeholders are kept."""
 MOST_NEXT = 32
 """A call behind which more than that many others have come next is one that no graph will know."""
 
@@ -288,7 +290,7 @@ class _Recording:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Calls inside are on fake tensors."""
-        with private.disable_dispatch_modes(), self.mode, self.below:
+        with self._step.above_autograd(), private.disable_dispatch_modes(), self.mode, self.below:
             yield
 
 
@@ -329,7 +331,18 @@ class _Below(private.TorchDispatchMode):
         if func.namespace == "c10d":  # what torch.distributed does cannot be tried out, and computes nothing
             step.eagerly(f"torch.distributed's {func.name().partition('::')[2].strip('_')} in the step")
             return func(*mapped(step.current, args), **mapped(step.current, kwargs))
-        return step.called(func, args, kwargs)
+        if not step.has_transforms:
+            return step.called(func, args, kwargs)
+        step.is_below = True
+        try:
+            out = step.called(func, args, kwargs)
+        finally:
+            step.is_below = False
+        if not step.is_eager:
+            return step.fresh(out)
+        if any(t.requires_grad for t in tensors_in(out)):
+            raise RuntimeError(f"{step.reason} within a transform of torch.func, which goes on without gradients of it")
+        return out
 
 
 class Step(TorchFunctionMode):
@@ -350,6 +363,8 @@ class Step(TorchFunctionMode):
         stand_ins: positions of tensors of the batch that only stand for them.
         was_told_draws: Python has read something behind random numbers.
         is_over: Python is done.
+        has_transforms: there have been some of torch.func.
+        is_below: what is called now is seen by the dispatcher alone, within one.
         functions: Python of the user's that runs in backward passes.
         saved: what is around what autograd saves.
         scaled: gives what the backward pass of a loss begins with.
@@ -372,6 +387,7 @@ class Step(TorchFunctionMode):
         self.counts: list[int] = []
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
+        self.has_transforms = self.is_below = False
         self.functions = Functions(self, follower.begins)
         self.saved = Saved(self, self.functions, follower.saving)
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
@@ -432,7 +448,7 @@ class Step(TorchFunctionMode):
         return self.reason is not None
 
     def _apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
-        if self.is_apart or self.is_eager:
+        if self.is_apart or self.is_eager or (self.has_transforms and private.in_transforms()):
             return private.applied(kind, args, kwargs)
         if kind is private.ReentrantCheckpoint:
             return self.saved.reentrant(*args)
@@ -441,6 +457,9 @@ class Step(TorchFunctionMode):
     def _instead(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """What is called in place of a function that no mode sees."""
         if self.is_apart or self.is_eager:
+            return original
+        if name in private.TRANSFORMS:  # what they compute is seen below them
+            self.has_transforms = True
             return original
         if self.draws_as_eager and name in _OF_GENERATORS and not torch.cuda.is_available():
             return functools.partial(self._of_generator, name, original)
@@ -578,6 +597,8 @@ class Step(TorchFunctionMode):
     # ------------------------------------------------------------------ calls
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.reason is not None or self.is_apart:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if self.has_transforms and private.in_transforms():
             return func(*args, **kwargs) if kwargs else func(*args)
         kind = self.follower.kinds.get(func)
         if kind == "call":
@@ -898,6 +919,20 @@ class Step(TorchFunctionMode):
             if type(source) is Given:
                 self.on_given(source.position)
 
+    def above_autograd(self) -> contextlib.AbstractContextManager[Any]:
+        """Calls inside have a history, also where autograd has been passed already."""
+        return torch.overrides.enable_reentrant_dispatch() if self.is_below else contextlib.nullcontext()
+
+    def fresh(self, out: Any) -> Any:
+        """Results for the dispatcher: autograd above may make views of them, once."""
+        note = self.notes[-1]
+        replaced: dict[int, Tensor] = {}
+        for index, mould in enumerate(note.moulds):
+            was = note.handed[index]
+            replaced[id(was)] = note.handed[index] = made = mould.detach()
+            self._sources[id(made)] = self._sources.pop(id(was))
+        return mapped(lambda leaf: replaced.get(id(leaf), leaf), out)
+
     # ------------------------------------------------------------------ results as large as the data say
     def _pinned(self, note: Note) -> bool:
         """Whether a call is for the counts of this step."""
@@ -960,11 +995,18 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed(f"{note.name} treats {self._fewest} rows or elements in another way")
         if note.sizes is None:
             return
-        for index, (shape, _) in enumerate(note.sizes(self.counts)):
-            if note.moulds[index].shape != shape:
-                note.moulds[index] = sized(note.moulds[index], shape)
-                if index < len(note.handed):
-                    note.handed[index] = note.moulds[index].detach()
+        shapes = tuple([shape for shape, _ in note.sizes(self.counts)])
+        before = tuple([tuple(mould.shape) for mould in note.moulds])
+        if shapes == before:
+            return
+        if len(note.spare) < _SPARE:
+            note.spare[before] = note.moulds, list(note.handed)
+        if (known := note.spare.pop(shapes, None)) is not None:  # nobody but the note has what is spare
+            note.moulds, note.handed[:] = known[0], known[1]
+            return
+        with self.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
+            note.moulds = list(map(sized, note.moulds, shapes))
+            note.handed[:] = [mould.detach() for mould in note.moulds]
 
     def _find_sizes(self) -> None:
         """Formulas for the sizes of all results, from the counts that they depend on.
@@ -1076,7 +1118,7 @@ class Step(TorchFunctionMode):
             try:
                 if note.counts:
                     self._count(note, args, kwargs)
-                self._apart(lambda: self._resize(note))
+                self._resize(note)
             except CannotBeFollowed as error:
                 self.notes.pop()
                 self._held.pop()
@@ -1323,7 +1365,7 @@ class Step(TorchFunctionMode):
         values.engine.parameters = self.parameters
         if self.by_hand is not None:
             values.world = self.by_hand.live()
-        with private.disable_dispatch_modes():
+        with self.above_autograd(), private.disable_dispatch_modes():
             for note in self.notes:
                 values.run(note, self._numbers_of(note))
             for note in self.notes:

@@ -206,6 +206,7 @@ class Note:
         seen: some of the sizes of steps that called it.
         counts: which of the path's counts are read by this call, because its results are as large.
         slot: which of its operators asks for them (``DataSizes.slot``).
+        spare: moulds and placeholders of other counts.
         sizes: gives shape and strides of its results from the counts of a step, if they depend on them.
         least: counts below this one are treated in another way; None where that is not known yet.
         apart: why its results have no sizes for other counts than those with which it was recorded, if so.
@@ -244,6 +245,9 @@ class Note:
     seen: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     counts: range = range(0)
     slot: int = 0
+    spare: dict[Any, tuple[list[Tensor], list[Tensor]]] = field(
+        default_factory=dict[Any, tuple[list[Tensor], list[Tensor]]]
+    )
     sizes: Callable[[Sequence[int]], tuple[tuple[Any, Any], ...]] | None = None
     least: int | None = None
     apart: str | None = None

@@ -111,6 +111,11 @@ class OpenTree:
         self._known.move_to_end(values)
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
+        if not at.known:  # where no mode of torch sees what is made
+            note = self.root
+            while note.children:
+                note = note.children[-1]
+                _known_at(note, at)
         return at
 
     def is_for_all(self, notes: Sequence[Note], path: int) -> bool:
@@ -167,15 +172,19 @@ class OpenTree:
         return True
 
 
+def _known_at(note: Note, at: At) -> tuple[list[Any], list[TensorSpec], list[Tensor]] | None:
+    """What a note is for these sizes."""
+    if note.number not in at.known and note.for_all is not None:
+        at.known[note.number] = note.for_all.at(at)
+    return at.known.get(note.number)
+
+
 def moved(note: Note, at: At | None) -> bool:
     """Whether a note is one for these sizes; it has their numbers from now on."""
-    found = None if at is None else at.known.get(note.number)
+    if at is None or note.for_all is None:
+        return at is not None and note.at is not None and note.at.values == at.values
+    found = _known_at(note, at)
     if found is None:
-        if at is None or note.for_all is None:
-            return at is not None and note.at is not None and note.at.values == at.values
-        found = note.for_all.at(at)
-        at.known[note.number] = False if found is None else found
-    if found is False or found is None:
         return False
     numbers, note.specs, moulds = found
     if not note.for_all.is_fixed or len(note.handed) != len(moulds):  # type: ignore[union-attr]
