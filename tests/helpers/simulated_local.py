@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning_spmd.stages.capture.attempts import capture
 from torch import Tensor, nn
 
 from lightning_spmd.ir.node_info import TensorSpec

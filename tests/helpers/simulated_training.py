@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_spmd.stages.capture.attempts import capture
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
