@@ -48,14 +48,6 @@ class PredicateGuard:
     expected: tuple[Any, ...]
     exact: tuple[int, ...] = ()
 
-    def exact_inputs(self, names: Sequence[str]) -> list[str]:
-        """Names of inputs on whose very value, as it is, a decision was made: no other value is decided alike.
-
-        Args:
-            names: of all inputs, in order.
-        """
-        return [names[self.inputs[position]] for position in self.exact]
-
     def failure(self, values: Sequence[Any]) -> str | None:
         """Why the guard fails for these graph inputs, or None."""
         seen = self.program(*[values[i] for i in self.inputs])

@@ -9,7 +9,7 @@ outlives it, and hands on what was read: another graph of the same step takes ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -143,8 +143,3 @@ def is_check(node: fx.Node) -> bool:
 def checks_of(graph: fx.Graph) -> list[fx.Node]:
     """All such nodes, in order."""
     return [node for node in graph.nodes if is_check(node)]
-
-
-def reads_of(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that read a tensor's value."""
-    return iter(graph.find_nodes(op="call_function", target=READ))

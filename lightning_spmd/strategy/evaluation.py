@@ -63,8 +63,6 @@ class EvaluationSteps(TrainingIteration):
     begins anew: in the middle of it no rank has whole parameters.
     """
 
-    follows = False  # of training's
-
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._eager: set[str] = set()

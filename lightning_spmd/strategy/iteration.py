@@ -68,8 +68,6 @@ class TrainingIteration:
         context: the live objects and options of the run.
     """
 
-    follows = True
-
     def __init__(self, context: RunContext) -> None:
         self.context = context
         self.gradients = held_gradients(context.module, context.optimizer)
@@ -83,8 +81,7 @@ class TrainingIteration:
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
         self.own_batches = OwnBatches(context.batch)
-        follows = context.optimizer is not None and self.follows
-        self.following = Following(context, self.flush) if follows else None
+        self._following = Following(context, self.flush)
         self._met = self._told_of_sizes = False
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
@@ -118,9 +115,7 @@ class TrainingIteration:
         """
         if self.gradients:
             variant = dataclasses.replace(variant, accumulated=True)
-        following = self.following
-        if following is None:
-            raise VerificationError("steps of training are followed")
+        following = self._following
         while True:
             try:
                 return self._run_followed(following, batch_tree, arguments, variant, clip)

@@ -10,8 +10,6 @@ Tensors without dimensions are never rows. Whatever is not split must be the sam
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -19,9 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from lightning_spmd.errors import BatchError, SPMDError
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.reads import UnknownValueError
 from lightning_spmd.stages.runtime.control import ControlPlane
-from lightning_spmd.strategy.run_context import StepRequest
 
 Trace = Callable[[Collection[str]], object]
 """Traces the step, with leaves at these paths taken as a whole."""
@@ -80,34 +76,6 @@ def find_shared(control: ControlPlane, batch: Batch, trace: Trace) -> set[str]:
     for path in sorted(found):
         tell(f"strategy='spmd' takes batch{path} as a whole, not as rows: it is the same on all ranks")
     return found
-
-
-def newly_shared(
-    control: ControlPlane | None,
-    request: StepRequest,
-    split: tuple[int, ...],
-    capture: Callable[[StepRequest, tuple[int, ...]], object],
-) -> set[str]:
-    """Paths of leaves that turned out to be the same for every sample.
-
-    Args:
-        control: reaches the other ranks.
-        request: the step.
-        split: rows of the global batch by data rank.
-        capture: captures a step.
-    """
-    batch = request.batch
-    if batch is None or control is None or len(split) == 1:
-        return set()
-    check_shared(control, batch)
-    variant = dataclasses.replace(request.variant, apply=False)
-
-    def trace(shared: Collection[str]) -> None:
-        trial = dataclasses.replace(request, batch=Batch(batch.tree, shared, part=True), variant=variant, clip=None)
-        with contextlib.suppress(UnknownValueError):  # it fits until there
-            capture(trial, split)
-
-    return find_shared(control, batch, trace)
 
 
 def _smallest(paths: Sequence[str], fits: Callable[[Collection[str]], bool]) -> set[str]:

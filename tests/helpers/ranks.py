@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lightning_spmd.strategy.iteration import TrainingIteration
-
 # Once a rank failed, the others are given this long to fail or finish too.
 GRACE_SECONDS = 20.0
 _END = "end of stacks\n"
@@ -241,9 +239,3 @@ def _serve(settings: dict[str, str], pipe: Any, bell: Any, stack_file: str) -> N
             except BaseException as error:
                 answer = pickle.dumps(("error", (type(error).__name__, traceback.format_exc())))
             pipe.send_bytes(answer)
-
-
-def with_captured_steps(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function on a rank whose steps are captured and not followed."""
-    with mock.patch.object(TrainingIteration, "follows", False):
-        return function(*args, **kwargs)

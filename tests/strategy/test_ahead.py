@@ -16,7 +16,7 @@ from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.strategy.iteration import TrainingIteration
-from tests.helpers.ranks import RankPool, with_captured_steps
+from tests.helpers.ranks import RankPool
 from tests.helpers.training import Result, assert_bitwise
 from tests.strategy.small import Net, rows, run
 
@@ -63,7 +63,7 @@ def trained(make: type[Net], *, ahead: bool) -> tuple[Result, list[bool], int]:
 
 @pytest.mark.parametrize("make", [Net, Normed])
 def test_steps_that_were_outvoted_leave_no_trace(two_ranks: RankPool, make: type[Net]) -> None:
-    with_, without = (two_ranks.run(with_captured_steps, trained, make, ahead=ahead) for ahead in (True, False))
+    with_, without = (two_ranks.run(trained, make, ahead=ahead) for ahead in (True, False))
     for (ours, taken, ticks), (plain, _, expected) in zip(with_, without, strict=True):
         assert_bitwise(ours, plain)
         assert ticks == expected == len(SIZES)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_spmd import BatchError, ConfigurationError, SPMDStrategy
-from tests.helpers.ranks import RankPool, with_captured_steps
+from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, loader_of, rows, run
 
@@ -130,7 +130,7 @@ def test_falling_back_between_micro_batches_keeps_their_gradients() -> None:
 
 @pytest.mark.parametrize("make", [Item, Branch, PythonRandom])
 def test_two_ranks_fall_back_together(two_ranks: RankPool, make: type[Net]) -> None:
-    first, second = two_ranks.run(with_captured_steps, run, make, "spmd", 2)
+    first, second = two_ranks.run(run, make, "spmd", 2)
     assert (first.mode, second.mode) == ("eager", "eager")
     assert len(announcements(first)) == 1
     assert all(torch.equal(second.weights[k], v) for k, v in first.weights.items())

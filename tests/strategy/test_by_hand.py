@@ -30,7 +30,7 @@ from tests.helpers.by_hand import (
     state_of,
 )
 from tests.helpers.by_hand_rare import RARE
-from tests.helpers.ranks import RankPool, with_captured_steps
+from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
 
 ALL = {**MODULES, **RARE}
@@ -262,6 +262,6 @@ def _said_on_ranks() -> tuple[list[str], str]:
 
 
 def test_ranks_say_why_a_step_by_hand_is_no_graph(two_ranks: RankPool) -> None:
-    (said, mode), _ = two_ranks.run(with_captured_steps, _said_on_ranks)
+    (said, mode), _ = two_ranks.run(_said_on_ranks)
     assert mode == "eager"
     assert any("reads what scheduler.step() changes" in text for text in said)

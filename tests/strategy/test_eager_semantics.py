@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_spmd.strategy.eager_semantics import averaged
-from tests.helpers.ranks import RankPool, with_captured_steps
+from tests.helpers.ranks import RankPool
 from tests.strategy.small import Quiet, run
 
 
@@ -27,7 +27,7 @@ class WithNorm(Quiet):
 
 
 def test_what_differs_is_named(two_ranks: RankPool) -> None:
-    ours = two_ranks.run(with_captured_steps, run, WithNorm, "spmd", 2, max_epochs=1)[0]
+    ours = two_ranks.run(run, WithNorm, "spmd", 2, max_epochs=1)[0]
     (told,) = [w for w in ours.warnings if "trains eagerly from here on" in w]
     assert "as DDP does, which is not one device's: batch norm sees a rank's rows alone (norm)" in told
     assert "(ignore_index, weight) is each rank's own (measure)" in told

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_spmd.parallel.parallel_plan import ShardedStatePlan
 from tests.helpers import simulate
-from tests.helpers.ranks import RankPool, with_captured_steps
+from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET, Result, assert_bitwise, fit
 from tests.strategy.evaluations import (
     ROWS,
@@ -131,7 +131,7 @@ def test_a_step_may_fall_back_after_its_first_batches(two_ranks: RankPool) -> No
 def test_training_may_fall_back_after_its_first_batches(two_ranks: RankPool) -> None:
     """Batch norm then sees a rank's rows alone, as with DDP, so only the first of three epochs is one device's."""
     theirs = epoch_losses(train(FallsBackLater, "auto", limit_val_batches=0))
-    first, second = two_ranks.run(with_captured_steps, train, FallsBackLater, "spmd", 2, limit_val_batches=0)
+    first, second = two_ranks.run(train, FallsBackLater, "spmd", 2, limit_val_batches=0)
     assert first.mode == second.mode == "eager"
     assert epoch_losses(first)[0] == pytest.approx(theirs[0], rel=1e-5)
     assert epoch_losses(first) == pytest.approx(theirs, rel=0.1)

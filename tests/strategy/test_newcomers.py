@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_spmd import SPMDStrategy, messages
-from tests.helpers.ranks import RankPool, with_captured_steps
+from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
 from tests.strategy.small import Net, Quiet, assert_as_eager, loader_of, rows
 
@@ -111,7 +111,7 @@ def test_every_rank_takes_rank_zeros(plan: str, two_ranks: RankPool) -> None:
 
 
 def test_the_eager_path_does_so_too(two_ranks: RankPool) -> None:
-    (first, said, mode), (second, _, _) = two_ranks.run(with_captured_steps, _fit, Eagerly, "replicate")
+    (first, said, mode), (second, _, _) = two_ranks.run(_fit, Eagerly, "replicate")
     assert mode == "eager"
     assert first == second
     assert any("last.weight, last.bias" in text for text in said), said

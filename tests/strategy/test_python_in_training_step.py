@@ -12,7 +12,7 @@ import torchmetrics
 from torch import Tensor
 
 from lightning_spmd.errors import SPMDError
-from tests.helpers.ranks import RankPool, with_captured_steps
+from tests.helpers.ranks import RankPool
 from tests.strategy.small import Net, Quiet, assert_as_eager, run
 
 Step = Callable[[Net, Any, int], Tensor]
@@ -183,7 +183,7 @@ def test_ranks_exchange_what_a_step_asks_for_in_each_step(two_ranks: RankPool) -
 
 def test_exchanges_beside_a_captured_graph_are_not_frozen(two_ranks: RankPool) -> None:
     for method in ("barrier", "broadcast", "reduce_boolean_decision"):
-        (mode, _, first), _ = two_ranks.run(with_captured_steps, _exchanging, method)
+        (mode, _, first), _ = two_ranks.run(_exchanging, method)
         assert mode == "eager"
         assert f"training_step calls strategy.{method}, which would happen once" in first[0]
         assert "test_python_in_training_step.py:" in first[0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_spmd.strategy import telling
-from tests.helpers.ranks import RankPool, with_captured_steps
+from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, deviation
 from tests.strategy.kinds import (
     containers_kinds,
@@ -77,7 +77,7 @@ def run_all(names: Sequence[str]) -> list[Result]:
 
 def assert_as_on_one_device(pool: RankPool, names: Sequence[str]) -> None:
     wrong: list[str] = []
-    for name, *results in zip(names, *pool.run(with_captured_steps, run_all, names), strict=True):
+    for name, *results in zip(names, *pool.run(run_all, names), strict=True):
         reference = run(KINDS[name], "auto", data=lambda: InOrder(rows(), ROWS), max_epochs=1)
         mean = [statistics.fmean(of_ranks) for of_ranks in zip(*(r.losses for r in results), strict=True)]
         limit = KINDS[name].tolerance

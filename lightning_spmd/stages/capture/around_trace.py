@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from lightning_spmd.errors import CaptureError, SPMDError
 from lightning_spmd.ir.node_info import Section
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.messages import batch_hook, the_step
-from lightning_spmd.stages.capture.packed_sequences import PackedSequences
 from lightning_spmd.stages.capture.recorder import Recorder
 from lightning_spmd.stages.capture.user_code import location_of
 
@@ -49,27 +45,6 @@ def random_state_kept() -> Iterator[None]:
         torch.set_rng_state(host)
         if devices:
             torch.cuda.set_rng_state_all(devices)
-
-
-@contextlib.contextmanager
-def modules_followed(root: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder which module's forward runs, through torch's global module hooks; packed sequences are rows."""
-    paths = {id(module): path for path, module in root.named_modules()}
-
-    def enter(module: nn.Module, _: Any) -> None:
-        recorder.module_path.append(paths.get(id(module), recorder.module_path[-1]))
-
-    def leave(module: nn.Module, _: Any, __: Any) -> None:
-        recorder.module_path.pop()
-
-    before = register_module_forward_pre_hook(enter)
-    after = register_module_forward_hook(leave, always_call=True)
-    try:
-        with PackedSequences(recorder).replaced():
-            yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 def name_of_part(recorder: Recorder, optimizer: Optimizer | None) -> str:

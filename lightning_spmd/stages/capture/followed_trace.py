@@ -68,7 +68,6 @@ class _FollowedTrace(IterationTrace):
     def __init__(self, request: CaptureRequest, program: Program) -> None:
         super().__init__(request)
         self.program = program
-        self.recorder.reads.role_of = self.inputs.role_of
         self._values = Values(self._fake, Engine(self._on_thread))
         self._behind: list[Note] = []  # the calls from the backward pass on, if Python runs in it
         if request.sizes is not None:

@@ -12,7 +12,6 @@ asked for. Names do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +21,6 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.host_scalar import SYMBOLS, HostScalar, scalar_of
 from lightning_spmd.stages.capture.windows import as_windows
 
-_AS_NUMBER: dict[Any, type] = {
-    torch.Tensor.__float__: float,
-    torch.Tensor.__int__: int,
-    torch.Tensor.__index__: int,
-    torch.Tensor.__bool__: bool,
-}
 _SIZES_OF_INTEGERS = "SymIntArrayRef expected to contain only concrete integers"
 """What torch says of a function that has no form for recorded sizes."""
 _BY_PLACE = {torch.Tensor.as_strided, torch.as_strided}
@@ -39,19 +32,12 @@ class FunctionCalls(TorchFunctionMode):
     """Sees torch's functions as they are called.
 
     Args:
-        number: gives the number of a kind in a tensor of the graph, or None where torch's own way will do.
         by_dimensions: whether views by place become views by dimensions.
     """
 
-    def __init__(
-        self,
-        number: Callable[[torch.Tensor, type], Any] = lambda _tensor, _kind: None,
-        *,
-        by_dimensions: bool = False,
-    ) -> None:
+    def __init__(self, *, by_dimensions: bool = False) -> None:
         super().__init__()
         self._by_dimensions = by_dimensions
-        self._number = number
         self._function = ""
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
@@ -69,8 +55,6 @@ class FunctionCalls(TorchFunctionMode):
                 args = (args[0], _index_of(args[1]), *args[2:])
             if func in _MAKES_TENSORS and args and _is_list_of_numbers(args[0]):
                 return _tensor_of(args[0], kwargs)
-            if func in _AS_NUMBER and (number := self._number(args[0], _AS_NUMBER[func])) is not None:
-                return number
         if self._by_dimensions and func in _BY_PLACE and isinstance(args[0], private.FakeTensor):
             plain = [_with_plain_sizes(a) for a in args], {name: _with_plain_sizes(a) for name, a in kwargs.items()}
             if (view := as_windows(*plain[0], **plain[1])) is not None:
@@ -127,7 +111,7 @@ def _tensor_of(numbers: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 def _dtype_of(numbers: Any) -> torch.dtype:
     """Of the tensor that ``torch.tensor`` makes of these numbers."""
-    kinds = {type(number if (scalar := scalar_of(number)) is None else scalar.sample) for number in numbers}
+    kinds = {type(number if (scalar := scalar_of(number)) is None else scalar.value) for number in numbers}
     return torch.get_default_dtype() if float in kinds else torch.int64 if int in kinds else torch.bool
 
 

@@ -52,10 +52,6 @@ def sym_min(a: Number, b: Number) -> Number:
     return min(float(a), float(b)) if isinstance(a, float) or isinstance(b, float) else min(a, b)
 
 
-def _logical(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
-    return lambda a, b: bool(function(a, b))
-
-
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -115,16 +111,16 @@ class _Answers:
     """
 
     def __init__(self, value: Number) -> None:
-        self.sample = value
+        self.value = value
 
     def is_int(self) -> bool:
-        return isinstance(self.sample, int) and not isinstance(self.sample, bool)
+        return isinstance(self.value, int) and not isinstance(self.value, bool)
 
     def is_float(self) -> bool:
-        return isinstance(self.sample, float)
+        return isinstance(self.value, float)
 
     def is_bool(self) -> bool:
-        return isinstance(self.sample, bool)
+        return isinstance(self.value, bool)
 
     def is_symbolic(self) -> bool:
         return True
@@ -149,59 +145,25 @@ class HostScalar(_Answers):
     """The node of a SymInt/SymFloat/SymBool: the value of this step plus the graph node that computes it.
 
     Args:
-        value: the number that this step's Python code would have; any of its kind where ``later`` is given.
+        value: the number that this step's Python code has.
         node: graph node that yields it, or None for a constant.
         recorder: where arithmetic and decisions are recorded.
-        later: gives the number once somebody asks for it, of what is read from a tensor.
-
-    Attributes:
-        sample: a number of its kind, which may not be its value.
-        is_read: whether it depends on what is read from a tensor.
-        tensor: the tensor of which it is the only element, if it is as it was read.
     """
 
-    def __init__(
-        self,
-        value: Number,
-        node: fx.Node | None,
-        recorder: ScalarRecorder,
-        later: Callable[[], Number] | None = None,
-    ) -> None:
+    def __init__(self, value: Number, node: fx.Node | None, recorder: ScalarRecorder) -> None:
         super().__init__(value)
         self.node = node
         self.recorder = recorder
-        self.is_read = later is not None
-        self.tensor: torch.Tensor | None = None
-        self._later = later
-
-    @property
-    def value(self) -> Number:
-        """The number of this step."""
-        if self._later is not None:
-            self.sample = self._later()
-            self._later = None
-            if self.node is not None:  # what runs on stand-ins is to see it
-                self.node.meta["val"] = self.sample
-        return self.sample
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether nobody has asked yet for a number that is read from a tensor."""
-        return self._later is not None
 
     def as_symbol(self) -> torch.SymInt | torch.SymFloat | torch.SymBool:
         """This number as the torch type that operators and Python code accept."""
-        if isinstance(self.sample, bool):
+        if isinstance(self.value, bool):
             return torch.SymBool(self)
-        return torch.SymInt(self) if isinstance(self.sample, int) else torch.SymFloat(self)
+        return torch.SymInt(self) if isinstance(self.value, int) else torch.SymFloat(self)
 
     def argument(self) -> fx.Node | Number:
         """What stands for this number in a recorded call."""
         return self.value if self.node is None else self.node
-
-    def stand_in(self) -> Number:
-        """A number with which an operator runs on fake tensors: the value of an integer, which may be a position."""
-        return self.sample if self.is_unknown and not self.is_int() else self.value
 
     def __getattr__(self, name: str) -> Callable[..., HostScalar]:
         function = _OPERATORS.get(name)
@@ -241,7 +203,7 @@ class HostScalar(_Answers):
         return self.recorder.scalar_call(lambda x: float(x).is_integer(), (self,))
 
     def expect_true(self, file: str, line: int) -> bool:
-        return self.is_unknown or bool(self.value)  # torch's own sanity checks (`base >= 0` of a power): no decision
+        return bool(self.value)  # torch's own sanity checks (`base >= 0` of a power): no decision
 
     def guard_bool(self, file: str, line: int) -> bool:
         return self.bool_()

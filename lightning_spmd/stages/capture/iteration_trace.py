@@ -44,7 +44,7 @@ class IterationTrace:
     def __init__(self, request: CaptureRequest) -> None:
         self.request = request
         self.fake_mode = request.fake_mode()
-        self.recorder = Recorder(self.fake_mode, request.answers, split=request.rows is not None)
+        self.recorder = Recorder(self.fake_mode, split=request.rows is not None)
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = Outputs(self.recorder)
         self.names = parameter_names(request.module, request.optimizer)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
-from lightning_spmd.stages.capture.host_scalar import scalar_of
 
 
 class KnownValues:
@@ -42,7 +41,7 @@ class KnownValues:
         tensors = [a for a in entries if isinstance(a, Tensor)]
         is_made_here = not tensors and isinstance(out, Tensor) and out.numel() == 1 and out.device.type == "cpu"
         known = all(id(t) in self._values for t in tensors) and not private.is_random(func)
-        if not known or not (tensors or is_made_here) or any(_is_read(a) for a in entries):
+        if not known or not (tensors or is_made_here):
             for t in private.mutated_arguments(func, args, kwargs):
                 self._values.pop(id(t), None)
             return
@@ -52,11 +51,6 @@ class KnownValues:
         for fake_leaf, real_leaf in zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True):
             if isinstance(fake_leaf, Tensor) and fake_leaf.numel() == 1:
                 self._values[id(fake_leaf)] = real_leaf
-
-
-def _is_read(value: Any) -> bool:
-    scalar = scalar_of(value)
-    return scalar is not None and scalar.is_read
 
 
 def draw_key(func: Any, args: Any, kwargs: Any) -> bytes | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat, mapped
 from lightning_spmd.stages.capture.function_calls import FunctionCalls
 from lightning_spmd.stages.capture.host_scalar import HostScalar, Number, scalar_of
 from lightning_spmd.stages.capture.known_values import KnownValues, draw_key
-from lightning_spmd.stages.capture.reads import Reads
 from lightning_spmd.stages.capture.symbolic_batch import as_argument
 from lightning_spmd.stages.capture.user_code import user_location
 
@@ -47,15 +46,13 @@ class Recorder(private.TorchDispatchMode):
 
     Args:
         fake_mode: the FakeTensorMode that computes shapes; must be active below this mode.
-        answers: values that Python reads from tensors, as far as they are known, by the number of the read.
         split: whether ranks are going to have parts of the batch.
     """
 
-    def __init__(self, fake_mode: Any, answers: Mapping[int, Number] | None = None, *, split: bool = False) -> None:
+    def __init__(self, fake_mode: Any, *, split: bool = False) -> None:
         super().__init__()
         self.calls = FakeCalls(fake_mode)
         self.graph = fx.Graph()
-        self.reads = Reads(self, self.graph, answers or {})
         self.section = Section.FORWARD
         self.module_path: list[str] = [""]
         self.decisions: list[tuple[fx.Node, Number, str]] = []
@@ -64,7 +61,7 @@ class Recorder(private.TorchDispatchMode):
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self.known = KnownValues()
         self._exposed: list[HostScalar] = []
-        self.functions = FunctionCalls(self.number, by_dimensions=split)
+        self.functions = FunctionCalls(by_dimensions=split)
         self.data_sizes = DataSizes.recorded(self)
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
@@ -116,19 +113,18 @@ class Recorder(private.TorchDispatchMode):
     # ------------------------------------------------------------------ numbers
     def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
         """Record arithmetic on host numbers and return its result."""
-        result, later = _computed(function, operands)
+        result = function(*[o.value for o in operands])
         if all(o.node is None for o in operands):
             return HostScalar(result, None, self)
         node = self.graph.call_function(function, tuple(o.argument() for o in operands))
         node.meta.update(val=result, info=self.info())
-        return HostScalar(result, node, self, later)
+        return HostScalar(result, node, self)
 
     def decide(self, scalar: HostScalar) -> Number:
         """Python code branches on a recorded number: remember the outcome as a guard."""
         if scalar.node is not None:
             place = user_location() or "<library code>"
-            if not scalar.is_read or self.reads.check(scalar, place):
-                self.decisions.append((scalar.node, scalar.value, place))
+            self.decisions.append((scalar.node, scalar.value, place))
         return scalar.value
 
     def expose(self, scalar: HostScalar, *, from_parser: bool) -> None:
@@ -301,28 +297,16 @@ class Recorder(private.TorchDispatchMode):
         source = self.argument(tensor)
         real = self.known.get(tensor)
         if real is None:
-            return self.reads.read(tensor, source, self.info()).as_symbol()
+            raise CaptureError(
+                f"the value of a tensor is read in the {self.section} part of the iteration{self._place()}, which one "
+                "graph cannot express; keep it a tensor (torch.where instead of `if`)",
+                self._location(),
+            )
         node = self.graph.call_function(READ, (source,))
         with private.disable_dispatch_modes():
             value = real.item()
         node.meta.update(val=value, info=self.info())
         return HostScalar(value, node, self).as_symbol()
-
-    def number(self, tensor: Tensor, kind: type) -> Any:
-        """``float(tensor)``, ``int(tensor)`` or ``bool(tensor)``: Python's own number, for which the graph then holds.
-
-        None of a tensor whose value is known: torch's own way will do.
-        """
-        if tensor in self.known:
-            return None
-        scalar = scalar_of(tensor.item())
-        if scalar is None or not scalar.is_read:
-            return None
-        if kind is bool and not scalar.is_bool():
-            scalar = self.scalar_call(operator.ne, (scalar, HostScalar(0, None, self)))
-        elif kind is int and not scalar.is_int():
-            scalar = self.scalar_call(int, (scalar,))
-        return kind(self.decide(scalar))
 
     # ------------------------------------------------------------------ random numbers
     def _repeat_draw(self, func: Any, first: fx.Node, args: Any, out: Any) -> Any:
@@ -343,23 +327,7 @@ class Recorder(private.TorchDispatchMode):
 
 def _plain_number(value: Any) -> Any:
     scalar = scalar_of(value)
-    return value if scalar is None else scalar.stand_in()
-
-
-def _computed(
-    function: Callable[..., Any], operands: tuple[HostScalar, ...]
-) -> tuple[Number, Callable[[], Number] | None]:
-    """A number of the kind that a function gives, and what gives the number itself where it is read from a tensor."""
-    if not any(o.is_read for o in operands):
-        return function(*[o.value for o in operands]), None
-
-    def later() -> Number:
-        return function(*[o.value for o in operands])
-
-    if any(o.is_unknown for o in operands) and function is not operator.pow:  # an integer's power may be a float
-        with contextlib.suppress(ArithmeticError, ValueError):
-            return function(*[o.sample for o in operands]), later
-    return later(), later
+    return value if scalar is None else scalar.value
 
 
 def _numbers_of_shapes(func: Any, args: Any, kwargs: Any) -> list[HostScalar]:

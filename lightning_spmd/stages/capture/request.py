@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ class CaptureRequest:
         came_late: says what came since the run began and keeps the step from being this graph, or None.
         sizes: with which sizes the batch is seen, if not its own.
         needed: parameters that get a gradient from another rank's own batch, whatever this one's reaches.
-        answers: values that Python reads from tensors, as far as they are known, by the number of the read.
         program: the calls of a step that was followed; None: the step method is run to see them.
     """
 
@@ -64,7 +63,6 @@ class CaptureRequest:
     came_late: Callable[[], str | None] = lambda: None
     needed: frozenset[str] = frozenset()
     sizes: OtherSizes | None = None
-    answers: Mapping[int, bool | int | float] = field(default_factory=dict[int, "bool | int | float"])
     program: Program | None = None
 
     def fake_mode(self) -> Any:

@@ -43,7 +43,6 @@ def _folders() -> tuple[str, ...]:
 
 _LIBRARY_FOLDERS = _folders()
 _EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "examples", "")
-_CAPTURE = os.path.join(os.path.dirname(__file__), "trace.py")  # where a capture calls what the user wrote
 _NOTES = os.path.join(os.path.dirname(__file__), "followed_trace.py")  # where it makes calls that were noted
 _STANDARD = tuple({os.path.join(sysconfig.get_path(k), "") for k in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
@@ -59,14 +58,9 @@ def is_user_file(filename: str) -> bool:
     return known
 
 
-def is_installed(filename: str) -> bool:
-    """Whether a source file belongs to a package that was installed."""
-    return any(part in filename for part in _INSTALLED)
-
-
 def is_standard(filename: str) -> bool:
     """Whether a source file belongs to the standard library."""
-    return filename.startswith(_STANDARD) and not is_installed(filename)
+    return filename.startswith(_STANDARD) and not any(part in filename for part in _INSTALLED)
 
 
 def _is_user_file(filename: str) -> bool:
@@ -91,30 +85,6 @@ def is_user_code(code: CodeType, scope: dict[str, Any]) -> bool:
     return name not in sys.builtin_module_names if filename is None else is_user_file(filename)
 
 
-def is_user_class(kind: type) -> bool:
-    """Whether a class is defined in the user's code, and so may keep state that nobody else knows of."""
-    module = sys.modules.get(kind.__module__)
-    filename = getattr(module, "__file__", None)
-    if filename is None:
-        return kind.__module__ not in sys.builtin_module_names
-    return is_user_file(filename)
-
-
-def trace_file() -> str:
-    """Where a capture calls what the user wrote."""
-    return _CAPTURE
-
-
-def frames_of_the_user(frame: FrameType | None) -> list[FrameType]:
-    """Those of the user's code, innermost first, that capture called; none outside of a capture."""
-    found: list[FrameType] = []
-    while frame is not None and frame.f_code.co_filename != _CAPTURE:
-        if is_user_code(frame.f_code, frame.f_globals):
-            found.append(frame)
-        frame = frame.f_back
-    return [] if frame is None else found
-
-
 def user_location() -> str | None:
     """``file:line`` of the innermost frame of the user's code, or None.
 
@@ -129,7 +99,7 @@ def user_location() -> str | None:
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
-        if file in (_CAPTURE, _NOTES):
+        if file == _NOTES:
             break
         if is_user_file(file) if file[:1] != "<" else is_user_code(code, frame.f_globals):
             return f"{file}:{frame.f_lineno}"
