@@ -172,12 +172,6 @@ def set_rank_zero_only(rank: int) -> None:
         vars(decorator)["rank"] = rank
 
 
-def rank_zero_only_rank() -> int | None:
-    """The rank that these decorators read."""
-    return vars(_fabric_rank_zero_only).get("rank")
-
-
-RANK_ZERO_CODE = _fabric_rank_zero_only(lambda: None).__code__
 """Of the function that the decorator puts around another; its frames say that rank 0 alone runs what is in it."""
 
 

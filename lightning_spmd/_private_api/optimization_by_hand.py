@@ -12,25 +12,6 @@ import torch
 
 
 @contextlib.contextmanager
-def attributes_kept(owner: Any) -> Iterator[None]:
-    """What is assigned to attributes of ``owner`` inside is undone; containers in them are not looked into."""
-    before = dict(vars(owner))
-    try:
-        yield
-    finally:
-        vars(owner).clear()
-        vars(owner).update(before)
-
-
-@contextlib.contextmanager
-def step_replaced(optimizer: Any, step: Callable[..., Any]) -> Iterator[None]:
-    """``optimizer.step`` is another function inside; a scheduler may have put one on the instance, too."""
-    with attributes_kept(optimizer):
-        vars(optimizer)["step"] = step
-        yield
-
-
-@contextlib.contextmanager
 def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
     """``torch.autograd.backward``, to which ``Tensor.backward`` hands everything on, is another function inside.
 
@@ -45,36 +26,8 @@ def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
         torch.autograd.backward = before
 
 
-@contextlib.contextmanager
-def optimization_replaced(
-    strategy: Any, backward: Callable[..., Any], step: Callable[..., Any], count: Callable[[int], None]
-) -> Iterator[None]:
-    """What ``manual_backward`` and ``LightningOptimizer.step`` call is replaced inside.
-
-    Args:
-        strategy: the live one.
-        backward: in place of ``Strategy.backward``.
-        step: in place of ``Strategy.optimizer_step``.
-        count: told the optimizer's number after a step, in place of the loop's progress.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(attributes_kept(strategy))
-        vars(strategy).update(backward=backward, optimizer_step=step)
-        for index, optimizer in enumerate(strategy._lightning_optimizers):
-            stack.enter_context(attributes_kept(optimizer))
-            vars(optimizer).update(_on_before_step=_nothing, _on_after_step=lambda index=index: count(index))
-        yield
-
-
 def _nothing() -> None:
     return None
-
-
-def count_step(strategy: Any, index: int) -> None:
-    """What the loop does around a step that was called through Lightning's optimizer: its progress counts it."""
-    optimizer = strategy._lightning_optimizers[index]
-    optimizer._on_before_step()
-    optimizer._on_after_step()
 
 
 true_backward = torch.autograd.backward

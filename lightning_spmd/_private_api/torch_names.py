@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import linecache
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from torch.overrides import _get_current_function_mode_stack
 
 # Capture computes on true values while its own modes are active (step counters); without it they would be recorded.
 from torch.utils._python_dispatch import _disable_current_modes
-
-from lightning_spmd._private_api.module_names import conversions_that_change_nothing
 
 # What is on every DTensor, and nobody's own.
 NAMES_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
@@ -151,32 +148,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-@contextlib.contextmanager
-def module_tensors_replaced(module: nn.Module, twin: Any) -> Iterator[list[tuple[dict[str, Any], str, str, Any]]]:
-    """Replace every parameter and buffer by ``twin(kind, fqn, tensor)`` and put the live ones back at the end.
-
-    ``nn.Module`` keeps them in ``_parameters`` and ``_buffers``; assignment through attributes would refuse fake
-    tensors for parameters. Yields the slots: (dictionary, key, fqn, replacement).
-    """
-    slots: list[tuple[dict[str, Any], str, str, Any]] = []
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    try:
-        for path, part in module.named_modules():
-            for kind, tensors in (("parameter", part._parameters), ("buffer", part._buffers)):
-                saved.append((tensors, dict(tensors)))
-                for key, tensor in list(tensors.items()):
-                    if tensor is not None:
-                        fqn = f"{path}.{key}" if path else key
-                        tensors[key] = replacement = twin(kind, fqn, tensor)
-                        slots.append((tensors, key, fqn, replacement))
-        with conversions_that_change_nothing():
-            yield slots
-    finally:
-        for tensors, before in saved:
-            tensors.clear()
-            tensors.update(before)
-
-
 def tensor_slots(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """(dictionary, key) of every parameter and buffer by fully qualified name, so that a step reads what is live now.
 
@@ -214,12 +185,6 @@ def parameter_hooks(tensor: Tensor) -> list[Any]:
 
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-
-
-def global_forward_hooks() -> dict[str, dict[int, Any]]:
-    """Hooks that run around every module's ``forward``, by the name of their table."""
-    names = ("_global_forward_pre_hooks", "_global_forward_hooks")
-    return {name: getattr(_torch_module, name) for name in names}
 
 
 def step_hooks(optimizer: Any) -> list[Any]:
@@ -356,26 +321,6 @@ def dtensor_strategies(
         if choice.input_specs is not None and all(o is not None for o in outputs):
             found.append(([named(i) for i in choice.input_specs], [named(o) for o in outputs]))
     return found
-
-
-@contextlib.contextmanager
-def last_learning_rates_replaced(scheduler: Any, lift: Callable[[int, Any], Any]) -> Iterator[None]:
-    """While inside, ``scheduler.get_last_lr()[i]`` is ``lift(i, value)``; without it a logged rate would freeze."""
-    live = getattr(scheduler, "_last_lr", None)
-    if not isinstance(live, list):
-        yield
-        return
-    scheduler._last_lr = [lift(i, value) for i, value in enumerate(live)]
-    try:
-        yield
-    finally:
-        scheduler._last_lr = live
-
-
-def last_learning_rate_readers(scheduler: Any) -> list[Callable[[], Any]]:
-    """One reader for each of the scheduler's last learning rates."""
-    count = len(getattr(scheduler, "_last_lr", None) or [])
-    return [lambda i=i: scheduler._last_lr[i] for i in range(count)]
 
 
 def leave_order_of_shards_alone(kind: type) -> None:

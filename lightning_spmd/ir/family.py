@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,9 @@ from torch.fx.node import map_aggregate
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import Signature
-from lightning_spmd.ir.sizes import Formula, Size, SizeFloat, Sizes, in_this_step, mapped, plain, sized
+from lightning_spmd.ir.sizes import Formula, Size, SizeFloat, Sizes, mapped, plain, sized
 from lightning_spmd.ir.steps import CapturedStep, RecordedCall
-from lightning_spmd.ir.tree import leaves, map_leaves
+from lightning_spmd.ir.tree import map_leaves
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,6 @@ class Family:
             return sized(now, value.formula, self.sizes) if marked else now
 
         return rebuilt(self.step, lambda value: mapped(number, value), marked=marked)
-
-    def calls_and_result(self) -> tuple[list[RecordedCall], Any]:
-        """Recorded calls, and what the step method returned, with the numbers of the step that runs."""
-        if not self._numbers_leave:
-            return self.step.calls, self.step.returned
-        calls = [_changed(in_this_step, call) for call in self.step.calls]
-        return calls, _tree(in_this_step, self.step.returned)
-
-    @functools.cached_property
-    def _numbers_leave(self) -> bool:
-        trees = [self.step.returned, *((call.args, call.kwargs) for call in self.step.calls)]
-        return any(isinstance(leaf, (Size, SizeFloat)) for tree in trees for _, leaf in leaves(tree))
 
     def formulas(self) -> list[Formula]:
         """Every formula in the step."""

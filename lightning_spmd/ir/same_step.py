@@ -68,22 +68,6 @@ def first_difference(
     return _Comparison(one, other, births or {}, live).difference()
 
 
-def difference_at_capture(
-    following: CapturedStep, plain: CapturedStep, values: Sequence[Any] | None = None
-) -> Difference | None:
-    """Where a step whose numbers are inputs first does something else than one that was captured with their values.
-
-    Code may treat a recorded number otherwise than a plain one (``isinstance(x, float)``): then the two differ.
-
-    Args:
-        following: some numbers of Python are inputs of it.
-        plain: captured with these numbers as constants.
-        values: of the inputs when that was; the ones with which ``following`` was captured if left out.
-    """
-    then = [entry.value for entry in following.signature.inputs] if values is None else values
-    return _Comparison(following, plain, {}, lambda: then).difference_by_value()
-
-
 class _Comparison:
     """Walks both graphs side by side; ``twins`` maps a node of the first to the node of the second that equals it."""
 

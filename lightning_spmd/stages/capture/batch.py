@@ -175,11 +175,6 @@ class Batch:
 
         return ", ".join(one(self.paths[i], self.values[i]) for i in self.tensors) or "no tensor"
 
-    @property
-    def has_lists_of_rows(self) -> bool:
-        """Whether there are lists with an entry for each of this rank's rows, and the step sees more."""
-        return bool(self._lists)
-
     def is_list_of_rows(self, value: Any) -> bool:
         """Whether it is one of them."""
         return id(value) in self._lists

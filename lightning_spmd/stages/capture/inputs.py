@@ -119,11 +119,6 @@ class InputTable:
                 self.recorder.graph.erase_node(node)
                 del self.entries[node]
 
-    def role_of(self, node: fx.Node) -> InputRole | None:
-        """The role of an input; None for other nodes."""
-        entry = self.entries.get(node)
-        return None if entry is None else entry.role
-
     def nodes_of(self, role: InputRole) -> set[fx.Node]:
         """The placeholders of a role."""
         return {node for node, entry in self.entries.items() if entry.role is role}

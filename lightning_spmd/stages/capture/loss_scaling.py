@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.guards import ValueGuard
-from lightning_spmd.ir.node_info import Section, TensorSpec
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.stages.capture.inputs import InputTable
 from lightning_spmd.stages.capture.skipped_step import StepTakenBack
@@ -47,10 +47,6 @@ class LossScaling:
         self._inputs = inputs
         self._scale: Tensor | None = None
         self._updates = False
-
-    def is_updating(self, section: Section) -> bool:
-        """Whether what is recorded is an update that some steps leave out."""
-        return self.found is not None and section is Section.OPTIMIZER
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.reads import ReadMiss, checks_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.source import ErrorsNamePlaces, function_of
-from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, RecordedCall, ShardedStep
+from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
@@ -154,16 +154,6 @@ class Executable:
         if self.family is None or self.family.sizes.hold(values := self.family.sizes.of(batch)):
             return None
         return f"sizes {', '.join(map(str, values))} of a batch are treated otherwise than those before"
-
-    def captured_for(self, batch: Sequence[Tensor]) -> CapturedStep:
-        """The captured step of a batch for which the graphs do."""
-        return self.captured if self.family is None else self.family.at(self.family.sizes.of(batch))
-
-    def calls_and_result(self) -> tuple[Sequence[RecordedCall], Any]:
-        """The recorded calls and what the step method returned, with the numbers of the last run's batch."""
-        if self.family is None:
-            return self.captured.calls, self.captured.returned
-        return self.family.calls_and_result()
 
     def can_follow(self, pending: Pending) -> bool:
         """Whether a run may take over what another iteration left."""

@@ -139,11 +139,6 @@ class HandStep:
         return unwatched
 
     @property
-    def optimizes(self) -> bool:
-        """Whether optimizers step in the step."""
-        return bool(self._common.optimizers)
-
-    @property
     def has_gradients(self) -> bool:
         """Whether the step has put gradients into ``.grad`` of parameters."""
         return any(isinstance(t, nn.Parameter) and g is not None for t, g in self._gradients.values())

@@ -109,11 +109,6 @@ class HandStep(Protocol):
         ...
 
     @property
-    def optimizes(self) -> bool:
-        """Whether optimizers step in the step."""
-        ...
-
-    @property
     def has_gradients(self) -> bool:
         """Whether the step has put gradients into ``.grad`` of parameters."""
         ...

@@ -24,7 +24,6 @@ from lightning_spmd.stages.expand.call import (
     along,
     in_one_range,
     is_tensor,
-    rowwise,
 )
 
 aten = torch.ops.aten
@@ -214,10 +213,6 @@ def index_put(call: OpCall) -> list[Layout]:
             if value is not None:
                 found += along(call, [PARTIAL, *info.index_dims(dim), value], [PARTIAL])
     return found
-
-
-def _rows_only(call: OpCall) -> list[Layout]:
-    return rowwise(call, last=1)
 
 
 def _search(call: OpCall) -> list[Layout]:
