@@ -4,11 +4,11 @@
 ``notes``         what is known of a call: operands by where they come from, results, what is around it
 ``fitting``       whether a call is the one that was noted, compiled for each note
 ``placeholders``  tensors without memory in place of results, filled when a step is over
-``sizes``         integers of calls and results that are formulas of the batch's sizes; ``counts``: of sizes that values decide
+``sizes``         integers that are formulas of the sizes of batches; ``counts``: of sizes that values decide
 ``queue``         ``self.log`` and metric calls, made once the graph ran
-``by_hand``       ``backward``, ``optimizer.step()`` and ``.grad`` as calls of a step; ``worlds``: in which they are made true
-``engine``        autograd's engine while Python runs in a backward pass; ``functions``: the user's own functions and hooks,
-                  ``saved``: hooks on saved tensors and checkpoints
+``by_hand``       ``backward``, ``optimizer.step()``, ``.grad`` as calls of a step; ``worlds``: where they are made true
+``engine``        autograd's engine while Python runs in a backward pass; ``functions``: the user's own functions and
+                  hooks; ``saved``: hooks on saved tensors, checkpoints
 ``packed``        packed sequences; ``tripwires``, ``rows_read``: what of a batch is a rank's own
 ``program``       what a step showed once Python is done: its path, its numbers, which results somebody wants
 ``values``        notes made true: on fake tensors for capture, on real ones for a value that Python reads, or for good
