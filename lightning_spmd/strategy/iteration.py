@@ -125,6 +125,8 @@ class TrainingIteration:
             variant = dataclasses.replace(variant, accumulated=True)
         if self.following is not None and variant.backward:
             while self.following is not None:
+                if self.following.ended is not None:
+                    self._fall_back(self.following.ended)
                 try:
                     return self._run_followed(self.following, batch_tree, arguments, variant, clip)
                 except NoGlobalBatch as reason:
@@ -169,10 +171,8 @@ class TrainingIteration:
             self.table.used(found.key, found.index)
         return executable, outputs, batch, sum(found.split)
 
-    def _can_be_followed(self, following: Following, request: StepRequest, batch: Batch) -> bool:
+    def _can_be_followed(self, request: StepRequest, batch: Batch) -> bool:
         """Whether this rank could run the step's Python as every step's."""
-        if following.ended is not None:
-            return False
         if request.variant.own_batch:
             return True
         self.table.open.note(batch)
@@ -202,7 +202,7 @@ class TrainingIteration:
             variant = dataclasses.replace(variant, own_batch=own)
             request = self._request(batch, arguments, variant, clip)
             part = self.table.step_key(request)
-            can = self._can_be_followed(following, request, batch)
+            can = self._can_be_followed(request, batch)
             if self.context.mesh is None and not can:
                 raise NotFollowed
             meeting = self._meeting(request, can)
@@ -245,7 +245,7 @@ class TrainingIteration:
                     if meeting is not None and meeting.shared:
                         self._shared |= meeting.shared
                         raise RunsAgain from None
-                    raise NotFollowed from None
+                    self._fall_back(str(abandoned))
         self.paused = executable if isinstance(executable, PausingExecutable) else None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
