@@ -94,7 +94,8 @@ def _vectorized(h: Tensor) -> Any:
 
 
 def _buffer(h: Tensor) -> Any:
-    return memoryview(h.detach().numpy()).shape[0] + bytes(h.detach().numpy().tobytes())[0] % 2
+    data: Any = h.detach().numpy()
+    return len(memoryview(data)) + bytes(h.detach().numpy().tobytes())[0] % 2
 
 
 def _set(h: Tensor) -> Any:

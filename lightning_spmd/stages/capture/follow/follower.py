@@ -82,8 +82,8 @@ _STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overl
 _PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "itemsize",
                          "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
 _DATA = {torch.tensor, torch.as_tensor, torch.asarray}
-_MEMORY = {Tensor.__reduce_ex__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__, Tensor.__dlpack_device__,
-           Tensor.share_memory_, Tensor.set_}  # fmt: skip
+_MEMORY = {Tensor.__reduce_ex__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
+           Tensor.__dlpack_device__, Tensor.share_memory_, Tensor.set_}  # fmt: skip
 """What hands out the memory of a tensor, or exchanges it."""
 _READ_OPERATORS = {
     getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")
