@@ -346,7 +346,7 @@ class Following:
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
         self._eager = 0
-        self._has_graphs = False
+        self._has_graphs = self._has_own_batch = False
         self._likely: dict[Any, dict[int, Likely]] = {}
         """The graph that ran last behind each first read, by the part of the iteration."""
         self._told: set[str] = set()
@@ -421,6 +421,7 @@ class Following:
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
         step = Step(self._follower, given, vary)
         del given
+        self._has_own_batch = meeting is not None and meeting.is_own
         step.draws_as_eager = context.mesh is None
         step.whole = None if meeting is None or meeting.is_own else meeting.whole
         if meeting is not None:
@@ -650,7 +651,8 @@ class Following:
         if reason not in self._told:
             self._told.add(reason)
             tell(f"strategy='spmd' ran a step eagerly: {reason}")
-        if self._eager == (MOST_EAGER if self._has_graphs else MOST_EAGER_AT_FIRST):
+        # a rank's own batch costs no more so, and weighs what it weighs in graphs
+        if not self._has_own_batch and self._eager == (MOST_EAGER if self._has_graphs else MOST_EAGER_AT_FIRST):
             self.ended = reason
 
     def graph_failed(self, reason: str) -> None:
