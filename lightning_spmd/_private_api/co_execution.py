@@ -45,9 +45,28 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+_SWAP = torch._C._swap_tensor_impl
+
+
+@contextlib.contextmanager
+def above_dispatch_modes(switches: Any) -> Iterator[None]:
+    """Inside a dispatch mode, what is called is as outside of it: autograd and autocast, which end above one, see it.
+
+    Args:
+        switches: as :func:`dispatch_switches` gave them outside.
+    """
+    with torch._C._ForceDispatchKeyGuard(*switches):
+        yield
+
+
+def dispatch_switches() -> tuple[Any, Any]:
+    """Which of torch's layers see calls now, and which do not."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
 def exchange(one: Tensor, other: Tensor) -> None:
     """Let two tensors be each other, with history and all. ``torch.utils.swap_tensors`` refuses weak references."""
-    torch._C._swap_tensor_impl(one, other)
+    _SWAP(one, other)
 
 
 _OF_CUDA = (
@@ -100,6 +119,7 @@ class UnseenCalls:
             *((torch.cuda, name) for name in _OF_CUDA),
             *((torch.cuda.random, name) for name in _OF_CUDA),
             (nn.Parameter, "__new__"),
+            (torch._C, "_swap_tensor_impl"),
             (_vmap, "_vmap_increment_nesting"),
             (_transforms, "_grad_increment_nesting"),
             (_transforms, "_jvp_increment_nesting"),

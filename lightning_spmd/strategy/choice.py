@@ -26,8 +26,7 @@ class Ballot:
         table: the graphs.
         request: the step.
         moment: where in the run it is.
-        follows: whether this rank would run the step's Python, and choose a graph behind it; None: it chooses one now.
-            With an answer, the index that is found says no more than whether all would.
+        follows: the step's Python runs first, and the graph is chosen behind it; the index that is found says nothing.
 
     Attributes:
         found: what this rank would run if all ranks have as many rows.
@@ -41,7 +40,7 @@ class Ballot:
         request: StepRequest,
         moment: Moment,
         *,
-        follows: bool | None = None,
+        follows: bool = False,
     ) -> None:
         self._control, self._mesh, self._table, self._request, self._moment = control, mesh, table, request, moment
         self._follows = follows
@@ -84,9 +83,7 @@ class Ballot:
         return found if same else dataclasses.replace(found, index=None)
 
     def _find(self, split: tuple[int, ...]) -> Found:
-        if self._follows is None:
-            return self._table.find(self._request, split)
-        return Found((), split, 0 if self._follows else None, None)
+        return Found((), split, 0, None) if self._follows else self._table.find(self._request, split)
 
 
 def agreed(control: ControlPlane | None, index: int | None) -> int | None:

@@ -33,7 +33,7 @@ from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
 from lightning_spmd.strategy.as_before import AsBefore
 from lightning_spmd.strategy.boundary import ends_no_loop
 from lightning_spmd.strategy.following import EndedByUser, Following
-from lightning_spmd.strategy.iteration import NotFollowed, RunsAgain, TrainingIteration
+from lightning_spmd.strategy.iteration import RunsAgain, TrainingIteration
 from lightning_spmd.strategy.last_resort import NoEagerWay
 from lightning_spmd.strategy.meeting import LookedAtRows
 from lightning_spmd.strategy.not_built import CannotBeBuilt
@@ -43,7 +43,6 @@ from lightning_spmd.strategy.run_context import FellBack, RunContext, StepReques
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 _CANNOT = (
-    NotFollowed,
     NoEagerWay,
     LookedAtRows,
     CannotBeFollowed,
@@ -135,7 +134,7 @@ class EvaluationSteps(TrainingIteration):
             self._met, following.graphs_infer = not is_first, torch.is_inference_mode_enabled()
             self.table.open.note(batch)
             vary = tuple(self.table.open.wanted(batch, part))
-            meeting = self._meeting(request, True)
+            meeting = self._meeting(request)
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
@@ -147,7 +146,7 @@ class EvaluationSteps(TrainingIteration):
                     self._shared |= set[str]() if meeting is None else meeting.shared
                     raise RunsAgain from None
                 except RankDisagreementError as error:  # on its own rows each rank may do what it does
-                    raise NotFollowed(str(error)) from None
+                    raise CannotBeFollowed(str(error)) from None
         if followed.program is not None:
             following.ran(followed.program, executable, part, self._found.index)
         values = followed.fill(resolve(executable.captured.returned, self._own_rows(executable, outputs), ()))

@@ -42,9 +42,9 @@ from lightning_spmd.strategy.replay import replay
 from lightning_spmd.strategy.run_context import RunContext
 
 MOST_EAGER = 8
-"""After so many steps that had to go on eagerly the others are not followed either."""
-_ALWAYS_EAGER = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "retain_grad")
-"""A step that calls one of these is right as eager training's alone."""
+"""After so many steps in a row that ran eagerly training goes on as eager training does."""
+MOST_EAGER_AT_FIRST = 3
+"""The same where no step has been a graph yet."""
 NEW_PATHS = 8
 """So many paths get a graph when a step takes them first; from then on when one takes them again."""
 NEW_PATHS_IN_PARTS = 64
@@ -345,7 +345,8 @@ class Following:
         self._live = Live()
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
-        self._eager = self._graphs = 0
+        self._eager = 0
+        self._has_graphs = self._has_own_batch = False
         self._likely: dict[Any, dict[int, Likely]] = {}
         """The graph that ran last behind each first read, by the part of the iteration."""
         self._told: set[str] = set()
@@ -420,6 +421,7 @@ class Following:
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
         step = Step(self._follower, given, vary)
         del given
+        self._has_own_batch = meeting is not None and meeting.is_own
         step.draws_as_eager = context.mesh is None
         step.whole = None if meeting is None or meeting.is_own else meeting.whole
         if meeting is not None:
@@ -505,7 +507,6 @@ class Following:
         if step.is_eager:
             self._count_eager(_in_words(step) or "")
             return FollowedStep(step, _resolved(returned), queue, (), None)
-        self._graphs += 1
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         has_loss = not self._is_by_hand and not self._evaluates
         source = step.source_if_known(loss) if isinstance(loss, Tensor) and has_loss else None
@@ -608,6 +609,7 @@ class Following:
 
     def ran(self, program: Program, executable: Executable, part: Any, index: int | None) -> None:
         """A graph was a step's: where the next one reads first, it may begin."""
+        self._eager, self._has_graphs = 0, True
         reads = program.reads()
         if reads:
             self._likely[part][reads[0].number] = Likely(program, executable, index)
@@ -644,11 +646,12 @@ class Following:
         queue.done(replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log))
 
     def _count_eager(self, reason: str) -> None:
-        self._eager += not any(name in reason for name in _ALWAYS_EAGER)
+        self._eager += 1
         if reason not in self._told:
             self._told.add(reason)
             tell(f"strategy='spmd' ran a step eagerly: {reason}")
-        if self._eager >= (MOST_EAGER if self._graphs else 1):
+        # a rank's own batch costs no more so, and weighs what it weighs in graphs
+        if not self._has_own_batch and self._eager == (MOST_EAGER if self._has_graphs else MOST_EAGER_AT_FIRST):
             self.ended = reason
 
     def ran_eagerly(self, reason: str) -> None:
@@ -657,7 +660,6 @@ class Following:
 
     def graph_failed(self, reason: str) -> None:
         """There is no graph of a step that was followed."""
-        self._graphs -= 1
         self._count_eager(reason)
 
 

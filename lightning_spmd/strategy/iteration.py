@@ -49,10 +49,6 @@ MOST_BEGINNINGS = 16
 """Graphs of beginnings of steps that are kept."""
 
 
-class NotFollowed(Exception):
-    """Control flow, on all ranks: the step's Python does not run on placeholders; the text says why, where known."""
-
-
 class EagerOnce(Exception):
     """Control flow, on all ranks: the step's Python must run once more, on each rank's own rows."""
 
@@ -117,23 +113,14 @@ class TrainingIteration:
             variant = dataclasses.replace(variant, accumulated=True)
         following = self._following
         while True:
+            if following.ended is not None:
+                self._fall_back(following.ended)
             try:
                 return self._run_followed(following, batch_tree, arguments, variant, clip)
             except NoGlobalBatch as reason:
                 self.own_batches.begin(str(reason))
             except RunsAgain:
                 pass
-            except NotFollowed as error:
-                self._fall_back(str(error) or following.ended or "a step cannot be followed")
-
-    def _can_be_followed(self, following: Following, request: StepRequest, batch: Batch) -> bool:
-        """Whether this rank could run the step's Python as every step's."""
-        if following.ended is not None:
-            return False
-        if request.variant.own_batch:
-            return True
-        self.table.open.note(batch)
-        return True
 
     def _run_followed(
         self,
@@ -147,7 +134,7 @@ class TrainingIteration:
 
         Raises:
             RanEagerly: it ran as eager training's.
-            NotFollowed: on all ranks; it has not run, or must run once more.
+            EagerOnce: on all ranks; it must run once more, eagerly.
         """
         own = self.own_batches.are_used and self.context.mesh is not None
         if own and variant.pauses:
@@ -159,10 +146,9 @@ class TrainingIteration:
             variant = dataclasses.replace(variant, own_batch=own)
             request = self._request(batch, arguments, variant, clip)
             part = self.table.step_key(request)
-            can = self._can_be_followed(following, request, batch)
-            if self.context.mesh is None and not can:
-                raise NotFollowed
-            meeting = self._meeting(request, can)
+            if not own:
+                self.table.open.note(batch)
+            meeting = self._meeting(request)
             before = AsBefore(self.context.module, tensors=True) if meeting is not None and meeting.is_new else None
             beginning = functools.partial(self._run_beginning, request, meeting)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
@@ -221,24 +207,24 @@ class TrainingIteration:
             followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
         return followed.returned
 
-    def _meeting(self, request: StepRequest, can_be_followed: bool) -> Meeting | None:
+    def _meeting(self, request: StepRequest) -> Meeting | None:
         """All ranks are at this step, with batches that are one; None on one device.
 
         Raises:
-            NotFollowed: on all ranks; one of them cannot.
+            BatchError: on all ranks; they are not one.
+            NoGlobalBatch: on all ranks; each goes on with its own.
         """
         control, mesh, batch = self.context.control, self.context.mesh, request.batch
         if control is None or mesh is None or batch is None:
             return None
         moment = self._moment(request)
         if request.variant.own_batch:
-            if not self._own.meet(control, request, moment, can_be_followed):
-                raise NotFollowed
+            self._own.meet(control, request, moment)
             return OwnMeeting(self.context, control, request, (), moment.place, is_first=False)
         kind = request.variant.method, batch.kinds()
         is_new = kind not in self._kinds and self._has_part
         try:
-            found = Ballot(control, mesh, self.table, request, moment, follows=can_be_followed).result()
+            found = Ballot(control, mesh, self.table, request, moment, follows=True).result()
             if is_new:
                 check_shared(control, batch)
         except BatchError as error:  # on all ranks
@@ -246,8 +232,6 @@ class TrainingIteration:
                 self._may_go_local(request, str(error))
             raise
         is_first, self._met = not self._met, True
-        if found.index is None:
-            raise NotFollowed
         self._kinds.add(kind)
         return Meeting(self.context, control, request, found.split, moment.place, is_first=is_first, is_new=is_new)
 

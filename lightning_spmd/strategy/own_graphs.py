@@ -47,26 +47,23 @@ class OwnGraphs:
         self._flush = flush
         self._exchanges: dict[int, int] = {}
 
-    def meet(self, control: ControlPlane, request: StepRequest, moment: Moment, can_be_followed: bool) -> bool:
-        """All ranks are at this step; whether all of them can run its Python.
+    def meet(self, control: ControlPlane, request: StepRequest, moment: Moment) -> None:
+        """All ranks are at this step.
 
         Args:
             control: messages among the ranks.
             request: the step.
             moment: where in the run it is.
-            can_be_followed: whether this rank can.
 
         Raises:
             RankDisagreementError: on every rank; they are not at the same batch, or about to do different things.
             SIGTERMException: on every rank; one of them was told to stop.
         """
         shape = hash_of_step(self.table.step_key(request), None)
-        graph = 0 if can_be_followed else None
-        vote = control.cast(moment.place, graph, 0, shape, ends=moment.ends, told=moment.told)()
+        vote = control.cast(moment.place, 0, 0, shape, ends=moment.ends, told=moment.told)()
         moment.check(control, vote)
         if vote.shape[0] != vote.shape[1]:
             check_same_part(control, self.table, request)
-        return not vote.missing
 
     def done(self, request: StepRequest, meeting: Meeting) -> OwnDone:
         """The exchange once the Python of a step is done, begun."""

@@ -14,9 +14,7 @@ import pytest
 
 from tests.architecture.test_architecture import FILES, TREES, imports
 
-_NAMES = re.compile(
-    r"^(co_code|co_exceptiontable|f_lasti|tb_lasti|_getframe|setprofile|settrace|get_referrers|opmap)$"
-)
+_NAMES = re.compile(r"^(co_code|co_exceptiontable|f_lasti|tb_lasti|_getframe|setprofile|settrace|get_referrers|opmap)$")
 _OF_PYTHON = {"builtins", "math", "numpy", "random", "logging", "np", "print", "float", "int", "bool", "str"}
 
 

@@ -185,7 +185,7 @@ class StaysFrozen(Gan):
 EAGER = {
     HookedGan: "HookedGan.on_before_optimizer_step is overridden",
     SharedGan: "critic.0.weight is in two optimizers",
-    SwapsData: "assigns `.data` of a tensor",
+    SwapsData: "data in the step",
 }
 ON_RANKS = {
     SchedulerFirst: "RMSprop steps after its scheduler in the same batch",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_spmd.stages.capture.packed_sequences import LaterPacked, PackedSequences
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
 from lightning_spmd.ir.verify import activation_collectives
-from lightning_spmd.stages.capture.packed_sequences import LaterPacked, PackedSequences
 from lightning_spmd.stages.capture.recorder import Recorder
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulate import assert_equals_one_device as assert_simulated

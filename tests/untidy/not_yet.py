@@ -8,17 +8,14 @@ NOT_YET: dict[str, str] = {
 }
 """On one device, where all bits must be eager's."""
 
-CAPTURED = frozenset(
-    [
-        "MomentumQueue",
-        "DataAssigned",
-        "MetricWeighs",
-    ]
-)
+CAPTURED: frozenset[str] = frozenset()
 """Where Python does not run once in each step: what it does is not followed yet, and captured once instead."""
 
 PARTLY_EAGER = frozenset(
     [
+        "MomentumQueue",
+        "DataAssigned",
+        "MetricWeighs",
         "MaskedColumns",
         "HardestRows",
         "SortedTensors",

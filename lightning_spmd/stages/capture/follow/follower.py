@@ -83,7 +83,7 @@ _PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda"
                          "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
 _DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 _MEMORY = {Tensor.__reduce_ex__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
-           Tensor.share_memory_, Tensor.set_}  # fmt: skip
+           Tensor.__dlpack_device__, Tensor.share_memory_, Tensor.set_}  # fmt: skip
 """What hands out the memory of a tensor, or exchanges it."""
 _READ_OPERATORS = {
     getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")
@@ -319,10 +319,16 @@ class _Below(private.TorchDispatchMode):
             args, kwargs = mapped(step.current, args), mapped(step.current, kwargs)
         if step.is_apart or step.is_eager or func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
-        if func in _READ_OPERATORS and step.concerns(args[0]):
-            return step.read(func, args, kwargs)
-        if not any(step.concerns(t) for t in tensors_in((args, kwargs))):
+        reads = func in _READ_OPERATORS and step.concerns(args[0])
+        if not reads and not any(step.concerns(t) for t in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
+        with step.above_modes():  # what is called again has a history there
+            return self._followed(func, args, kwargs, reads=reads)
+
+    def _followed(self, func: Any, args: Any, kwargs: Any, *, reads: bool) -> Any:
+        step = self._step
+        if reads:
+            return step.read(func, args, kwargs)
         if func.namespace == "c10d":  # what torch.distributed does cannot be tried out, and computes nothing
             step.eagerly(f"torch.distributed's {func.name().partition('::')[2].strip('_')} in the step")
             return func(*mapped(step.current, args), **mapped(step.current, kwargs))
@@ -416,6 +422,7 @@ class Step(TorchFunctionMode):
         self._generators: tuple[Tensor, list[Tensor]] | None = None
         self._random: Any = None  # the state of torch's generator, as the step knows it
         self._seed = 0
+        self._switches: Any = None
         self._draws = False
         self._just_told: Sequence[int] | None = None
 
@@ -430,12 +437,17 @@ class Step(TorchFunctionMode):
             self,
         ):
             self._look_at_generator()
+            self._switches = private.dispatch_switches()
             try:
                 yield
                 self._watch_generator()
             finally:
                 self.is_apart = self.is_over = True
                 self.stale.clear()
+
+    def above_modes(self) -> contextlib.AbstractContextManager[None]:
+        """Where calls are as outside of all modes, but for this one of functions."""
+        return contextlib.nullcontext() if self._switches is None else private.above_dispatch_modes(self._switches)
 
     @property
     def is_eager(self) -> bool:
