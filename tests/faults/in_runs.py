@@ -124,12 +124,12 @@ IN_RUNS: tuple[Mutant, ...] = (
         ("tests/strategy/test_hooks.py", "tests/strategy/test_features.py"),
     ),
     Mutant(
-        "the eager path takes over a rank's share of a sum as if it were its mean",
+        "gradients of a rank's own batch that ran eagerly are taken for all ranks'",
         STRATEGY,
         "strategy/training.py",
-        "        return 1 if self._ranks.mesh is None else torch.distributed.get_world_size()\n",
-        "        return 1\n",
-        ("tests/strategy/test_messages.py", "tests/strategy"),
+        "            if self._are_shares:\n",
+        "            if False:\n",
+        ("tests/strategy/test_followed_local_batches.py", "tests/strategy"),
     ),
     Mutant(
         "the eager path adds gradients up instead of averaging them",

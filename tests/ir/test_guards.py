@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spmd.ir.guards import BatchGuard, Guards, PredicateGuard, ValueGuard
+from lightning_spmd.ir.guards import Guards, PredicateGuard, ValueGuard
 
 
 def never() -> Any:
@@ -36,13 +36,6 @@ def test_a_long_value_is_shortened() -> None:
     assert len(failure) < 150
 
 
-def test_a_leaf_of_the_batch_is_compared_by_its_path() -> None:
-    guard = BatchGuard("['mode']", "train")
-    assert guard.failure({"['mode']": "train", "['other']": 1}) is None
-    assert guard.failure({"['mode']": "test"}) == "batch['mode'] changed from 'train' to 'test'"
-    assert guard.failure({}) == "batch['mode'] changed from 'train' to None"
-
-
 def test_a_decision_is_taken_again_with_the_inputs_of_now() -> None:
     guard = PredicateGuard(("a.py:1", "a.py:2"), (2, 0), lambda rate, count: (rate > 0.1, count), (True, 3))
     assert guard.failure([3, "unused", 0.5]) is None
@@ -52,12 +45,8 @@ def test_a_decision_is_taken_again_with_the_inputs_of_now() -> None:
 
 def test_the_first_reason_is_told_and_nothing_is_read_in_vain() -> None:
     flag = ValueGuard("self.flag", lambda: 2, 1)
-    leaf = BatchGuard("[1]", "a")
     predicate = PredicateGuard(("a.py:1",), (0,), lambda value: (value,), (1,))
-    assert Guards().failure(never, never) is None
-    assert Guards([flag], [leaf], predicate).failure(never, never) == "self.flag changed from 1 to 2"
-    assert Guards([], [leaf], predicate).failure(never, lambda: {"[1]": "b"}) == "batch[1] changed from 'a' to 'b'"
-    assert Guards([], [leaf], predicate).failure(lambda: [2], lambda: {"[1]": "a"}) == (
-        "a decision at a.py:1 changed from 1 to 2"
-    )
-    assert Guards([], [], predicate).failure(lambda: [1], never) is None
+    assert Guards().failure(never) is None
+    assert Guards([flag], predicate).failure(never) == "self.flag changed from 1 to 2"
+    assert Guards([], predicate).failure(lambda: [2]) == "a decision at a.py:1 changed from 1 to 2"
+    assert Guards([], predicate).failure(lambda: [1]) is None

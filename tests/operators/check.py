@@ -30,7 +30,6 @@ from lightning_spmd.ir.verify import verify_captured
 from lightning_spmd.parallel.tensor_parallel import ResolvedPlan, TensorParallelPlan
 from lightning_spmd.stages import build
 from lightning_spmd.stages.capture.packing import remove_dead_nodes
-from lightning_spmd.stages.capture.reads import ReadWanted
 from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
 from lightning_spmd.stages.expand.expand import ReplicationWarning
 from lightning_spmd.stages.runtime.agreement import describe
@@ -182,7 +181,7 @@ class Checker:
             return
         try:
             self._captured, self._live = self._step.capture()
-        except (CaptureError, ReadWanted) as error:  # what reads a value asks for a run of its prefix
+        except CaptureError as error:
             self._problem = Outcome(REFUSED, _gist(error))
         except Exception as error:
             self._problem = Outcome(CRASHED, f"capture: {_gist(error)}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning_spmd.stages.capture.number_functions import numbers_followed
 from torch import fx
 
 from lightning_spmd import _private_api as private
@@ -45,8 +43,7 @@ class Numbers:
 FORMULAS: dict[str, Callable[[Any, Any], Any]] = {
     "bias correction": lambda beta, step: 1 - beta**step,
     "reflected": lambda beta, step: 2 / beta - step * 3,
-    "square root": lambda beta, step: math.sqrt(1 - beta**step) / (1 + step),
-    "logarithm": lambda beta, step: math.log(step + 1) * math.exp(-beta),
+    "square root": lambda beta, step: (1 - beta**step) ** 0.5 / (1 + step),
     "division and rest": lambda beta, step: step // 2 + step % 3,
     "largest": lambda beta, step: torch.sym_max(beta * step, 1.0),
     "negated": lambda beta, step: -beta + abs(-step),
@@ -56,23 +53,10 @@ FORMULAS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_arithmetic_is_python_at_capture_and_at_every_later_step(name: str) -> None:
     formula, numbers = FORMULAS[name], Numbers()
-    with numbers_followed(numbers.recorder, {}):
-        result = formula(numbers.number(0.9), numbers.number(7))
+    result = formula(numbers.number(0.9), numbers.number(7))
     assert scalar_of(result).value == formula(0.9, 7)
     assert numbers.replayed(result, 0.5, 11) == formula(0.5, 11)
     assert numbers.recorder.decisions == []
-
-
-def test_math_is_itself_again_afterwards() -> None:
-    before = math.sqrt
-    numbers = Numbers()
-    with numbers_followed(numbers.recorder, {}):
-        assert math.sqrt(4.0) == 2.0
-        assert scalar_of(math.sqrt(numbers.number(4.0))) is not None
-    assert math.sqrt is before
-    with pytest.raises(ValueError, match="math domain error"), numbers_followed(numbers.recorder, {}):
-        math.sqrt(-1.0)
-    assert math.sqrt is before
 
 
 @pytest.mark.parametrize(
