@@ -48,20 +48,19 @@ def version_of(tensor: Tensor) -> int:
 _SWAP = torch._C._swap_tensor_impl
 
 
-@contextlib.contextmanager
-def above_dispatch_modes(switches: Any) -> Iterator[None]:
-    """Inside a dispatch mode, what is called is as outside of it: autograd and autocast, which end above one, see it.
-
-    Args:
-        switches: as :func:`dispatch_switches` gave them outside.
-    """
-    with torch._C._ForceDispatchKeyGuard(*switches):
-        yield
-
-
-def dispatch_switches() -> tuple[Any, Any]:
-    """Which of torch's layers see calls now, and which do not."""
+def dispatch_layers() -> tuple[Any, Any]:
+    """Which layers of torch's dispatcher see calls now beside those that tensors ask for, and which do not."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextlib.contextmanager
+def layers_as(layers: tuple[Any, Any]) -> Iterator[None]:
+    """The same layers see calls inside a dispatch mode; autograd and autocast, which are passed there, else do not.
+
+    ``torch.overrides.enable_reentrant_dispatch`` lets calls without tensors look for a mode that is not there.
+    """
+    with torch._C._ForceDispatchKeyGuard(*layers):
+        yield
 
 
 def exchange(one: Tensor, other: Tensor) -> None:

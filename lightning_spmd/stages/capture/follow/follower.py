@@ -322,8 +322,11 @@ class _Below(private.TorchDispatchMode):
         reads = func in _READ_OPERATORS and step.concerns(args[0])
         if not reads and not any(step.concerns(t) for t in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
-        with step.above_modes():  # what is called again has a history there
+        step.is_below = True
+        try:
             return self._followed(func, args, kwargs, reads=reads)
+        finally:
+            step.is_below = False
 
     def _followed(self, func: Any, args: Any, kwargs: Any, *, reads: bool) -> Any:
         step = self._step
@@ -334,11 +337,7 @@ class _Below(private.TorchDispatchMode):
             return func(*mapped(step.current, args), **mapped(step.current, kwargs))
         if not step.has_transforms:
             return step.called(func, args, kwargs)
-        step.is_below = True
-        try:
-            out = step.called(func, args, kwargs)
-        finally:
-            step.is_below = False
+        out = step.called(func, args, kwargs)
         if not step.is_eager:
             return step.fresh(out)
         if any(t.requires_grad for t in tensors_in(out)):
@@ -422,7 +421,7 @@ class Step(TorchFunctionMode):
         self._generators: tuple[Tensor, list[Tensor]] | None = None
         self._random: Any = None  # the state of torch's generator, as the step knows it
         self._seed = 0
-        self._switches: Any = None
+        self._layers: Any = None
         self._draws = False
         self._just_told: Sequence[int] | None = None
 
@@ -430,6 +429,7 @@ class Step(TorchFunctionMode):
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Calls inside are followed."""
+        self._layers = private.dispatch_layers()
         with (
             self.follower.unseen.replaced(self._apply, self._instead, self.saved),
             PackedSequences(self).replaced(),
@@ -437,17 +437,12 @@ class Step(TorchFunctionMode):
             self,
         ):
             self._look_at_generator()
-            self._switches = private.dispatch_switches()
             try:
                 yield
                 self._watch_generator()
             finally:
                 self.is_apart = self.is_over = True
                 self.stale.clear()
-
-    def above_modes(self) -> contextlib.AbstractContextManager[None]:
-        """Where calls are as outside of all modes, but for this one of functions."""
-        return contextlib.nullcontext() if self._switches is None else private.above_dispatch_modes(self._switches)
 
     @property
     def is_eager(self) -> bool:
@@ -928,7 +923,7 @@ class Step(TorchFunctionMode):
 
     def above_autograd(self) -> contextlib.AbstractContextManager[Any]:
         """Calls inside have a history, also where autograd has been passed already."""
-        return torch.overrides.enable_reentrant_dispatch() if self.is_below else contextlib.nullcontext()
+        return private.layers_as(self._layers) if self.is_below else contextlib.nullcontext()
 
     def fresh(self, out: Any) -> Any:
         """Results for the dispatcher: autograd above may make views of them, once."""
