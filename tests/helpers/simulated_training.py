@@ -97,7 +97,7 @@ class SimulatedTraining:
 
     def _graph(self, variant: Variant, batch: Batch) -> tuple[CapturedStep, list[ShardedStep]]:
         for known, captured, steps in self.graphs:
-            if known == variant and captured.guards.failure(lambda: self._inputs(captured), dict) is None:  # noqa: B023
+            if known == variant and captured.guards.failure(lambda: self._inputs(captured)) is None:  # noqa: B023
                 return captured, steps
         captured = self._captured(variant, batch)
         plan = data_parallel_plan(self.plan, reduce_gradients=False) if isinstance(self.plan, str) else self.plan

@@ -60,7 +60,6 @@ def explains(result: Result, kind: type[Kind]) -> bool:
     return result.mode == "eager" and len(told) == 1 and "_kinds.py:" in told[0]
 
 
-@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize("name", KINDS)
 def test_what_changes_is_seen(name: str) -> None:
     """One device, bitwise."""
@@ -97,7 +96,6 @@ def test_the_other_kinds_on_two_ranks_equal_one_device(two_ranks: RankPool) -> N
     assert_as_on_one_device(two_ranks, [name for name in KINDS if name not in SOME])
 
 
-@pytest.mark.usefixtures("captured_steps")
 def test_what_cannot_be_compared_cheaply_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(telling, "tell", told.append)

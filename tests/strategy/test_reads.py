@@ -137,7 +137,6 @@ class ManySizes(Quiet):
         return self.loss(batch) * (1 + len(range(many)) % 7)  # HERE
 
 
-@pytest.mark.usefixtures("captured_steps")
 def test_too_many_ways_end_in_the_eager_path() -> None:
     ours = assert_as_eager(ManySizes, mode="eager")
     (told,) = [w for w in ours.warnings if "trains eagerly from here on" in w]

@@ -291,13 +291,11 @@ def test_places_are_assigned_each_step(make: Callable[[], Net]) -> None:
     assert assert_as_eager(make).captures <= 5
 
 
-@pytest.mark.usefixtures("captured_steps")
 def test_a_number_that_is_taken_as_it_is_runs_eagerly() -> None:
     ours = assert_as_eager(Indexes, "eager")
     assert any("changes self.calls" in text for text in ours.warnings)
 
 
-@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(("make", "named"), [(KeepsWeight, "self.weight"), (CollectsWeights, "self.seen['bias']")])
 def test_memory_of_the_model_is_not_handed_out(make: Callable[[], Net], named: str) -> None:
     ours = assert_as_eager(make, "eager")

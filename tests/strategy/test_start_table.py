@@ -70,7 +70,6 @@ def test_elsewhere_it_is_one_line(quiet: bool, caplog: pytest.LogCaptureFixture)
     assert bar is None or not bar.texts
 
 
-@pytest.mark.usefixtures("captured_steps")
 def test_what_runs_eagerly_says_why_and_counts_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,7 +65,6 @@ def test_a_step_is_all_batches_up_to_an_update() -> None:
         assert row["spmd/samples_per_second"] == pytest.approx(16e3 / row["spmd/step_time_ms"])
 
 
-@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize("strategy", ["spmd", "auto"])
 def test_what_runs_eagerly_has_its_time_alone_and_says_so(
     strategy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

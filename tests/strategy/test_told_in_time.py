@@ -125,7 +125,6 @@ class TellsDraws(Keeps):
         return self.loss(batch)
 
 
-@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
