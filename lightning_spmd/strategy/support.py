@@ -233,7 +233,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "tensor.data = x, hooks on parameters, torch.save of results, torch.distributed in training_step",
         Mode.EAGER,
-        "that step runs without a graph, announced with file:line; after eight of them, or from the first on, all do",
+        "that step runs without a graph, announced with file:line; after eight of them in a row all do",
         "tests/strategy/test_assigned_data.py::test_assigned_data_runs_eagerly",
     ),
     Feature(
