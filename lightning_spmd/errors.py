@@ -29,9 +29,8 @@ class ConfigurationError(SPMDError, ValueError):
 class CaptureError(SPMDError):
     """``training_step`` (or the optimizer) did something that one graph cannot express.
 
-    Typical causes: Python's or NumPy's random numbers, a clock, a list on the module that the step fills and looks at.
-    The message names the source line. With replicated parameters the strategy announces this once and trains eagerly;
-    move the statement into a hook such as ``on_train_batch_end`` to get the graph back.
+    The message names the source line. With replicated parameters such a step runs without a graph, announced once; move
+    the statement into a hook such as ``on_train_batch_end`` to get the graph back. ``docs/limits.md`` has a list.
 
     Args:
         message: what happened, where, and the fix.

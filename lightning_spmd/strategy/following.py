@@ -45,6 +45,7 @@ MOST_EAGER = 8
 """After so many steps in a row that ran eagerly training goes on as eager training does."""
 MOST_EAGER_AT_FIRST = 3
 """The same where no step has been a graph yet."""
+_SKIPPED = "training_step returned None, and the loss is scaled"
 NEW_PATHS = 8
 """So many paths get a graph when a step takes them first; from then on when one takes them again."""
 NEW_PATHS_IN_PARTS = 64
@@ -509,6 +510,10 @@ class Following:
             return FollowedStep(step, _resolved(returned), queue, (), None)
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         has_loss = not self._is_by_hand and not self._evaluates
+        if has_loss and loss is None and context.scaler() is not None:  # Lightning neither steps nor moves the scale
+            step.eagerly(_SKIPPED)
+            self._count_eager(_SKIPPED)
+            return FollowedStep(step, _resolved(returned), queue, (), None)
         source = step.source_if_known(loss) if isinstance(loss, Tensor) and has_loss else None
         del loss
         parts = [Want(source, OutputRole.GRADIENT, None, (self._name_of(p),)) for p, source in hand.take_parts()]

@@ -79,19 +79,19 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "LR schedulers, LearningRateMonitor",
         Mode.COMPILED,
-        "lr, betas and momentum are graph inputs: a scheduler never causes a recapture",
+        "lr, betas and momentum are graph inputs: a scheduler never needs another graph",
         f"{_FIT}::test_one_cycle_never_recaptures",
     ),
     Feature(
         "self.log, self.log_dict, torchmetrics",
         Mode.COMPILED,
-        "recorded at capture, replayed each step; logged values are global on every rank",
+        "queued in each step, made when its graph has run; logged values are global on every rank",
         f"{_EQUAL}::test_several_ranks_equal_one_device",
     ),
     Feature(
         "precision 32-true, bf16-mixed, bf16-true, 64-true",
         Mode.COMPILED,
-        "captured under the precision plugin",
+        "followed under the precision plugin",
         f"{_FIT}::test_precision_equals_eager",
     ),
     Feature(
@@ -231,10 +231,10 @@ FEATURES: tuple[Feature, ...] = (
         detect_anomaly,
     ),
     Feature(
-        "random.shuffle, unique_consecutive, values that leave Python (`%.3f`, scikit-learn) in training_step",
+        "tensor.data = x, hooks on parameters, torch.save of results, torch.distributed in training_step",
         Mode.EAGER,
-        "found at capture; announced once with file:line",
-        "tests/strategy/test_bad_input.py::test_item_falls_back",
+        "that step runs without a graph, announced with file:line; after eight of them in a row all do",
+        "tests/strategy/test_assigned_data.py::test_assigned_data_runs_eagerly",
     ),
     Feature(
         "StochasticWeightAveraging",
@@ -251,13 +251,13 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "BackboneFinetuning, add_param_group, freezing",
         Mode.COMPILED,
-        "a guard recaptures when the structure changes",
+        "another structure has another graph",
         f"{_FIT}::test_unfreezing_recaptures",
     ),
     Feature(
-        "Python values that hooks change and the step reads; lists that it fills, attributes that it assigns",
+        "state anywhere in Python: objects, lists, files, clocks, random numbers of Python and NumPy",
         Mode.COMPILED,
-        "guarded, or inputs where they change often; what cannot be is eager, announced with its line",
+        "training_step runs in every step, once; numbers that differ are inputs, other calls are other graphs",
         "tests/strategy/test_python_state.py::test_what_changes_is_seen",
     ),
     Feature(
@@ -298,7 +298,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "gradient checkpointing (torch.utils.checkpoint)",
         Mode.COMPILED,
-        "recomputation is part of the graph",
+        "recomputation is followed, and part of the graph",
         f"{_FIT}::test_activation_checkpointing_equals_eager",
     ),
     Feature(
@@ -339,33 +339,33 @@ FEATURES: tuple[Feature, ...] = (
         foreign_layer_sync,
     ),
     Feature(
-        "print, self.print, logging, NumPy of what a step tells; float() and random numbers of Python and NumPy",
+        "print, self.print, logging, texts, NumPy in training_step",
         Mode.COMPILED,
-        "replayed each step with real values",
+        "Python's own, in every step; what they read of tensors is waited for",
         f"{_MORE}::test_print_runs_each_step",
     ),
     Feature(
         "self.logger, self.loggers in training_step",
         Mode.COMPILED,
-        "their calls are replayed each step with real values; what a call returns cannot be used there",
+        "called in every step; on several ranks give them `loss.item()`, for a tensor is read by rank 0 alone",
         "tests/strategy/test_logger_calls.py::test_loggers_are_told_what_eager_training_tells",
     ),
     Feature(
         "training_step returns None",
         Mode.COMPILED,
-        "a graph that skips the batch, eager beside accumulation; on several devices Lightning itself forbids it",
+        "a graph that skips the batch, eager under loss scaling; on several devices Lightning itself forbids it",
         "tests/strategy/test_skipped_batches.py::test_skipped_batches_are_graphs",
     ),
     Feature(
         "submodules wrapped in torch.compile",
         Mode.COMPILED,
-        "captured as written; their own compilation is not used in training",
+        "followed as written; their own compilation is not used in training",
         f"{_MORE}::test_a_compiled_submodule_equals_eager",
     ),
     Feature(
         "submodules compiled by torch.jit",
         Mode.EAGER,
-        "they run without Python, where nothing can be recorded",
+        "they run without Python, and their tensors cannot be exchanged",
         "tests/strategy/test_attacked.py::test_a_scripted_submodule_trains_eagerly",
         scripted,
     ),

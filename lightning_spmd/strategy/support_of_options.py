@@ -8,14 +8,14 @@ OPTIONS: tuple[Feature, ...] = (
     Feature(
         "batches that are no parts of one (molecules, padded by rank): batch='auto', 'local' of SPMDStrategy",
         Mode.COMPILED,
-        "each rank's batch is a graph; gradients and logged values are means weighted by batch size; hooks on "
-        "gradients run between two graphs; no overlap, no lowering",
+        "each rank follows its own Python, with graphs of its own; gradients and logged values are means weighted by "
+        "batch size; hooks on gradients run between two graphs; no overlap, no lowering",
         "tests/strategy/test_local_batches.py::test_molecules_train_as_by_the_weighted_mean",
     ),
     Feature(
         ".item(), `if tensor:`, int(tensor), tolist() in training_step",
         Mode.COMPILED,
-        "the global batch's value; a graph for each way in which Python decides, up to 16, then eagerly with file:line",
+        "the global batch's value: the graph runs up to it and waits; a graph for each way in which Python goes on",
         "tests/strategy/test_reads.py::test_a_value_is_that_of_the_global_batch",
     ),
     Feature(

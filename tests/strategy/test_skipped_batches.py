@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from tests.helpers.training import assert_bitwise
@@ -80,8 +81,17 @@ def test_skipped_batches_are_graphs(make: type[Net], flags: dict[str, Any], capt
     assert modules[0].seen == modules[1].seen
 
 
-@pytest.mark.long
-def test_beside_accumulation_such_a_step_is_eager() -> None:
-    theirs, ours = (run(Skips, s, accumulate_grad_batches=2, max_epochs=2) for s in ("auto", "spmd"))
-    assert ours.mode == "eager"
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_beside_accumulation_and_loss_scaling(is_scaled: bool, parts: int) -> None:
+    """Under loss scaling Lightning neither steps nor moves the scale for such a batch."""
+
+    def plugins() -> list[Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        return [MixedPrecision("16-mixed", "cpu", scaler)] if is_scaled else []
+
+    theirs, ours = (
+        run(Skips, s, plugins=plugins(), accumulate_grad_batches=parts, max_epochs=2) for s in ("auto", "spmd")
+    )
+    assert ours.mode == "compiled"
     assert_bitwise(ours, theirs)
