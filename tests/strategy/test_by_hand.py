@@ -187,12 +187,6 @@ EAGER = {
     SharedGan: "critic.0.weight is in two optimizers",
     SwapsData: "data in the step",
 }
-ON_RANKS = {
-    SchedulerFirst: "RMSprop steps after its scheduler in the same batch",
-    LooksAtRate: "reads what scheduler.step() changes",
-    StaysFrozen: "critic.0.bias.requires_grad",
-}
-"""What is a graph where Python runs in every step."""
 
 
 @pytest.mark.parametrize("make", EAGER)
@@ -200,14 +194,8 @@ def test_what_is_no_graph_runs_eagerly(make: Any, monkeypatch: pytest.MonkeyPatc
     assert_runs_eagerly(make, EAGER[make], monkeypatch)
 
 
-@pytest.mark.parametrize("make", ON_RANKS)
-@pytest.mark.usefixtures("captured_steps")
-def test_what_is_no_graph_where_python_runs_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_runs_eagerly(make, ON_RANKS[make], monkeypatch)
-
-
-@pytest.mark.parametrize("make", ON_RANKS)
-def test_what_is_a_graph_where_python_runs_in_every_step(make: Any) -> None:
+@pytest.mark.parametrize("make", [SchedulerFirst, LooksAtRate, StaysFrozen])
+def test_what_decides_between_steps_is_a_graph(make: Any) -> None:
     theirs, ours = fit(make, "auto", batches=12), fit(make, "spmd", batches=12)
     assert ours[1].strategy.mode == "compiled"
     assert_bitwise(state_of(*ours), state_of(*theirs))

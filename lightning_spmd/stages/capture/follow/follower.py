@@ -91,6 +91,7 @@ _READ_OPERATORS = {
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+_POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 class CannotBeFollowed(Exception):
@@ -683,7 +684,9 @@ class Step(TorchFunctionMode):
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that a graph will make."""
         if func in _INDEXING:
-            args = (args[0], _index(args[1]), *args[2:])
+            args = (args[0], self._index(args[1]), *args[2:])
+            if self.is_eager:
+                return self.for_good(func, args, kwargs)
         args, kwargs = mapped(_as_python, args), mapped(_as_python, kwargs)
         if any(isinstance(v, torch.Generator) for _, v in leaves_by_place((args, kwargs))):
             if kwargs.get("generator") is not torch.default_generator:
@@ -725,6 +728,17 @@ class Step(TorchFunctionMode):
         if note is None:
             return self._about_history(func, args, kwargs)
         return self._take(note, args, kwargs)
+
+    def _index(self, index: Any) -> Any:
+        """An index as torch takes it: one number as Python's, lists of them as a tensor, and not one number each."""
+        if type(index) is tuple:
+            return tuple(map(self._index, index))
+        if isinstance(index, Tensor) and index.ndim == 0 and index.dtype in _POSITIONS:
+            return self.read(Tensor.item, (index,), {})
+        numbers = type(index) is list and index and all(type(i) in (int, bool) for i in index)
+        if numbers or type(index).__module__ == "numpy" and getattr(index, "ndim", 0):
+            return torch.as_tensor(index)
+        return index
 
     def for_good(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call of a step that runs for good."""
@@ -1196,8 +1210,10 @@ class Step(TorchFunctionMode):
         if name == "requires_grad_" and type(self._sources.get(id(args[0]))) is Made:
             return self.called(func, args, kwargs)
         mine = [t for t in tensors_in((args, kwargs)) if id(t) in self._sources]
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if (owner, name) == ("data", "__set__") and args[0] is args[1]:  # a module told to be what it is
+            return None
         if mine or name in ("backward",):
-            owner = getattr(getattr(func, "__self__", None), "__name__", "")
             self.eagerly(f"{name} of {owner or 'a tensor'} in the step")
         with self.beside():
             return func(*args, **kwargs)
@@ -1537,16 +1553,6 @@ def _class_of(tensor: Tensor) -> type:
     if isinstance(tensor, DTensor):
         return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     return type(tensor)
-
-
-def _index(index: Any) -> Any:
-    """An index in which lists of positions are tensors: the user's own, and not one number each."""
-    if type(index) is tuple:
-        return tuple(map(_index, index))
-    numbers = type(index) is list and index and all(type(i) in (int, bool) for i in index)
-    if numbers or type(index).__module__ == "numpy" and getattr(index, "ndim", 0):
-        return torch.as_tensor(index)
-    return index
 
 
 def _as_python(value: Any) -> Any:
