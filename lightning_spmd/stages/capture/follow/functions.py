@@ -7,6 +7,7 @@ history by one more note. Where a backward pass arrives there, ``backward`` runs
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -236,8 +237,9 @@ class Applied:
     """
 
     def __init__(self, kind: Any, context: Context, args: tuple[Any, ...]) -> None:
-        self.before: dict[int, Callable[..., Any]] = {}
-        self.after: dict[int, Callable[..., Any]] = {}
+        # a handle has a weak reference to one, which a plain dict does not take
+        self.before = OrderedDict[int, Callable[..., Any]]()
+        self.after = OrderedDict[int, Callable[..., Any]]()
         self._kind, self._context = kind, context
         self._are_tensors = [isinstance(a, Tensor) for a in args]
 
@@ -290,7 +292,7 @@ class Node:
         return getattr(self._context, name)
 
 
-def _added(hooks: dict[int, Any], function: Callable[..., Any]) -> Any:
+def _added(hooks: OrderedDict[int, Any], function: Callable[..., Any]) -> Any:
     from torch.utils.hooks import RemovableHandle
 
     handle = RemovableHandle(hooks)
