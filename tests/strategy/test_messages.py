@@ -83,7 +83,6 @@ class Adafactor(Quiet):
         return torch.optim.Adafactor(self.parameters())
 
 
-@pytest.mark.usefixtures("captured_steps")
 def test_every_fit_of_a_process_announces_its_fallback_at_the_users_line() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # as a script has it: each text once for each place that warns

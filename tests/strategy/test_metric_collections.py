@@ -171,7 +171,6 @@ def subtracted(self: Any, scores: Tensor, target: Tensor) -> None:
     self.log("error", 1 - self.collection(scores, target)["train/macro!"])
 
 
-@pytest.mark.usefixtures("captured_steps")
 @pytest.mark.parametrize("way", [compared, formatted, subtracted])
 def test_any_other_use_is_named_and_right(way: Any) -> None:
     result = assert_as_eager(lambda: Collected(way), mode="eager")

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.helpers.training import assert_bitwise
-from tests.strategy.small import Net, assert_as_eager, run
+from tests.strategy.small import Net, assert_as_eager
 
 
 @dataclasses.dataclass
@@ -96,13 +95,11 @@ def test_a_step_may_change_what_is_gone_when_it_ends(make: type[Net]) -> None:
 
 
 def test_what_stays_is_state() -> None:
-    """A graph, or eager: the numbers are eager's."""
-    assert_bitwise(run(_Kept), run(_Kept, "auto"))
+    assert_as_eager(_Kept)
 
 
-@pytest.mark.usefixtures("captured_steps")
-def test_what_somebody_else_keeps_is_not_taken_for_the_steps_own() -> None:
+def test_what_somebody_else_keeps_is_there_once_for_each_step() -> None:
     _REGISTERED.clear()
-    ours = run(_Registered)
-    assert ours.mode == "eager"
-    assert len(_REGISTERED) == 18
+    assert_as_eager(_Registered)
+    theirs, ours = _REGISTERED[:18], _REGISTERED[18:]
+    assert ours == theirs

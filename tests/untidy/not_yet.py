@@ -8,14 +8,8 @@ NOT_YET: dict[str, str] = {
 }
 """On one device, where all bits must be eager's."""
 
-CAPTURED: frozenset[str] = frozenset()
-"""Where Python does not run once in each step: what it does is not followed yet, and captured once instead."""
-
 PARTLY_EAGER = frozenset(
     [
-        "MomentumQueue",
-        "DataAssigned",
-        "MetricWeighs",
         "MaskedColumns",
         "HardestRows",
         "SortedTensors",
@@ -27,19 +21,21 @@ PARTLY_EAGER = frozenset(
         "SmoothingScheduled",
         "Tied",
         "Bags",
-        "Focal",
+        "MomentumQueue",
+        "DataAssigned",
+        "MetricWeighs",
         "MetricLogged",
         "MetricCollections",
     ]
 )
 """Where Python runs once in each step and some steps, or all, are no graphs."""
 
-_CAPTURED = "eager: DDP, rows of a rank"
+_EAGER = "eager: DDP, rows of a rank"
 NOT_YET_ON_RANKS: dict[str, str] = {
     **NOT_YET,
-    "MetricWeighs": _CAPTURED,
+    "MetricWeighs": _EAGER,
     "MetricCollections": "a collection that is made in the step is given the rows of all ranks, on each of them",
-    "MomentumQueue": "raises: eager, rows of a rank",
+    "MomentumQueue": _EAGER,
     "HalfPrecision": "sums over ranks round otherwise in half precision",
     "SkipsSteps": "raises: Lightning refuses None on several ranks",
 }

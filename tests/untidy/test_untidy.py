@@ -13,7 +13,7 @@ import torch
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import Result
 from tests.untidy.cases import CASES, PARTS
-from tests.untidy.not_yet import CAPTURED, NOT_YET, NOT_YET_ON_RANKS, PARTLY_EAGER
+from tests.untidy.not_yet import NOT_YET, NOT_YET_ON_RANKS, PARTLY_EAGER
 from tests.untidy.running import NEAR, Outcome, differences, disagreements, run_case, run_on_ranks
 from tests.untidy.untidy import STEPS, Untidy
 
@@ -70,10 +70,8 @@ def test_ranks_may_round_otherwise() -> None:
 def test_a_step_trains_as_eagerly(name: str) -> None:
     theirs, ours = run_case(name, "auto"), run_case(name, "spmd")
     assert differences(ours, theirs) == []
-    assert theirs.runs == STEPS
-    assert (ours.runs == STEPS) == (name not in CAPTURED)
-    if name not in CAPTURED:
-        assert (ours.graph_steps == STEPS) == (name not in PARTLY_EAGER)
+    assert ours.runs == theirs.runs == STEPS
+    assert (ours.graph_steps == STEPS) == (name not in PARTLY_EAGER)
 
 
 @pytest.mark.long

@@ -35,11 +35,24 @@ def read_of_rows(step: Step, func: Any, tensors: Sequence[Tensor], *, rows: int)
     name = getattr(func, "__name__", str(func))
     with step.beside():
         is_of_many = any(tensor.numel() > 1 for tensor in tensors)
-    if func not in _DECIDE and is_of_many:
-        return f"{name} of a tensor that may have a number for each row"
     sources = [source for tensor in tensors if (source := step.source_if_known(tensor)) is not None]
+    if func not in _DECIDE and is_of_many and _of_the_batch(step, list(sources)):
+        return f"{name} of a tensor that may have a number for each row"
     with step.beside():
         return f"{name} of a single row's value" if _of_one_row(step, sources, rows) else None
+
+
+def _of_the_batch(step: Step, sources: list[Source]) -> bool:
+    """Whether something was computed from the batch; weights and other state are the same on all ranks."""
+    seen: set[int] = set()
+    while sources:
+        source = sources.pop()
+        if type(source) is Given:
+            return True
+        if type(source) is Made and source.depth not in seen:
+            seen.add(source.depth)
+            sources += sources_in((step.notes[source.depth].args, step.notes[source.depth].kwargs))
+    return False
 
 
 def _of_one_row(step: Step, sources: list[Source], rows: int) -> bool:
