@@ -272,13 +272,7 @@ class _Talk:
         sized = bool(counts) or not read.reads
         if sized and not self._step.must_be_graph and not any(note.draws for note in notes):
             return None  # that graph would be one for each count
-        self._live.outside, self._live.numbers = self._step.outside, self._step.numbers_between(0, len(notes))
-        wants = [Want(source, OutputRole.LOGGED) for source in sources_in((read.args, read.kwargs))]
-        free = frozenset(self._live.numbers)
-        program = Program(notes, read.number, tuple(wants), None, free, self._live, is_beginning=True)
-        if counts:
-            self._live.counts = counts
-            program = dataclasses.replace(program, counts=Counts(len(counts)), at=tuple(counts))
+        program = program_of_beginning(self._step, self._live)
         return self._run_beginning(program, read.source)
 
     def _can_begin(self) -> bool:
@@ -312,6 +306,23 @@ class _Talk:
         last = first((note for note in self._step.notes[-2::-1] if note.asks), "earlier read")
         numbers = self._step.numbers_between(last.depth + 1, len(self._step.notes))
         return [numbers[key] for key in self._likely.program.numbers_behind(last)]
+
+
+def program_of_beginning(step: Step, live: Live) -> Program:
+    """What comes before the read at which a step is.
+
+    Args:
+        step: the step.
+        live: what graphs take of it.
+    """
+    *notes, read = step.notes
+    live.outside, live.numbers = step.outside, step.numbers_between(0, len(notes))
+    wants = [Want(source, OutputRole.LOGGED) for source in sources_in((read.args, read.kwargs))]
+    program = Program(notes, read.number, tuple(wants), None, frozenset(live.numbers), live, is_beginning=True)
+    if not step.counts:
+        return program
+    live.counts = step.counts
+    return dataclasses.replace(program, counts=Counts(len(step.counts)), at=tuple(step.counts))
 
 
 def _unnamed(program: Program) -> list[int]:

@@ -12,32 +12,41 @@ import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from torch import nn
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import default_collate
 
 from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
+from lightning_spmd.ir.counted import GRAPHS
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.several_optimizers import SeveralOptimizers
+from lightning_spmd.ir.sizes import Counts
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.mesh import make_mesh, mesh_sizes
 from lightning_spmd.parallel.parallel_plan import ReplicatedPlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.follow.follower import Step as FollowedStep
+from lightning_spmd.stages.capture.follow.notes import sources_in
+from lightning_spmd.stages.capture.follow.program import Live, Program
+from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.building import GraphBuilder
 from lightning_spmd.strategy.by_hand import held_gradients
+from lightning_spmd.strategy.following import program_of_beginning
 from lightning_spmd.strategy.ranks import Processes, Ranks
 from lightning_spmd.strategy.run_context import GraphSettings, StepRequest
 from lightning_spmd.strategy.state_layout import StateLayout
 from tests.cuda.models import MODELS
-from tests.cuda.steps import STEPS, Step, answered, on_gpu, optimize_by_hand
+from tests.cuda.steps import STEPS, Step, answer, on_gpu, optimize_by_hand
 from tests.helpers.modules import samples
 
 
@@ -182,12 +191,41 @@ def build(wanted: Wanted) -> Built:
     clip = None if wanted.clip is None else functools.partial(clipped, precision, wanted.clip)
     sizes = {(leaf, dim): batch.tensor_values[leaf].shape[dim] for leaf, dim in step.vary}
     request = StepRequest(batch, step.variant, {"batch_idx": 0}, clip, vary=sizes)
-    builder = GraphBuilder(context, {"batch_idx": 0}, held_gradients(module, optimizer))
+    builder = GraphBuilder(context, held_gradients(module, optimizer))
     split = () if step.variant.own_batch else (wanted.rows,) * wanted.count
     prefixes: list[ShardedStep] = []
-    with _MadeOnDevice(fake), answered(step.answers, prefixes):  # the optimizer's first state
-        executable = builder.build(request, split, answers={})
+
+    def without_memory(spec: TensorSpec) -> Tensor:
+        with private.disable_dispatch_modes(), private.no_torch_functions(), fake:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+
+    with mock.patch.object(private, "without_memory", without_memory):
+        program = _followed(builder, request, split, step, prefixes)
+    with _MadeOnDevice(fake):  # the optimizer's first state
+        executable = builder.build(dataclasses.replace(request, program=program), split)
     return Built(executable, batch, ranks, prefixes)
+
+
+def _followed(
+    builder: GraphBuilder, request: StepRequest, split: tuple[int, ...], kind: Step, prefixes: list[ShardedStep]
+) -> Program:
+    """The path of a step; graphs of what comes before reads are collected."""
+    steps: list[FollowedStep] = []
+
+    def read(step: FollowedStep) -> list[Tensor]:
+        steps.append(step)
+        program = program_of_beginning(step, Live())
+        beginning = builder.beginning(dataclasses.replace(request, program=program), split)
+        prefixes.append(beginning.executable.graphs.main)
+        read = step.notes[-1]
+        return answer(kind.answers, [step.fake_of(source) for source in sources_in((read.args, read.kwargs))])
+
+    program = FollowedOnce(builder._capture_request(request, split), read).program
+    if not steps or not steps[0].counts:
+        return program
+    counts, samples = Counts(len(steps[0].counts)), steps[0].samples[:GRAPHS]
+    program.live.counts = steps[0].counts
+    return dataclasses.replace(program, counts=counts, samples=samples)
 
 
 def _step_of_model(wanted: Wanted) -> Step:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -57,17 +57,19 @@ class FollowedOnce:
 
     Args:
         request: what it is captured for; one without a forward part has no Python.
+        read: gives what Python reads, as :attr:`Step.on_read` does; None: that is not known.
 
     Raises:
         CaptureError: it can be no graph.
         UnknownValueError: Python reads a value.
     """
 
-    def __init__(self, request: CaptureRequest) -> None:
+    def __init__(self, request: CaptureRequest, read: Callable[[Step], Sequence[Any]] | None = None) -> None:
+        self._read = read
         self._calls: Sequence[RecordedCall] = ()
         self._returned: Any = None
         self._wants: dict[Want, int] = {}
-        self._program = Program((), 0, (), None, frozenset(), Live())
+        self.program = Program((), 0, (), None, frozenset(), Live())
         if request.variant.forward:
             try:
                 with speaking_of(request.variant.method):
@@ -84,7 +86,7 @@ class FollowedOnce:
         Raises:
             CaptureError: it can be no graph.
         """
-        program = self._program if request.variant.forward else Program((), 0, (), None, frozenset(), Live())
+        program = self.program if request.variant.forward else Program((), 0, (), None, frozenset(), Live())
         found = capture_followed(dataclasses.replace(request, program=program))
         if not request.variant.forward:
             return found
@@ -104,7 +106,9 @@ class FollowedOnce:
         tree, given = _stand_ins(request)
         step = Step(Follower(lambda: names, lambda name, tensor: names.get(id(tensor)) == name), given)
         step.stand_ins, wants = frozenset(range(len(given))), self._wants
-        step.on_read, step.before_eager = _unknown, lambda: _refused(step)
+        read = self._read
+        step.on_read = _unknown if read is None else lambda: read(step)
+        step.before_eager = lambda: _refused(step)
 
         def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
             source = step.source_if_known(tensor)
@@ -152,7 +156,7 @@ class FollowedOnce:
             wants.setdefault(Want(made, role), len(wants))
         live = Live(step.outside, step.numbers)
         free = frozenset(step.numbers)
-        self._program = Program(step.notes, step.path, tuple(wants), source, free, live, added=tuple(step.added))
+        self.program = Program(step.notes, step.path, tuple(wants), source, free, live, added=tuple(step.added))
 
 
 def _stand_ins(request: CaptureRequest) -> tuple[Any, list[Tensor]]:
