@@ -5,7 +5,7 @@ Eager training is silent about this: a fused optimizer walks over gaps, or past 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,10 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.layout import densely, has_layout, in_layout, is_dense
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.shared_memory import Named, places_of, reach, shared
 from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.parallel.state import StateMesh, broadcast_from_first
-
-Named = tuple[str, Tensor]
 
 
 def begin_alike(module: nn.Module) -> None:
@@ -144,51 +143,9 @@ def _attribute(module: nn.Module, tensor: Tensor) -> str | None:
     return None
 
 
-def shared(tensors: Iterable[Named]) -> list[tuple[Named, Named]]:
-    """Pairs of tensors with an element in common."""
-    plain = [named for named in tensors if _has_memory(named[1])]
-    ordered = sorted(plain, key=lambda named: (str(named[1].device), named[1].data_ptr()))
-    found: list[tuple[Named, Named]] = []
-    for index, (name, tensor) in enumerate(ordered):
-        end = tensor.data_ptr() + _reach(tensor) * tensor.element_size()
-        for other_name, other in ordered[index + 1 :]:
-            if other.data_ptr() >= end or other.device != tensor.device:
-                break
-            if _meet(tensor, other):
-                found.append(((name, tensor), (other_name, other)))
-    return found
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
-    return plain and not tensor.is_meta and tensor.numel() > 0
-
-
-def _reach(tensor: Tensor) -> int:
-    """Number of elements from the first one in memory to the last one."""
-    return int(1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
-
-
-def _meet(one: Tensor, other: Tensor) -> bool:
-    """Whether the elements of two tensors meet where their memory overlaps: columns of one matrix do not."""
-    offset, rest = divmod(other.data_ptr() - one.data_ptr(), one.element_size())
-    if rest or one.element_size() != other.element_size():
-        return True
-    taken = _places(one, max(_reach(one), offset + _reach(other)))
-    return bool(taken.as_strided(other.shape, other.stride(), offset).any())
-
-
 def _overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements are the same place in memory."""
-    return int(_places(tensor, _reach(tensor)).sum()) != tensor.numel()
-
-
-def _places(tensor: Tensor, length: int) -> Tensor:
-    """Which of so many places from the tensor's first element on are elements of it."""
-    taken = torch.zeros(length, dtype=torch.bool)
-    shape = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    taken.as_strided(shape, tensor.stride()).fill_(True)
-    return taken
+    return int(places_of(tensor, reach(tensor)).sum()) != tensor.numel()
 
 
 # ---------------------------------------------------------------------- what is put right

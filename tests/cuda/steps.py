@@ -96,6 +96,7 @@ def optimize_by_hand(strategy: SimpleNamespace, module: Any, optimizers: list[An
         optimizer._strategy = strategy
     strategy.optimizers = optimizers
     strategy.lightning_module = module
+    strategy.backward = lambda loss, _, *args, **options: loss.backward(*args, **options)
     module.trainer.optimizers = optimizers
     module.trainer.lr_scheduler_configs = schedulers
     module.trainer.training = True

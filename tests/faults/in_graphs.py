@@ -82,11 +82,11 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         (FOLLOWED,),
     ),
     Mutant(
-        "what somebody keeps of a step becomes what the next step makes",
+        "what somebody keeps of a step never gets its value",
         CAPTURE,
         "stages/capture/follow/placeholders.py",
-        "        elif sys.getrefcount(handed[index]) > _OURS:  # somebody",
-        "        elif False:  # somebody",
+        "        placeholder.data = value.detach()\n",
+        "        pass\n",
         (FOLLOWED, "tests/strategy/test_side_effects.py"),
     ),
     Mutant(

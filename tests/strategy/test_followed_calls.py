@@ -65,11 +65,12 @@ class Memory(Counting):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.own = torch.ones(10), torch.ones(10)
+        self.same = self.one.view(10)
 
     def step(self, x: Tensor, y: Tensor, other: bool) -> Tensor:
         self.one.mul_(0.9)
-        second = self.one.view(10) if other else self.own
-        return F.cross_entropy(self.last(torch.tanh(self.first(x)) * second), y)
+        loss = F.cross_entropy(self.last(torch.tanh(self.first(x)) * (self.same if other else self.own)), y)
+        return loss * (1 + loss.item())  # what was written before it is read is written apart
 
 
 class Keeps(Counting):

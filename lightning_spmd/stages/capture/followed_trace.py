@@ -359,7 +359,7 @@ class _FollowedTrace(IterationTrace):
         graph.output(self.outputs.packed(by_hand=self.by_hand is not None)).meta["val"] = None
         simplify_strided_gradients(graph)
         share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
-        writes_apart(graph)
+        writes_apart(graph, self.inputs.live)
         remove_dead_nodes(graph)
         if self.by_hand is not None:
             mark_updates(graph, self.inputs, self.by_hand.gradients)

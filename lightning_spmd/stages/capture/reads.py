@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 
@@ -10,6 +12,7 @@ from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.reads import checks_of
+from lightning_spmd.ir.shared_memory import shared
 
 _aten = torch.ops.aten
 
@@ -18,8 +21,16 @@ class UnknownValueError(CaptureError):
     """A step cannot be captured without the values that it reads; up to there it can."""
 
 
-def writes_apart(graph: fx.Graph) -> None:
-    """Let a graph write into copies of its inputs until Python has read its last value."""
+def writes_apart(graph: fx.Graph, live: Mapping[fx.Node, torch.Tensor]) -> None:
+    """Let a graph write into copies of its inputs until Python has read its last value.
+
+    Args:
+        graph: of a step.
+        live: the tensors that are its inputs.
+
+    Raises:
+        CaptureError: another input is the same memory, and would not see what is written into a copy.
+    """
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     checks = checks_of(graph)
@@ -34,10 +45,16 @@ def writes_apart(graph: fx.Graph) -> None:
             if root.op == "placeholder":
                 writes.setdefault(root, node)
                 last[root] = node
+    inputs = [(node.name, tensor) for node, tensor in live.items() if node.users]
+    one_memory = {name for pair in shared(inputs) for name, _ in pair} if writes else set[str]()
     begin = first((n for n in nodes if n.op != "placeholder"), "node")
     for root, write in writes.items():
         if place[write] > place[last_check]:
             continue
+        if root.name in one_memory:
+            raise CaptureError(
+                "a value is read behind a write into memory that two tensors share", info_of(write).source
+            )
         spec: TensorSpec = root.meta["val"]
         with graph.inserting_before(begin):
             copy = graph.call_function(_aten.clone.default, (root,))

@@ -21,6 +21,7 @@ from lightning_spmd.ir.counted import CountFits, samples_of
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.generator_state import READ_STATE, SEED, WRITE_STATE
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.shared_memory import shared
 from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.unify import Apart
@@ -1357,6 +1358,14 @@ class Step(TorchFunctionMode):
         except Exception as error:
             name = self.notes[values.done].name
             raise CannotBeFollowed(f"{name} cannot be run for its value ({_first_line(error)})") from error
+        numbers = {
+            n for note in self.notes for met, k in note.met.items() if k.shares is not None for n in (met, k.shares)
+        }
+        one_memory = {int(name) for pair in shared((str(n), self.outside[n]) for n in numbers) for name, _ in pair}
+        if any(
+            private.version_of(self._copies[source]) for source in map(Outside, one_memory) if source in self._copies
+        ):
+            raise CannotBeFollowed("a value is read behind a write into memory that two tensors share")
         return values
 
     def _copied(self, source: Given | Outside) -> Tensor:
