@@ -35,7 +35,7 @@ from lightning_spmd.parallel.parallel_plan import ReplicatedPlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Step as FollowedStep
-from lightning_spmd.stages.capture.follow.notes import sources_in
+from lightning_spmd.stages.capture.follow.notes import Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program
 from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.runtime.executor import Executable
@@ -218,7 +218,8 @@ def _followed(
         beginning = builder.beginning(dataclasses.replace(request, program=program), split)
         prefixes.append(beginning.executable.graphs.main)
         read = step.notes[-1]
-        return answer(kind.answers, [step.fake_of(source) for source in sources_in((read.args, read.kwargs))])
+        sources = sources_in((read.args, read.kwargs))
+        return answer(kind.answers, [step.fake_of(s) if type(s) is Made else step.tensor_of(s) for s in sources])
 
     program = FollowedOnce(builder._capture_request(request, split), read).program
     if not steps or not steps[0].counts:

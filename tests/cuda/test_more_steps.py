@@ -68,5 +68,4 @@ def test_ranks_agree_on_every_graph_of_a_step(lane: Lane, name: str, way: dict[s
 @pytest.mark.parametrize("name", ["reads Branches", "sizes of data Masks"])
 def test_values_are_read_between_recordings(lane: Lane, name: str) -> None:
     left_out = lane.run(recordings, Wanted(name, count=1)).left_out
-    questions = sum(number for (target, _), number in left_out.items() if "holds" in target)
-    assert left_out["aten._local_scalar_dense", "waits for the device"] == questions == 3
+    assert sum(number for (target, _), number in left_out.items() if target.startswith("hand_over")) == 3, left_out
