@@ -144,7 +144,7 @@ class OptimizerSwap:
             handed.update(own)
 
     def guards(self, *, stepped: bool) -> list[ValueGuard]:
-        """Guards on the groups: structure and all that is not an input; on the state's entries if ``stepped``."""
+        """Guards on the groups: structure and all that is not an input; on what its step finds if ``stepped``."""
         optimizer = self.optimizer
 
         def states() -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class OptimizerSwap:
 
         structure = _Structure(optimizer)
         guards = [ValueGuard("the structure of optimizer.param_groups", structure, structure())]
-        if not is_torchs_own(optimizer):
+        if stepped and not is_torchs_own(optimizer):
             own = lambda: own_values(optimizer)  # noqa: E731
             guards.append(ValueGuard(f"an attribute of the {type(optimizer).__name__}", own, own()))
         return [*guards, ValueGuard("the entries of optimizer.state", states, states())] if stepped else guards
