@@ -28,7 +28,7 @@ from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
 from lightning_spmd.stages.capture.follow.notes import Given, Made, gradient_in_parts, named_gradient, sources_in
-from lightning_spmd.stages.capture.follow.program import Live, Program, Want
+from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
@@ -205,6 +205,7 @@ class _Talk:
         meeting: of the ranks; None on one device.
         run_beginning: gives what a program that ends where Python reads wants; it is read at ``file:line``.
         infers: graphs run in torch's inference mode.
+        logs: gives what was logged so far, on a rank's own batch, and puts its numbers where graphs take them.
     """
 
     def __init__(
@@ -216,8 +217,9 @@ class _Talk:
         meeting: Meeting | None,
         run_beginning: Callable[[Program, str], Sequence[Tensor]],
         infers: bool,
+        logs: Callable[[], tuple[Log, ...]],
     ) -> None:
-        self._run_beginning, self._infers = run_beginning, infers
+        self._run_beginning, self._infers, self._logs = run_beginning, infers, logs
         self._step, self._known, self._live, self._begin = step, known, live, begin
         self._meeting = meeting
         self._likely: Likely | None = None
@@ -283,6 +285,10 @@ class _Talk:
         program, executable = likely.program, likely.executable
         if not self._takes_its_path() or any(number >= len(self._step.outside) for number in _unnamed(program)):
             return False
+        if last_number := max((i + 1 for i, log in enumerate(program.logs) if log.has_number), default=0):
+            # a number that is logged later is not known yet
+            if program.logs[:last_number] != self._logs()[:last_number]:
+                return False
         self._live.outside = self._step.outside
         self._live.numbers = self._step.numbers_between(0, len(notes))
         return not any(guard.failure() is not None for guard in executable.captured.guards.values)
@@ -457,7 +463,11 @@ class Following:
 
         known = self._likely.setdefault(part, {})
         begin = functools.partial(self._begin, batch=batch)
-        talk = _Talk(step, known, self._live, begin, meeting, run_beginning, self.graphs_infer)
+
+        def logs() -> tuple[Log, ...]:
+            return logs_of(queue.calls, list(wants), self._live)
+
+        talk = _Talk(step, known, self._live, begin, meeting, run_beginning, self.graphs_infer, logs)
 
         def before_eager() -> None:
             talk.drop()
@@ -534,14 +544,13 @@ class Following:
         for made in step.kept():
             wants.setdefault(Want(made, role), len(wants))
         free, is_own = frozenset(step.numbers), meeting is not None and meeting.is_own
-        logs = logs_of(queue.calls, list(wants), self._live) if is_own else ()
         all_wants = self._wants.setdefault((step.path, free), {})
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers, self._live.counts = step.outside, step.numbers, step.counts
         tree = step.tree
         for_all = tree is not None and tree.is_for_all(step.notes, step.path)
         why_not = None if tree is None else tree.why_not
-        program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs)
+        program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs() if is_own else ())
         program = dataclasses.replace(program, added=tuple(step.added), for_all_sizes=for_all, why_not=why_not)
         if step.counts:
             counts = self._counts.setdefault(step.path, Counts(len(step.counts)))

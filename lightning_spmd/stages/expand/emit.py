@@ -132,9 +132,12 @@ class Emitter:
             raise EmissionError(node, f"{type(error).__name__}: {error}") from error
 
     def _hand_over(self, node: fx.Node) -> None:
-        """Python is handed whole values, the same on all ranks."""
+        """Python is handed whole values, the same on all ranks; on a batch of each rank's own, those of that."""
         everywhere = (REPLICATE,) * len(self.axes)
-        values = [self._version(operand, everywhere) for operand in node.all_input_nodes]
+        values = [
+            self._version(operand, tuple(p if isinstance(p, Own) else REPLICATE for p in self._placements(operand)))
+            for operand in node.all_input_nodes
+        ]
         new = self.program.call(node.target, *[values[node.all_input_nodes.index(a)] for a in node.args])  # type: ignore[arg-type]
         new.meta["val"], new.meta["placements"] = node.meta["val"], everywhere
         self.numbers[node], self.items[node] = new, [None] * len(node.meta["val"])

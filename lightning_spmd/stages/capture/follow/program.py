@@ -48,6 +48,11 @@ class Log:
     operation: str
     source: str
 
+    @property
+    def has_number(self) -> bool:
+        """Whether a number of the step is logged, or says how many rows it has."""
+        return self.value is True or self.rows is True
+
 
 @dataclass
 class Live:
