@@ -119,6 +119,7 @@ class UnseenCalls:
             *((torch.cuda.random, name) for name in _OF_CUDA),
             (nn.Parameter, "__new__"),
             (torch._C, "_swap_tensor_impl"),
+            (torch.autograd.graph, "_get_grad_fn_or_grad_acc"),
             (_vmap, "_vmap_increment_nesting"),
             (_transforms, "_grad_increment_nesting"),
             (_transforms, "_jvp_increment_nesting"),

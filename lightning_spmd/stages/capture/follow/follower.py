@@ -751,7 +751,10 @@ class Step(TorchFunctionMode):
     def asks(self, tensor: Tensor) -> bool:
         """Whether a tensor asks for gradients."""
         source = self._sources.get(id(tensor))
-        return self._is_trained(source) if type(source) is Made else tensor.requires_grad
+        if type(source) is not Made:
+            return tensor.requires_grad
+        written = self._recording is not None or source.index in self.notes[source.depth].written
+        return self.fake_now(source).requires_grad if written else self._is_trained(source)
 
     def of_engine(self, func: Any, args: Any, kwargs: Any, *, create: bool) -> Any:
         """A call of autograd's engine."""
@@ -844,6 +847,23 @@ class Step(TorchFunctionMode):
                 other.fakes_at = other.at
         return note.fakes[source.index]
 
+    def fake_now(self, source: Made) -> Tensor:
+        """A result with the history that it has behind the calls so far: later ones may write into it."""
+        if self._recording is None and source.index not in self.notes[source.depth].written:
+            return self.fake_of(source)
+        recording = self._recorded_so_far()
+        return self.fake_of(source) if recording is None else recording.values.made[source]
+
+    def fake_made(self, placeholder: Tensor) -> Tensor:
+        """A result that nobody writes into, as it was recorded."""
+        return self.fake_of(self._sources[id(placeholder)])  # type: ignore[arg-type]
+
+    def live_node(self, token: Tensor) -> Any:
+        """The node of autograd's graph for which this stands, of a step that runs for good."""
+        if self._live is None:
+            raise RuntimeError("the step does not run for good")
+        return self._live.engine.nodes[id(token)][1]
+
     def _as_fake(self, value: Any) -> Any:
         recording = self._recording
         if not isinstance(value, Tensor) or recording is None:
@@ -913,6 +933,7 @@ class Step(TorchFunctionMode):
         note.results = structure_of(out, given)
         note.moulds = self._apart(lambda: placeholders.moulds_of(note.fakes))
         note.specs, note.trained = [TensorSpec.of(t) for t in note.fakes], [t.requires_grad for t in note.fakes]
+        note.versions = list(map(_version_of, note.fakes))
         note.fakes_at = self._at
         note.made = [Made(note.depth, index) for index in range(len(note.fakes))]
         note.marked(self._here)
@@ -1188,16 +1209,22 @@ class Step(TorchFunctionMode):
         source = self._sources.get(id(args[0])) if args else None
         of = getattr(getattr(func, "__self__", None), "__name__", "")
         if of == "requires_grad" and type(source) is Made:
-            return self._is_trained(source)
-        subject = self.fake_of(source) if type(source) is Made else None
-        if of == "grad_fn" and subject is not None and (node := self.functions.node(subject)) is not None:
-            return node
+            return self.asks(args[0])
+        subject = self.fake_now(source) if type(source) is Made else None
+        if of == "grad_fn" and subject is not None:
+            return self.functions.node(args[0], subject)
         sizes = self.notes[source.depth].sizes if type(source) is Made else None
         if type(source) is Made and sizes is not None and getattr(func, "__name__", "") in _STRIDES:
             with self.beside():
                 subject = torch.empty_strided(*sizes(self.counts)[source.index], device="meta")
         with self.beside():
-            return func(*args, **kwargs) if subject is None else func(subject, *args[1:], **kwargs)
+            if subject is None:
+                return func(*args, **kwargs)
+            found = func(subject, *args[1:], **kwargs)
+        if not _is_plain(found):  # what is done to it, or with it, would be lost
+            self.eagerly(f"{of or getattr(func, '__name__', func)} of a tensor of the step")
+            return func(*args, **kwargs)
+        return found
 
     def _set(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Something is hung on a tensor, or its history used: of the user's own at once, of placeholders for good."""
@@ -1414,6 +1441,11 @@ class Step(TorchFunctionMode):
 
     def _forget(self) -> None:
         """Recordings and copies are needed no more."""
+        made = {} if self._recording is None else self._recording.values.made
+        for source, fake in made.items():
+            note = self.notes[source.depth]
+            if _version_of(fake) != note.versions[source.index]:
+                note.written.add(source.index)
         for values in (self._preview, None if self._recording is None else self._recording.values):
             if values is not None:
                 values.engine.close()
@@ -1466,6 +1498,8 @@ class Step(TorchFunctionMode):
             _put(self._generators)
         self._forget()
         if self.is_eager:
+            if self._live is not None:  # graphs that it has are autograd's to let go
+                self._live.engine.nodes.clear()
             return
         if self.tree is not None and self._at is not None:
             places = self.tree.sizes.places
@@ -1562,6 +1596,20 @@ def _class_of(tensor: Tensor) -> type:
     if isinstance(tensor, DTensor):
         return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     return type(tensor)
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else private.version_of(tensor)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an answer is one for good, and nothing through which anything can be changed."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def _as_python(value: Any) -> Any:
