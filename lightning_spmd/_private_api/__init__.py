@@ -46,6 +46,7 @@ from lightning_spmd._private_api.co_execution import (
     no_torch_functions,
     set_generator_states,
     stops_early,
+    reduced,
     version_of,
     without_memory,
 )
@@ -181,6 +182,7 @@ __all__ = [
     "exchange",
     "is_wrapped",
     "no_torch_functions",
+    "reduced",
     "version_of",
     "without_memory",
     "ORIGINAL_PACKING",

@@ -83,7 +83,7 @@ _STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overl
 _PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "itemsize",
                          "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
 _DATA = {torch.tensor, torch.as_tensor, torch.asarray}
-_MEMORY = {Tensor.__reduce_ex__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
+_MEMORY = {Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
            Tensor.__dlpack_device__, Tensor.share_memory_, Tensor.set_}  # fmt: skip
 """What hands out the memory of a tensor, or exchanges it."""
 _READ_OPERATORS = {
@@ -462,6 +462,12 @@ class Step(TorchFunctionMode):
         """What is called in place of a function that no mode sees."""
         if self.is_apart or self.is_eager:
             return original
+        if original is private.reduced:
+            return functools.partial(self._reduced, original)
+        if name == "__copy__":
+            return functools.partial(self._copied_shallow, original)
+        if name in ("load", "_rebuild_tensor", "__new__"):
+            return functools.partial(self._made_beside, name, original)
         if name in private.TRANSFORMS:  # what they compute is seen below them
             self.has_transforms = True
             return original
@@ -469,6 +475,28 @@ class Step(TorchFunctionMode):
             return functools.partial(self._of_generator, name, original)
         self.eagerly(f"{name} in the step")
         return original
+
+    def _reduced(self, original: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+        """A tensor is pickled, which tells its values."""
+        with private.no_torch_functions():
+            return self.read(original, (tensor, *args), {})
+
+    def _made_beside(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Tensors come from files, and parameters are made: the user's own, unless of what the step has made."""
+        with private.no_torch_functions():
+            if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
+                self.eagerly("a parameter of what the step has computed" if name == "__new__" else f"{name} in the step")
+                return original(*args, **kwargs)
+            with self.beside():
+                return original(*args, **kwargs)
+
+    def _copied_shallow(self, original: Callable[..., Any], tensor: Tensor) -> Any:
+        """``copy.copy``, which leaves the memory as it is."""
+        with private.no_torch_functions():
+            if id(tensor) in self._sources and type(tensor) is Tensor and not self.asks(tensor):
+                return self.called(Tensor.detach, (tensor,), {})
+            self.eagerly("copy.copy of a tensor in the step")
+            return original(tensor)
 
     def _look_at_generator(self) -> None:
         if self.draws_as_eager:
@@ -1297,7 +1325,7 @@ class Step(TorchFunctionMode):
         history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
         try:
             self._take(self._read_note(func, args, kwargs), args, kwargs)
-            args, kwargs = self._true((args, kwargs))
+            args, kwargs = self._true((args, kwargs), writable=func is private.reduced)  # its memory is kept
         except CannotBeFollowed as error:
             self.eagerly(str(error))
         with self.beside():
@@ -1340,13 +1368,13 @@ class Step(TorchFunctionMode):
         with self.beside(), torch.no_grad():
             return tensor.detach().clone()
 
-    def _true(self, value: Any) -> Any:
+    def _true(self, value: Any, *, writable: bool = False) -> Any:
         """A structure with the values of tensors in place of placeholders."""
         self._watch_generator()
         with self.beside():
             given = self.on_read()
         self.was_told_draws = self.was_told_draws or any(note.draws for note in self.notes)
-        return self._with_values(value, given)
+        return self._with_values(value, given, writable=writable)
 
     def _with_values(self, value: Any, given: Sequence[Any] | None, *, writable: bool = False) -> Any:
         """A structure with the values of tensors in place of placeholders, those that ``on_read`` gave or of copies."""
