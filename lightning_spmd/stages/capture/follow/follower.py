@@ -280,6 +280,8 @@ class _Recording:
         position = source.position if type(source) is Given else -1
         shape = [self._sizes.get((position, dim), size) for dim, size in enumerate(live.shape)]
         if all(type(size) is int for size in shape) and position not in self._step.stand_ins:
+            if (place := placeholders.place_of_gone(live)) is not None:
+                return placeholders.without_history(twin_of(live.detach(), self.mode), place)
             return twin_of(live, self.mode)
         with private.disable_dispatch_modes(), self.mode:
             return torch.empty(shape, dtype=live.dtype, device=live.device).requires_grad_(live.requires_grad)
@@ -559,7 +561,9 @@ class Step(TorchFunctionMode):
         kind = note.met.get(number)
         if kind is None:  # it was met before, and compared then
             return True
-        if kind.type is not _class_of(tensor) or kind.trained is not tensor.requires_grad or tensor.grad_fn is not None:
+        if kind.type is not _class_of(tensor) or kind.trained is not tensor.requires_grad:
+            return False
+        if tensor.grad_fn is not None and kind.type is not placeholders.WithoutHistory:
             return False
         if kind.spec != TensorSpec.of(tensor) or kind.shares != self._shares(tensor, number):
             return False
@@ -575,7 +579,7 @@ class Step(TorchFunctionMode):
     def _kind(self, tensor: Tensor, number: int) -> Kind:
         if tensor.layout is not torch.strided or private.is_wrapped(tensor) or tensor.is_meta:
             raise CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and placeholders.place_of_gone(tensor) is None:
             raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
         if self.by_hand is not None:
             self.by_hand.refuse_state(tensor)
@@ -1429,7 +1433,9 @@ class Step(TorchFunctionMode):
             with torch.no_grad():
                 copy = live.detach().clone()
             trained = live.requires_grad if self.by_hand is None else self.by_hand.trained_at_first(live)
-            self._copies[source] = copy.requires_grad_(trained)
+            place = placeholders.place_of_gone(live)
+            copy = copy.requires_grad_(trained) if place is None else placeholders.without_history(copy, place)
+            self._copies[source] = copy
         return self._copies[source]
 
     # ------------------------------------------------------------------ the other end: for good, as eager training
@@ -1606,7 +1612,11 @@ class Step(TorchFunctionMode):
             placeholders.fill(given, value, trained=given.requires_grad)
             return
         note = self.notes[source.depth]
-        placeholders.fill(note.handed[source.index], value, trained=self._is_trained(source))
+        placeholder, fake = note.handed[source.index], note.fakes[source.index]
+        is_retained = id(placeholder) in self.functions.retained  # its gradient is asked of a leaf
+        made_at = None if fake.is_leaf or is_retained else note.source or note.name
+        placeholders.fill(placeholder, value, trained=self._is_trained(source), made_at=made_at)
+        del placeholder
         note.handed[source.index] = note.moulds[source.index].detach()
 
 
@@ -1623,7 +1633,7 @@ def _class_of(tensor: Tensor) -> type:
     """The class of a tensor from outside, whether it is in parts or not."""
     if isinstance(tensor, DTensor):
         return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
-    return type(tensor)
+    return placeholders.WithoutHistory if placeholders.place_of_gone(tensor) is not None else type(tensor)
 
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
