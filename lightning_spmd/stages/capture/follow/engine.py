@@ -8,6 +8,7 @@ the true ones; and where Python takes another way in the middle of its backward 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -220,12 +221,26 @@ def is_of_loss(func: Any) -> bool:
 
 
 class Join(EngineCall):
-    """What a function with a backward of its own gave gets its history."""
+    """What a function with a backward of its own gave gets its history.
+
+    Args:
+        name: of the function, which its node in autograd's graph has as well.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._kind: Any = type(name, (_Joined,), {})
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
         """Make it."""
         place, materialize, inputs, outputs, dirty, still = args
-        return private.applied(_Joined, (values.engine.arrived, place, materialize, outputs, dirty, still, *inputs), {})
+        return private.applied(self._kind, (values.engine.arrived, place, materialize, outputs, dirty, still, *inputs), {})
+
+
+@functools.cache
+def joined_as(name: str) -> Join:
+    """That of functions of a name."""
+    return Join(name)
 
 
 class _Joined(torch.autograd.Function):
@@ -248,7 +263,7 @@ class _Joined(torch.autograd.Function):
 
 def is_joined(node: Any) -> bool:
     """Whether a node of autograd's graph stands for a function of the user's."""
-    return isinstance(node, BackwardCFunction) and type(node).__name__ == "_JoinedBackward"
+    return isinstance(node, BackwardCFunction) and hasattr(node, "arrived") and hasattr(node, "place")
 
 
 class Saving(EngineCall):
@@ -351,6 +366,6 @@ class Unhook(EngineCall):
 
 
 GO_ON, OF_LOSS = GoOn("backward"), OfLoss("backward")
-JOIN, HOOK, UNHOOK = Join("apply"), Hook("register_hook"), Unhook("remove")
+HOOK, UNHOOK = Hook("register_hook"), Unhook("remove")
 NODE_OF, HOOK_NODE = NodeOf("grad_fn"), HookNode("register_hook")
 STATE, SET_STATE = RandomState("get_rng_state"), SetRandomState("set_rng_state")

@@ -1274,7 +1274,8 @@ class Step(TorchFunctionMode):
         if (owner, name) == ("data", "__set__") and args[0] is args[1]:  # a module told to be what it is
             return None
         if mine or name in ("backward",):
-            self.eagerly(f"{name} of {owner or 'a tensor'} in the step")
+            what = f"tensor.{owner} = ..." if name == "__set__" else f"{name} of {owner or 'a tensor'}"
+            self.eagerly(f"{what} in the step")
         with self.beside():
             return func(*args, **kwargs)
 
@@ -1477,8 +1478,8 @@ class Step(TorchFunctionMode):
         """Recordings and copies are needed no more."""
         made = {} if self._recording is None else self._recording.values.made
         for source, fake in made.items():
-            note = self.notes[source.depth]
-            if _version_of(fake) != note.versions[source.index]:
+            note = self.notes[source.depth] if source.depth < len(self.notes) else None  # the user's code raised
+            if note is not None and _version_of(fake) != note.versions[source.index]:
                 note.written.add(source.index)
         for values in (self._preview, None if self._recording is None else self._recording.values):
             if values is not None:
@@ -1640,7 +1641,8 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 
 def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else private.version_of(tensor)
+    with private.no_torch_functions():
+        return 0 if tensor.is_inference() else private.version_of(tensor)
 
 
 def _is_plain(value: Any) -> bool:

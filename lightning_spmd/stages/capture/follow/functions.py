@@ -22,7 +22,6 @@ from lightning_spmd.stages.capture.follow.engine import (
     GO_ON,
     HOOK,
     HOOK_NODE,
-    JOIN,
     NODE_OF,
     OF_LOSS,
     OVER,
@@ -30,6 +29,7 @@ from lightning_spmd.stages.capture.follow.engine import (
     Begin,
     below,
     is_joined,
+    joined_as,
 )
 from lightning_spmd.stages.capture.follow.notes import tensors_in
 
@@ -131,7 +131,7 @@ class Functions:
         parts = tuple([tuple(tensors_in(part)) for part in (context.dirty_tensors, context.non_differentiable)])
         place = self.placed(applied)
         self._nodes[place] = Node(name, context, applied)
-        joined = list(self.call(JOIN, (place, context.materialize_grads, inputs, made, *parts), {}))
+        joined = list(self.call(joined_as(name), (place, context.materialize_grads, inputs, made, *parts), {}))
         results = tuple([joined.pop(0) if isinstance(o, Tensor) else o for o in outputs])
         return results if isinstance(found, tuple) else results[0]
 
@@ -355,9 +355,6 @@ class Node:
         return getattr(self._context, name)
 
 
-<<<<<<< HEAD
-def _added(hooks: OrderedDict[int, Any], function: Callable[..., Any]) -> Any:
-=======
 @torch.autograd.graph.Node.register
 class Operator:
     """``grad_fn`` of what an operator of torch gave, or one below it.
@@ -410,8 +407,7 @@ def _operator(name: str) -> type[Operator]:
     return type(name, (Operator,), {})
 
 
-def _added(hooks: dict[int, Any], function: Callable[..., Any]) -> Any:
->>>>>>> bf8eb3c (Nodes of autograd's graph of a followed step take hooks; what no graph knows of a tensor's history runs eagerly)
+def _added(hooks: OrderedDict[int, Any], function: Callable[..., Any]) -> Any:
     from torch.utils.hooks import RemovableHandle
 
     handle = RemovableHandle(hooks)
