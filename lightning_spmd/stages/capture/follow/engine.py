@@ -234,7 +234,9 @@ class Join(EngineCall):
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
         """Make it."""
         place, materialize, inputs, outputs, dirty, still = args
-        return private.applied(self._kind, (values.engine.arrived, place, materialize, outputs, dirty, still, *inputs), {})
+        return private.applied(
+            self._kind, (values.engine.arrived, place, materialize, outputs, dirty, still, *inputs), {}
+        )
 
 
 @functools.cache

@@ -487,7 +487,9 @@ class Step(TorchFunctionMode):
         """Tensors come from files, and parameters are made: the user's own, unless of what the step has made."""
         with private.no_torch_functions():
             if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
-                self.eagerly("a parameter of what the step has computed" if name == "__new__" else f"{name} in the step")
+                self.eagerly(
+                    "a parameter of what the step has computed" if name == "__new__" else f"{name} in the step"
+                )
                 return original(*args, **kwargs)
             with self.beside():
                 return original(*args, **kwargs)
