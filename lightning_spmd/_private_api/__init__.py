@@ -44,9 +44,9 @@ from lightning_spmd._private_api.co_execution import (
     layers_as,
     no_checkpoint_contexts,
     no_torch_functions,
+    reduced,
     set_generator_states,
     stops_early,
-    reduced,
     version_of,
     without_memory,
 )

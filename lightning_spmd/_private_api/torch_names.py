@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.modules.module as _torch_module
 import torch.optim.optimizer as _torch_optimizer
 from torch import Tensor, fx, nn
 from torch._C import _DisableAutocast
