@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
@@ -98,4 +97,4 @@ def without_history(value: Tensor, place: str) -> Tensor:
 def place_of_gone(tensor: Tensor) -> str | None:
     """``file:line`` of the call that made a tensor whose history has ended with its step; None of others."""
     node: Any = tensor.grad_fn
-    return node.place if isinstance(node, BackwardCFunction) and type(node).__name__ == "_GoneBackward" else None
+    return getattr(node, "place", None) if type(node).__name__ == "_GoneBackward" else None
