@@ -1,4 +1,4 @@
-"""What leaves torch in a followed step: pointers, NumPy's memory, compiled and scripted functions; nothing is silent."""
+"""What leaves torch in a followed step: pointers, memory of NumPy, scripted and compiled functions; none is silent."""
 
 from __future__ import annotations
 
