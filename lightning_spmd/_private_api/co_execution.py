@@ -102,6 +102,7 @@ class UnseenCalls:
             (torch.autograd.graph.saved_tensors_hooks, "__enter__", enter),
             (torch.autograd.graph.saved_tensors_hooks, "__exit__", leave),
             (_checkpoint, "_checkpoint_without_reentrant_generator", checkpointed),
+            (Tensor, "__copy__", self._after(_copied, "__copy__")),
         ]
         for owner, name in (
             (torch, "manual_seed"),
@@ -119,6 +120,9 @@ class UnseenCalls:
             *((torch.cuda.random, name) for name in _OF_CUDA),
             (nn.Parameter, "__new__"),
             (torch._C, "_swap_tensor_impl"),
+            (torch.autograd.graph, "_get_grad_fn_or_grad_acc"),
+            (Tensor, "_reduce_ex_internal"),
+            (torch._utils, "_rebuild_tensor"),
             (_vmap, "_vmap_increment_nesting"),
             (_transforms, "_grad_increment_nesting"),
             (_transforms, "_jvp_increment_nesting"),
@@ -162,6 +166,16 @@ class UnseenCalls:
 
         replacement.__name__ = name
         return staticmethod(replacement) if isinstance(function, staticmethod) or name == "__new__" else replacement
+
+
+reduced = Tensor._reduce_ex_internal
+"""Gives what a tensor is pickled as, of whatever class; without it pickled would be what has no memory."""
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """``copy.copy`` of a tensor, which has the same memory."""
+    found = tensor.__reduce_ex__(4)
+    return found[0](*found[1])
 
 
 def generator_states() -> list[tuple[Any, Tensor]]:

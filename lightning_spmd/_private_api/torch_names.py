@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.modules.module as _torch_module
 import torch.optim.optimizer as _torch_optimizer
 from torch import Tensor, fx, nn
 from torch._C import _DisableAutocast
@@ -171,11 +170,11 @@ def child_tables(module: nn.Module) -> list[dict[str, nn.Module | None]]:
 
 
 def autograd_hooks(module: nn.Module) -> list[tuple[str, Any]]:
-    """(parameter or module, hook) of every hook that only autograd calls; without it they would be silently skipped."""
-    found = [(name, hook) for name, p in module.named_parameters() for hook in parameter_hooks(p)]
-    tables = [(n or "self", getattr(m, t)) for n, m in module.named_modules() for t in _MODULE_HOOKS]
-    tables += [("all modules", getattr(_torch_module, f"_global{t}")) for t in _MODULE_HOOKS]
-    return found + [(name, hook) for name, table in tables if table for hook in table.values()]
+    """(parameter, hook) of every hook that only autograd calls; without it they would be silently skipped.
+
+    Those of modules are hooks on nodes of autograd's graph and functions, which are followed.
+    """
+    return [(name, hook) for name, p in module.named_parameters() for hook in parameter_hooks(p)]
 
 
 def parameter_hooks(tensor: Tensor) -> list[Any]:
@@ -184,7 +183,6 @@ def parameter_hooks(tensor: Tensor) -> list[Any]:
 
 
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def step_hooks(optimizer: Any) -> list[Any]:
@@ -238,10 +236,8 @@ def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
 def prepared_hooks(module: nn.Module, optimizer: Any) -> Callable[[], list[Any]]:
     """Reads, fast, every hook that autograd or ``step`` calls: one that comes in mid-run would be skipped."""
     slots = tensor_slots(module).values()
-    tables = [getattr(m, t) for m in module.modules() for t in _MODULE_HOOKS]
-    tables += [_torch_module._global_backward_hooks, _torch_module._global_backward_pre_hooks]
     parts: Sequence[Any] = () if optimizer is None else getattr(optimizer, "parts", (optimizer,))
-    tables += [table for part in parts for table in _step_hook_tables(part)]
+    tables = [table for part in parts for table in _step_hook_tables(part)]
 
     def hooks() -> list[Any]:
         tensors = [t for table, key in slots if (t := table.get(key)) is not None]

@@ -176,11 +176,17 @@ FEATURES: tuple[Feature, ...] = (
         backward_override,
     ),
     Feature(
-        "tensor, parameter and module backward hooks (wandb.watch)",
+        "hooks on parameters (wandb.watch)",
         Mode.EAGER,
         "autograd must call them",
         f"{_FIT}::test_eager_features_train",
         autograd_hooks,
+    ),
+    Feature(
+        "backward hooks of modules, hooks on tensors and their grad_fn",
+        Mode.COMPILED,
+        "they run once in each step, when training_step has returned",
+        "tests/strategy/test_followed_module_hooks.py::test_hooks_on_backward_passes_of_modules_are_in_graphs",
     ),
     Feature(
         OWN_OPTIMIZER,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 NOT_YET: dict[str, str] = {
-    "KeptWithHistory": "the tensor that is kept has no grad_fn",
     "WorkerQueue": "another thread reads a value that there is none of yet",
 }
 """On one device, where all bits must be eager's."""
@@ -14,7 +13,6 @@ PARTLY_EAGER = frozenset(
         "HardestRows",
         "SortedTensors",
         "SeveralReads",
-        "SavedTensors",
         "GrowingTensor",
         "Added",
         "NewParameter",

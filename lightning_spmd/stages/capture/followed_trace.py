@@ -24,6 +24,7 @@ from lightning_spmd.stages.capture.data_sizes import DataSizes
 from lightning_spmd.stages.capture.decisions import decision_program
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, tensors_in
+from lightning_spmd.stages.capture.follow.placeholders import place_of_gone, without_history
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.sizes import with_sizes
 from lightning_spmd.stages.capture.follow.values import Values
@@ -174,7 +175,14 @@ class _FollowedTrace(IterationTrace):
         self.recorder.constants.append(live)
         self._readers[index] = read
         key = (index, MOVES) if id(live) in self._live_gradients else (index,)
-        return self.inputs.tensor(live, InputRole.CONSTANT, key, f"tensor {number}")
+        place = place_of_gone(live)
+        fake = self.inputs.tensor(live if place is None else live.detach(), InputRole.CONSTANT, key, f"tensor {number}")
+        if place is None:
+            return fake
+        gone, node = without_history(fake, place), self.recorder.node_of(fake)
+        if node is not None:
+            self.recorder.bind(gone, node)
+        return gone
 
     @functools.cached_property
     def _live_gradients(self) -> set[int]:

@@ -112,9 +112,6 @@ class PreHook(ForwardHook):
 class BackwardHook(ForwardHook):
     """Of a layer: what it makes of gradients; it comes in mid-run."""
 
-    mode = "eager"
-    told = "autograd hooks are registered on layer"
-
     def write(self, value: float) -> None:
         if value == VALUES[0]:
             return
@@ -177,8 +174,6 @@ class ParameterGradientHook(ForwardHook):
 
 class GlobalBackwardHook(BackwardHook):
     """A hook on the backward passes of all modules."""
-
-    told = "autograd hooks are registered on all modules"
 
     def write(self, value: float) -> None:
         if value != VALUES[0]:

@@ -8,6 +8,7 @@ the true ones; and where Python takes another way in the middle of its backward 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,7 @@ class Engine:
         parameters: gives those whose gradients are zeroed before that.
         gradients: of a loss that training_step returned, with the tensors whose they are, if they have been computed.
         handles: of the hooks that were put on tensors, by place.
+        nodes: of autograd's graph, by ``id`` of what stands for each, and that.
     """
 
     def __init__(self, around: Callable[[], Any] = contextlib.nullcontext, *, is_fake: bool = False) -> None:
@@ -51,6 +53,7 @@ class Engine:
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
         self.gradients: list[tuple[Tensor, Tensor]] | None = None
         self.handles: dict[int, Any] = {}
+        self.nodes: dict[int, tuple[Tensor, Any]] = {}
         self._around = around
         self._passes: list[_Pass] = []
 
@@ -81,9 +84,10 @@ class Engine:
         return self.inline(place, tuple(gradients))
 
     def becomes(self, made: Tensor, other: Tensor) -> None:
-        """What stood for states of generators is another tensor from here on."""
-        if (known := self.states.get(id(made))) is not None:
-            self.states[id(other)] = other, known[1]
+        """What stood for something is another tensor from here on."""
+        for table in (self.states, self.nodes):
+            if (known := table.get(id(made))) is not None:
+                table[id(other)] = other, known[1]
 
     def close(self) -> None:
         """Nobody goes on."""
@@ -217,12 +221,28 @@ def is_of_loss(func: Any) -> bool:
 
 
 class Join(EngineCall):
-    """What a function with a backward of its own gave gets its history."""
+    """What a function with a backward of its own gave gets its history.
+
+    Args:
+        name: of the function, which its node in autograd's graph has as well.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._kind: Any = type(name, (_Joined,), {})
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
         """Make it."""
         place, materialize, inputs, outputs, dirty, still = args
-        return private.applied(_Joined, (values.engine.arrived, place, materialize, outputs, dirty, still, *inputs), {})
+        return private.applied(
+            self._kind, (values.engine.arrived, place, materialize, outputs, dirty, still, *inputs), {}
+        )
+
+
+@functools.cache
+def joined_as(name: str) -> Join:
+    """That of functions of a name."""
+    return Join(name)
 
 
 class _Joined(torch.autograd.Function):
@@ -245,7 +265,7 @@ class _Joined(torch.autograd.Function):
 
 def is_joined(node: Any) -> bool:
     """Whether a node of autograd's graph stands for a function of the user's."""
-    return isinstance(node, BackwardCFunction) and type(node).__name__ == "_JoinedBackward"
+    return isinstance(node, BackwardCFunction) and hasattr(node, "arrived") and hasattr(node, "place")
 
 
 class Saving(EngineCall):
@@ -306,6 +326,39 @@ class Hook(EngineCall):
         values.engine.handles[place] = tensor.register_hook(lambda gradient: arrived(place, (gradient,))[0])
 
 
+class NodeOf(EngineCall):
+    """The ``grad_fn`` that a tensor has here, as something that stands for it."""
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        token: Any = torch.empty(0)
+        values.engine.nodes[id(token)] = token, args[0].grad_fn
+        if values.engine.is_fake:
+            token.node = args[0].grad_fn
+        return token
+
+
+def below(node: Any, path: str) -> Any:
+    """The node of autograd's graph at the end of a path, which tells positions among ``next_functions``."""
+    for index in path:
+        node = node.next_functions[ord(index)][0]
+    return node
+
+
+class HookNode(EngineCall):
+    """A hook on a node."""
+
+    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        place, token, path, name = args
+        engine = values.engine
+        node, arrived = below(engine.nodes[id(token)][1], path), engine.arrived
+        if name == "register_hook":
+            engine.handles[place] = node.register_hook(lambda given, came: arrived(place, (given, came))[0])
+        else:
+            engine.handles[place] = node.register_prehook(lambda came: arrived(place, (came,))[0])
+
+
 class Unhook(EngineCall):
     """It is taken away."""
 
@@ -315,5 +368,6 @@ class Unhook(EngineCall):
 
 
 GO_ON, OF_LOSS = GoOn("backward"), OfLoss("backward")
-JOIN, HOOK, UNHOOK = Join("apply"), Hook("register_hook"), Unhook("remove")
+HOOK, UNHOOK = Hook("register_hook"), Unhook("remove")
+NODE_OF, HOOK_NODE = NodeOf("grad_fn"), HookNode("register_hook")
 STATE, SET_STATE = RandomState("get_rng_state"), SetRandomState("set_rng_state")

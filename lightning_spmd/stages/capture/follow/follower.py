@@ -83,7 +83,7 @@ _STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overl
 _PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "itemsize",
                          "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
 _DATA = {torch.tensor, torch.as_tensor, torch.asarray}
-_MEMORY = {Tensor.__reduce_ex__, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
+_MEMORY = {Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
            Tensor.__dlpack_device__, Tensor.share_memory_, Tensor.set_}  # fmt: skip
 """What hands out the memory of a tensor, or exchanges it."""
 _READ_OPERATORS = {
@@ -280,6 +280,8 @@ class _Recording:
         position = source.position if type(source) is Given else -1
         shape = [self._sizes.get((position, dim), size) for dim, size in enumerate(live.shape)]
         if all(type(size) is int for size in shape) and position not in self._step.stand_ins:
+            if (place := placeholders.place_of_gone(live)) is not None:
+                return placeholders.without_history(twin_of(live.detach(), self.mode), place)
             return twin_of(live, self.mode)
         with private.disable_dispatch_modes(), self.mode:
             return torch.empty(shape, dtype=live.dtype, device=live.device).requires_grad_(live.requires_grad)
@@ -462,6 +464,12 @@ class Step(TorchFunctionMode):
         """What is called in place of a function that no mode sees."""
         if self.is_apart or self.is_eager:
             return original
+        if original is private.reduced:
+            return functools.partial(self._reduced, original)
+        if name == "__copy__":
+            return functools.partial(self._copied_shallow, original)
+        if name in ("load", "_rebuild_tensor", "__new__"):
+            return functools.partial(self._made_beside, name, original)
         if name in private.TRANSFORMS:  # what they compute is seen below them
             self.has_transforms = True
             return original
@@ -469,6 +477,30 @@ class Step(TorchFunctionMode):
             return functools.partial(self._of_generator, name, original)
         self.eagerly(f"{name} in the step")
         return original
+
+    def _reduced(self, original: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+        """A tensor is pickled, which tells its values."""
+        with private.no_torch_functions():
+            return self.read(original, (tensor, *args), {})
+
+    def _made_beside(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Tensors come from files, and parameters are made: the user's own, unless of what the step has made."""
+        with private.no_torch_functions():
+            if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
+                self.eagerly(
+                    "a parameter of what the step has computed" if name == "__new__" else f"{name} in the step"
+                )
+                return original(*args, **kwargs)
+            with self.beside():
+                return original(*args, **kwargs)
+
+    def _copied_shallow(self, original: Callable[..., Any], tensor: Tensor) -> Any:
+        """``copy.copy``, which leaves the memory as it is."""
+        with private.no_torch_functions():
+            if id(tensor) in self._sources and type(tensor) is Tensor and not self.asks(tensor):
+                return self.called(Tensor.detach, (tensor,), {})
+            self.eagerly("copy.copy of a tensor in the step")
+            return original(tensor)
 
     def _look_at_generator(self) -> None:
         if self.draws_as_eager:
@@ -531,7 +563,9 @@ class Step(TorchFunctionMode):
         kind = note.met.get(number)
         if kind is None:  # it was met before, and compared then
             return True
-        if kind.type is not _class_of(tensor) or kind.trained is not tensor.requires_grad or tensor.grad_fn is not None:
+        if kind.type is not _class_of(tensor) or kind.trained is not tensor.requires_grad:
+            return False
+        if tensor.grad_fn is not None and kind.type is not placeholders.WithoutHistory:
             return False
         if kind.spec != TensorSpec.of(tensor) or kind.shares != self._shares(tensor, number):
             return False
@@ -547,7 +581,7 @@ class Step(TorchFunctionMode):
     def _kind(self, tensor: Tensor, number: int) -> Kind:
         if tensor.layout is not torch.strided or private.is_wrapped(tensor) or tensor.is_meta:
             raise CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and placeholders.place_of_gone(tensor) is None:
             raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
         if self.by_hand is not None:
             self.by_hand.refuse_state(tensor)
@@ -751,7 +785,10 @@ class Step(TorchFunctionMode):
     def asks(self, tensor: Tensor) -> bool:
         """Whether a tensor asks for gradients."""
         source = self._sources.get(id(tensor))
-        return self._is_trained(source) if type(source) is Made else tensor.requires_grad
+        if type(source) is not Made:
+            return tensor.requires_grad
+        written = self._recording is not None or source.index in self.notes[source.depth].written
+        return self.fake_now(source).requires_grad if written else self._is_trained(source)
 
     def of_engine(self, func: Any, args: Any, kwargs: Any, *, create: bool) -> Any:
         """A call of autograd's engine."""
@@ -844,6 +881,23 @@ class Step(TorchFunctionMode):
                 other.fakes_at = other.at
         return note.fakes[source.index]
 
+    def fake_now(self, source: Made) -> Tensor:
+        """A result with the history that it has behind the calls so far: later ones may write into it."""
+        if self._recording is None and source.index not in self.notes[source.depth].written:
+            return self.fake_of(source)
+        recording = self._recorded_so_far()
+        return self.fake_of(source) if recording is None else recording.values.made[source]
+
+    def fake_made(self, placeholder: Tensor) -> Tensor:
+        """A result that nobody writes into, as it was recorded."""
+        return self.fake_of(self._sources[id(placeholder)])  # type: ignore[arg-type]
+
+    def live_node(self, token: Tensor) -> Any:
+        """The node of autograd's graph for which this stands, of a step that runs for good."""
+        if self._live is None:
+            raise RuntimeError("the step does not run for good")
+        return self._live.engine.nodes[id(token)][1]
+
     def _as_fake(self, value: Any) -> Any:
         recording = self._recording
         if not isinstance(value, Tensor) or recording is None:
@@ -913,6 +967,7 @@ class Step(TorchFunctionMode):
         note.results = structure_of(out, given)
         note.moulds = self._apart(lambda: placeholders.moulds_of(note.fakes))
         note.specs, note.trained = [TensorSpec.of(t) for t in note.fakes], [t.requires_grad for t in note.fakes]
+        note.versions = list(map(_version_of, note.fakes))
         note.fakes_at = self._at
         note.made = [Made(note.depth, index) for index in range(len(note.fakes))]
         note.marked(self._here)
@@ -1188,16 +1243,22 @@ class Step(TorchFunctionMode):
         source = self._sources.get(id(args[0])) if args else None
         of = getattr(getattr(func, "__self__", None), "__name__", "")
         if of == "requires_grad" and type(source) is Made:
-            return self._is_trained(source)
-        subject = self.fake_of(source) if type(source) is Made else None
-        if of == "grad_fn" and subject is not None and (node := self.functions.node(subject)) is not None:
-            return node
+            return self.asks(args[0])
+        subject = self.fake_now(source) if type(source) is Made else None
+        if of == "grad_fn" and subject is not None:
+            return self.functions.node(args[0], subject)
         sizes = self.notes[source.depth].sizes if type(source) is Made else None
         if type(source) is Made and sizes is not None and getattr(func, "__name__", "") in _STRIDES:
             with self.beside():
                 subject = torch.empty_strided(*sizes(self.counts)[source.index], device="meta")
         with self.beside():
-            return func(*args, **kwargs) if subject is None else func(subject, *args[1:], **kwargs)
+            if subject is None:
+                return func(*args, **kwargs)
+            found = func(subject, *args[1:], **kwargs)
+        if not _is_plain(found):  # what is done to it, or with it, would be lost
+            self.eagerly(f"{of or getattr(func, '__name__', func)} of a tensor of the step")
+            return func(*args, **kwargs)
+        return found
 
     def _set(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Something is hung on a tensor, or its history used: of the user's own at once, of placeholders for good."""
@@ -1215,7 +1276,8 @@ class Step(TorchFunctionMode):
         if (owner, name) == ("data", "__set__") and args[0] is args[1]:  # a module told to be what it is
             return None
         if mine or name in ("backward",):
-            self.eagerly(f"{name} of {owner or 'a tensor'} in the step")
+            what = f"tensor.{owner} = ..." if name == "__set__" else f"{name} of {owner or 'a tensor'}"
+            self.eagerly(f"{what} in the step")
         with self.beside():
             return func(*args, **kwargs)
 
@@ -1270,7 +1332,7 @@ class Step(TorchFunctionMode):
         history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
         try:
             self._take(self._read_note(func, args, kwargs), args, kwargs)
-            args, kwargs = self._true((args, kwargs))
+            args, kwargs = self._true((args, kwargs), writable=func is private.reduced)  # its memory is kept
         except CannotBeFollowed as error:
             self.eagerly(str(error))
         with self.beside():
@@ -1313,13 +1375,13 @@ class Step(TorchFunctionMode):
         with self.beside(), torch.no_grad():
             return tensor.detach().clone()
 
-    def _true(self, value: Any) -> Any:
+    def _true(self, value: Any, *, writable: bool = False) -> Any:
         """A structure with the values of tensors in place of placeholders."""
         self._watch_generator()
         with self.beside():
             given = self.on_read()
         self.was_told_draws = self.was_told_draws or any(note.draws for note in self.notes)
-        return self._with_values(value, given)
+        return self._with_values(value, given, writable=writable)
 
     def _with_values(self, value: Any, given: Sequence[Any] | None, *, writable: bool = False) -> Any:
         """A structure with the values of tensors in place of placeholders, those that ``on_read`` gave or of copies."""
@@ -1374,7 +1436,9 @@ class Step(TorchFunctionMode):
             with torch.no_grad():
                 copy = live.detach().clone()
             trained = live.requires_grad if self.by_hand is None else self.by_hand.trained_at_first(live)
-            self._copies[source] = copy.requires_grad_(trained)
+            place = placeholders.place_of_gone(live)
+            copy = copy.requires_grad_(trained) if place is None else placeholders.without_history(copy, place)
+            self._copies[source] = copy
         return self._copies[source]
 
     # ------------------------------------------------------------------ the other end: for good, as eager training
@@ -1414,6 +1478,11 @@ class Step(TorchFunctionMode):
 
     def _forget(self) -> None:
         """Recordings and copies are needed no more."""
+        made = {} if self._recording is None else self._recording.values.made
+        for source, fake in made.items():
+            note = self.notes[source.depth] if source.depth < len(self.notes) else None  # the user's code raised
+            if note is not None and _version_of(fake) != note.versions[source.index]:
+                note.written.add(source.index)
         for values in (self._preview, None if self._recording is None else self._recording.values):
             if values is not None:
                 values.engine.close()
@@ -1466,6 +1535,8 @@ class Step(TorchFunctionMode):
             _put(self._generators)
         self._forget()
         if self.is_eager:
+            if self._live is not None:  # graphs that it has are autograd's to let go
+                self._live.engine.nodes.clear()
             return
         if self.tree is not None and self._at is not None:
             places = self.tree.sizes.places
@@ -1544,7 +1615,11 @@ class Step(TorchFunctionMode):
             placeholders.fill(given, value, trained=given.requires_grad)
             return
         note = self.notes[source.depth]
-        placeholders.fill(note.handed[source.index], value, trained=self._is_trained(source))
+        placeholder, fake = note.handed[source.index], note.fakes[source.index]
+        is_retained = id(placeholder) in self.functions.retained  # its gradient is asked of a leaf
+        made_at = None if fake.is_leaf or is_retained else note.source or note.name
+        placeholders.fill(placeholder, value, trained=self._is_trained(source), made_at=made_at)
+        del placeholder
         note.handed[source.index] = note.moulds[source.index].detach()
 
 
@@ -1561,7 +1636,22 @@ def _class_of(tensor: Tensor) -> type:
     """The class of a tensor from outside, whether it is in parts or not."""
     if isinstance(tensor, DTensor):
         return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
-    return type(tensor)
+    return placeholders.WithoutHistory if placeholders.place_of_gone(tensor) is not None else type(tensor)
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _version_of(tensor: Tensor) -> int:
+    with private.no_torch_functions():
+        return 0 if tensor.is_inference() else private.version_of(tensor)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an answer is one for good, and nothing through which anything can be changed."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def _as_python(value: Any) -> Any:

@@ -6,6 +6,7 @@ history by one more note. Where a backward pass arrives there, ``backward`` runs
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,7 +18,19 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.stages.capture.follow.engine import GO_ON, HOOK, JOIN, OF_LOSS, OVER, UNHOOK, Begin, is_joined
+from lightning_spmd.stages.capture.follow.engine import (
+    GO_ON,
+    HOOK,
+    HOOK_NODE,
+    NODE_OF,
+    OF_LOSS,
+    OVER,
+    UNHOOK,
+    Begin,
+    below,
+    is_joined,
+    joined_as,
+)
 from lightning_spmd.stages.capture.follow.notes import tensors_in
 
 
@@ -29,6 +42,9 @@ class _Step(Protocol):
     def called(self, func: Any, args: Any, kwargs: Any) -> Any: ...
     def for_good(self, func: Any, args: Any, kwargs: Any) -> Any: ...
     def asks(self, tensor: Tensor) -> bool: ...
+    def eagerly(self, why: str) -> None: ...
+    def fake_made(self, placeholder: Tensor) -> Any: ...
+    def live_node(self, token: Tensor) -> Any: ...
 
 
 class Functions:
@@ -47,6 +63,7 @@ class Functions:
         self._step, self._begins = step, begins
         self._places: dict[int, Callable[..., tuple[Any, ...]]] = {}
         self._nodes: dict[int, Node] = {}
+        self._operators: dict[int, Operator] = {}
         self._current: Any = None
         self.hooks: Callable[[], tuple[Any, Any] | None] = lambda: None
         self._handles: dict[int, Handle] = {}  # of retained gradients
@@ -67,6 +84,9 @@ class Functions:
         self._places.clear()
         self._nodes.clear()
         self._handles.clear()
+        for operator in self._operators.values():
+            operator.token = None
+        self._operators.clear()
 
     def placed(self, function: Callable[..., tuple[Any, ...]]) -> int:
         """The number of a place at which this runs, the same in all steps that take the path."""
@@ -111,14 +131,57 @@ class Functions:
         parts = tuple([tuple(tensors_in(part)) for part in (context.dirty_tensors, context.non_differentiable)])
         place = self.placed(applied)
         self._nodes[place] = Node(name, context, applied)
-        joined = list(self.call(JOIN, (place, context.materialize_grads, inputs, made, *parts), {}))
+        joined = list(self.call(joined_as(name), (place, context.materialize_grads, inputs, made, *parts), {}))
         results = tuple([joined.pop(0) if isinstance(o, Tensor) else o for o in outputs])
         return results if isinstance(found, tuple) else results[0]
 
-    def node(self, fake: Tensor) -> Any:
-        """What stands for the ``grad_fn`` of a tensor, given its fake; None if that is none of the user's functions."""
-        node: Any = fake.grad_fn
-        return self._nodes.get(node.place) if is_joined(node) else None
+    def node(self, tensor: Tensor, fake: Tensor) -> Any:
+        """What stands for the ``grad_fn`` of a tensor, given its fake.
+
+        Here the tensor has it: calls to come may write in place, and give it another one.
+        """
+        if fake.grad_fn is None or is_joined(fake.grad_fn):
+            return self._stands_for(fake.grad_fn, None, "")
+        token = self.call(NODE_OF, (tensor,), {})
+        if self._step.is_eager:
+            return tensor.grad_fn
+        return self._stands_for(self._step.fake_made(token).node, token, "")
+
+    def _stands_for(self, node: Any, token: Tensor | None, path: str) -> Any:
+        if node is None:
+            return None
+        if is_joined(node):
+            return self._nodes.get(node.place)
+        if id(node) not in self._operators:
+            self._operators[id(node)] = _operator(type(node).__name__)(self, node, token, path)
+        return self._operators[id(node)]
+
+    def next_of(self, operator: Operator) -> tuple[tuple[Any, int], ...]:
+        """``next_functions`` of what stands for a node."""
+        return tuple(
+            [
+                (self._stands_for(node, operator.token, operator.path + chr(i)), number)
+                for i, (node, number) in enumerate(operator.node.next_functions)
+            ]
+        )
+
+    def hook_node(self, operator: Operator, name: str, function: Callable[..., Any]) -> Any:
+        """``register_hook`` or ``register_prehook`` of a node."""
+        if operator.token is None:
+            raise RuntimeError(f"{name} of the grad_fn of a tensor of an earlier step, whose backward pass is over")
+        if operator.node.name() == "torch::autograd::AccumulateGrad" or self._step.is_eager:  # no graph comes there
+            return getattr(self.real(operator, name), name)(function)
+        place = self.placed(lambda *gradients: (function(*gradients),))
+        self.call(HOOK_NODE, (place, operator.token, operator.path, name), {})
+        return Handle(self._step, place)
+
+    def real(self, operator: Operator, name: str) -> Any:
+        """The node that a step that runs for good has in its place."""
+        if operator.token is None:
+            raise RuntimeError(f"{name} of the grad_fn of a tensor of an earlier step, whose backward pass is over")
+        if not self._step.is_eager:
+            self._step.eagerly(f"{name} of a grad_fn in the step")
+        return below(self._step.live_node(operator.token), operator.path)
 
     def hook(self, tensor: Tensor, function: Callable[[Tensor], Any]) -> Handle:
         """``tensor.register_hook``."""
@@ -290,6 +353,58 @@ class Node:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
+
+
+@torch.autograd.graph.Node.register
+class Operator:
+    """``grad_fn`` of what an operator of torch gave, or one below it.
+
+    Args:
+        functions: of the step.
+        node: as it was recorded, which answers plain questions.
+        token: stands for a ``grad_fn``; None once the step is over.
+        path: from that to here.
+    """
+
+    def __init__(self, functions: Functions, node: Any, token: Tensor | None, path: str) -> None:
+        self.node, self.token, self.path = node, token, path
+        self._functions, self._metadata = functions, dict[str, Any]()
+
+    def name(self) -> str:
+        """As torch has it."""
+        return self.node.name()
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        """As torch has it."""
+        return self._functions.next_of(self)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """As torch has it."""
+        return self._metadata
+
+    def register_hook(self, fn: Callable[..., Any]) -> Any:
+        """As torch has it."""
+        return self._functions.hook_node(self, "register_hook", fn)
+
+    def register_prehook(self, fn: Callable[..., Any]) -> Any:
+        """As torch has it."""
+        return self._functions.hook_node(self, "register_prehook", fn)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(self.node, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._functions.real(self, name), name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} object at {id(self):#x}>"
+
+
+@functools.cache
+def _operator(name: str) -> type[Operator]:
+    """With the name of torch's class."""
+    return type(name, (Operator,), {})
 
 
 def _added(hooks: OrderedDict[int, Any], function: Callable[..., Any]) -> Any:

@@ -199,6 +199,8 @@ class Note:
         moulds: what placeholders are copies of.
         specs: of the results.
         trained: whether each result asks for gradients.
+        versions: how often each had been written to when it was made.
+        written: which of them calls write into.
         for_all: what it is for other sizes of the batch; None of a note of one size.
         at: the sizes that it has now; None where sizes do not vary.
         fakes_at: those of ``fakes``.
@@ -238,6 +240,8 @@ class Note:
     moulds: list[Tensor] = field(default_factory=list[Tensor])
     specs: list[TensorSpec] = field(default_factory=list[TensorSpec])
     trained: list[bool] = field(default_factory=list[bool])
+    versions: list[int] = field(default_factory=list[int])
+    written: set[int] = field(default_factory=set[int])
     for_all: ForAll | None = None
     at: At | None = None
     fakes_at: At | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,14 +51,50 @@ def is_kept(note: Note, index: int) -> bool:
     return sys.getrefcount(note.handed[index]) > _OURS
 
 
-def fill(placeholder: Tensor, value: Tensor, *, trained: bool) -> None:
-    """Give a placeholder that somebody has its value; of its history only whether it has one is left.
+def fill(placeholder: Tensor, value: Tensor, *, trained: bool, made_at: str | None = None) -> None:
+    """Give a placeholder that somebody has its value; of its history only whether it had one is left.
 
     Args:
         placeholder: of a step that is over.
         value: of it.
         trained: whether it would ask for gradients.
+        made_at: ``file:line`` of the call that made it, if it had a history.
     """
     with torch.no_grad(), private.no_torch_functions():
+        if made_at is not None and trained:
+            private.exchange(placeholder, without_history(value, made_at))
+            return
         placeholder.data = value.detach()
         placeholder.requires_grad_(trained)
+
+
+class _Gone(torch.autograd.Function):
+    """In place of the history of what a step computed, when the step is over."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, place: str) -> Tensor:  # type: ignore[override]
+        ctx.place = place
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            f"the backward pass reaches a tensor that an earlier step computed ({ctx.place}), whose history has ended "
+            "with that step; keep tensor.detach() instead"
+        )
+
+
+class WithoutHistory(Tensor):
+    """The kind of tensors from earlier steps that had a history; none is of this class."""
+
+
+def without_history(value: Tensor, place: str) -> Tensor:
+    """A tensor with this value, into which a backward pass is an error."""
+    with torch.enable_grad():
+        return private.applied(_Gone, (value.detach().requires_grad_(), place), {})
+
+
+def place_of_gone(tensor: Tensor) -> str | None:
+    """``file:line`` of the call that made a tensor whose history has ended with its step; None of others."""
+    node: Any = tensor.grad_fn
+    return getattr(node, "place", None) if type(node).__name__ == "_GoneBackward" else None
