@@ -227,13 +227,13 @@ class _Compiler:
             return f"h[{value.index}]"
         if kind is Operand:
             return self.tensors[value.index]
+        if isinstance(value, dict):
+            return f"{{{''.join([f'{self.bind(k)}: {self.results(v)}, ' for k, v in value.items()])}}}"
         if isinstance(value, (tuple, list)) and kind is not torch.Size:
             inside = "".join([f"{self.results(v)}, " for v in value])
             if kind in (tuple, list):
                 return f"[{inside}]" if kind is list else f"({inside})"
             return f"{self.bind(kind)}({inside if hasattr(value, '_fields') else f'({inside})'})"
-        if kind is dict:
-            return f"{{{''.join([f'{self.bind(k)}: {self.results(v)}, ' for k, v in value.items()])}}}"
         return self.bind(value)
 
 

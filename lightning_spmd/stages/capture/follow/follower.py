@@ -611,7 +611,7 @@ class Step(TorchFunctionMode):
         if self.looks_closer:
             if self.has_transforms and private.in_transforms():
                 return func(*args, **kwargs) if kwargs else func(*args)
-            if self.saved.hooks and self.follower.kinds.get(func) == "call" and not isinstance(func, EngineCall):
+            if self._is_under_hooks(func):
                 return self.called(func, args, kwargs or {})
         children = self.here.children
         for note in reversed(children):
@@ -631,6 +631,10 @@ class Step(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         return self.called(func, args, kwargs) if kind == "call" else self._otherwise(kind, func, args, kwargs)
+
+    def _is_under_hooks(self, func: Any) -> bool:
+        """Whether hooks of the user's see what autograd saves for a call."""
+        return bool(self.saved.hooks and self.follower.kinds.get(func) == "call" and not isinstance(func, EngineCall))
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
