@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,9 +20,13 @@ _KINDS = ("cpu", "cuda")
 no_torch_functions = DisableTorchFunction
 
 
+is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any type of device; itself and no function around it, for every call of a step asks."""
+
+
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...] | None:
     """Device types for which autocast is on, with its dtype; None where it is off. Asked at every call of a step."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_autocast_on():
         return None
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
 
@@ -38,6 +43,14 @@ def without_memory(spec: Any) -> Tensor:
     made = torch.full((1,), value, dtype=spec.dtype, device=spec.device).as_strided(spec.shape, (0,) * len(spec.shape))
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
+
+
+def is_memory_its_own(tensor: Tensor) -> bool:
+    """Whether no other tensor shares its memory, told by who counts: itself, and what asks. False if not known."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return False
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 def version_of(tensor: Tensor) -> int:
@@ -240,9 +253,14 @@ def are_torchs_own(generators: Sequence[torch.Generator]) -> bool:
     return any(g is torch.default_generator or g in torch.cuda.default_generators for g in generators)
 
 
-def host_random_state() -> Any:
-    """The state of torch's generator on the host, as an array; what its own methods do to it shows nowhere else."""
-    return torch.default_generator.get_state().numpy()
+def host_random_state() -> bytes:
+    """The state of torch's generator on the host; what its own methods do to it shows nowhere else.
+
+    Asked in every step, within its modes: by no call that these see.
+    """
+    with no_torch_functions():
+        state = torch.default_generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def host_seed() -> int:

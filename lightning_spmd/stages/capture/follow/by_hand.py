@@ -317,7 +317,7 @@ class HandStep:
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         call = self._common.steps[index]
         self._call(call, (parameters, [self.gradient(p) for p in parameters], settings))
-        if not self.step.is_eager and (note := self.step.notes[-1]).fits is None:
+        if not self.step.is_eager and (note := self.step.notes[-1]).take is None:
             note.free |= places_of_numbers(settings, _SETTINGS)
 
     def _looked(self) -> None:

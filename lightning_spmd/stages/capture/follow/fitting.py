@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.sizes import Size
+from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.notes import (
     SOURCES,
+    Fresh,
     Given,
     Made,
     Note,
+    Operand,
     Outside,
     Place,
     Source,
@@ -107,90 +112,185 @@ def same_constant(one: Any, other: Any) -> bool:
         return False
 
 
+MISSED = object()
+"""What a compiled note gives for a call that may be another one."""
+Take = Callable[[Any, Any, Any], Any]
+"""Given a step, and the arguments of a call: takes it as the note's, and gives its results."""
+
+
+def never(step: Any, args: Any, kwargs: Any) -> Any:
+    """No call is known by its objects."""
+    return MISSED
+
+
+class _Compiler:
+    """Writes the function that compares calls with a note and takes them.
+
+    Args:
+        note: the note.
+        sources: where a step's tensors come from, by ``id``.
+        path: the notes of that step.
+        given: the tensors of the batch; the live list, which has those of each step.
+    """
+
+    def __init__(self, note: Note, sources: Mapping[int, Source], path: Sequence[Note], given: list[Tensor]) -> None:
+        self.names: dict[str, Any] = {"same": same_constant, "MISSED": MISSED, "refs": sys.getrefcount}
+        self.tensors: list[str] = []
+        self.met: dict[int, str] = {}
+        self._note, self._sources, self._path, self._given = note, sources, path, given
+        self._bound: dict[int, str] = {}
+        self._formulas = {place: index for index, place in enumerate(formulas_in(note))}
+
+    def bind(self, value: Any) -> str:
+        """A name for an object."""
+        name = self._bound.get(id(value))
+        if name is None:
+            name = self._bound[id(value)] = f"v{len(self._bound)}"
+            self.names[name] = value
+        return name
+
+    def made(self, source: Made) -> str:
+        """Where the placeholder of a result is."""
+        return f"{self.bind(self._path[source.depth].handed)}[{source.index}]"
+
+    def _tensor(self, value: Tensor, there: str) -> Iterator[str]:
+        note, source = self._note, self._sources.get(id(value))
+        self.tensors.append(there)
+        if type(source) is Made:
+            yield f"{there} is {self.made(source)}"
+        elif type(source) is Given:
+            yield f"{there} is {self.bind(self._given)}[{source.position}]"
+        elif type(source) is not Outside:
+            yield "False"
+        elif source.number not in note.met or source.number in self.met:  # the step has it already, by its number
+            first = self.met.get(source.number)
+            yield f"{there} is step.outside[{source.number}]" if first is None else f"{there} is {first}"
+        elif note.anew:
+            yield f"len(step.outside) == {source.number} and step.takes({self.bind(note)}, {there}, {source.number})"
+            self.met[source.number] = there
+        else:
+            yield f"{there} is {self.bind(value)} and {there}.requires_grad is {note.met[source.number].trained}"
+            yield f"id({there}) not in step.sources"
+            self.met[source.number] = there
+
+    def checks(self, value: Any, there: str, place: Place) -> Iterator[str]:
+        """The terms that compare one argument, or what is in it."""
+        kind, note = type(value), self._note
+        if isinstance(value, Tensor):
+            yield from self._tensor(value, there)
+        elif isinstance(value, (tuple, list)) and kind is not torch.Size:
+            yield f"type({there}) is {kind.__name__ if kind in (tuple, list) else self.bind(kind)}"
+            yield f"len({there}) == {len(value)}"
+            yield from self.parts(value, there, place)
+        elif isinstance(value, dict):
+            yield f"type({there}) is dict and list({there}) == {self.bind(list(value))}"
+            for k, v in value.items():
+                yield from self.checks(v, f"{there}[{self.bind(k)}]", (*place, k))
+        elif kind is slice:
+            yield f"type({there}) is slice"
+            for key in ("start", "stop", "step"):
+                yield from self.checks(getattr(value, key), f"{there}.{key}", (*place, key))
+        elif place in note.free:
+            yield f"type({there}) is {kind.__name__}" if keeps_shapes(note.func) else "False"
+        elif place in self._formulas:
+            yield f"type({there}) is {self.bind(kind)} and {there} == {self.bind(note.now)}[{self._formulas[place]}]"
+        elif value is None or value is True or value is False:
+            yield f"{there} is {value}"
+        elif kind in (int, str):
+            yield f"type({there}) is {kind.__name__} and {there} == {value!r}"
+        elif kind is torch.dtype:
+            yield f"{there} is {self.bind(value)}"
+        elif kind is float:
+            yield f"type({there}) is float and same({there}, {self.bind(value)})"
+        else:
+            known = self.bind(value)
+            yield f"({there} is {known} or (type({there}) is type({known}) and same({there}, {known})))"
+
+    def parts(self, value: Sequence[Any], there: str, place: Place) -> Iterator[str]:
+        """The terms that compare what is in a tuple or list."""
+        for i, v in enumerate(value):
+            yield from self.checks(v, f"{there}[{i}]", (*place, i))
+
+    def switches(self) -> Iterator[str]:
+        """The terms that compare what is around a call."""
+        around = self._note.around
+        self.names.update(grad=torch.is_grad_enabled, dtype=torch.get_default_dtype)
+        self.names.update(casts=private.is_autocast_on, autocast=private.autocast_state)
+        yield f"grad() is {around.grad}"
+        yield "not casts()" if around.autocast is None else f"autocast() == {self.bind(around.autocast)}"
+        yield f"dtype() is {self.bind(around.dtype)}"
+
+    def results(self, value: Any) -> str:
+        """What a call gives."""
+        kind = type(value)
+        if kind is Fresh:
+            return f"h[{value.index}]"
+        if kind is Operand:
+            return self.tensors[value.index]
+        if isinstance(value, dict):
+            return f"{{{''.join([f'{self.bind(k)}: {self.results(v)}, ' for k, v in value.items()])}}}"
+        if isinstance(value, (tuple, list)) and kind is not torch.Size:
+            inside = "".join([f"{self.results(v)}, " for v in value])
+            if kind in (tuple, list):
+                return f"[{inside}]" if kind is list else f"({inside})"
+            return f"{self.bind(kind)}({inside if hasattr(value, '_fields') else f'({inside})'})"
+        return self.bind(value)
+
+
 def compiled(
     note: Note, args: Any, kwargs: Any, sources: Mapping[int, Source], path: Sequence[Note], given: list[Tensor]
-) -> tuple[Callable[[Any, Any], bool], Callable[[Any, Any], tuple[Tensor, ...]]]:
+) -> Take:
     """A function that says whether a call is a note's, with the very objects of this step and new placeholders.
 
-    And one that gives the tensors from outside which a step meets there.
-
-    What it refuses may be the note's all the same.
+    If it is, it is taken. What it refuses may be the note's all the same.
 
     Args:
         note: the call.
         args: its arguments in this step.
         kwargs: likewise.
         sources: where this step's tensors come from, by ``id``.
-        path: the notes before it.
+        path: the notes of the step.
         given: the tensors of the batch; the live list, which has those of each step.
     """
-    names: dict[str, Any] = {}
-    met: dict[int, str] = {}
-    formulas = {place: index for index, place in enumerate(formulas_in(note))}
-
-    def bind(value: Any) -> str:
-        names[name := f"v{len(names)}"] = value
-        return name
-
-    def tensor(value: Tensor, there: str) -> Iterator[str]:
-        source = sources.get(id(value))
-        if type(source) is Made:
-            yield f"{there} is {bind(path[source.depth].handed)}[{source.index}]"
-        elif type(source) is Outside:
-            known = bind(value)
-            yield f"{there} is {known}"
-            if source.number in note.met:  # later ones of the step are its own doing, and noted
-                met.setdefault(source.number, there)
-                yield f"{known}.requires_grad is {note.met[source.number].trained}"
-        elif type(source) is Given:
-            yield f"{there} is {bind(given)}[{source.position}]"
-        else:
-            yield "False"
-
-    def checks(value: Any, there: str, place: Place) -> Iterator[str]:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            yield from tensor(value, there)
-        elif kind in (tuple, list):
-            yield f"type({there}) is {kind.__name__} and len({there}) == {len(value)}"
-            for i, v in enumerate(value):
-                yield from checks(v, f"{there}[{i}]", (*place, i))
-        elif isinstance(value, tuple) and kind is not torch.Size:
-            yield f"type({there}) is {bind(kind)} and len({there}) == {len(value)}"
-            for i, v in enumerate(value):
-                yield from checks(v, f"{there}[{i}]", (*place, i))
-        elif isinstance(value, dict):
-            yield f"type({there}) is dict and list({there}) == {bind(list(value))}"
-            for k, v in value.items():
-                yield from checks(v, f"{there}[{bind(k)}]", (*place, k))
-        elif kind is slice:
-            yield f"type({there}) is slice"
-            for key in ("start", "stop", "step"):
-                yield from checks(getattr(value, key), f"{there}.{key}", (*place, key))
-        elif place in formulas and place not in note.free:
-            yield f"type({there}) is {bind(kind)} and {there} == {bind(note.now)}[{formulas[place]}]"
-        elif place in note.free:
-            yield f"type({there}) is {kind.__name__}" if keeps_shapes(note.func) else "False"
-        elif value is None or value is True or value is False:
-            yield f"{there} is {value}"
-        elif kind in (int, str):
-            yield f"type({there}) is {kind.__name__} and {there} == {value!r}"
-        elif kind is torch.dtype:
-            yield f"{there} is {bind(value)}"
-        elif kind is float:
-            yield f"type({there}) is float and same({there}, {bind(value)})"
-        else:
-            known = bind(value)
-            yield f"({there} is {known} or (type({there}) is type({known}) and same({there}, {known})))"
-
-    names["same"] = same_constant
-    terms = [*checks(args, "args", (0,)), *checks(kwargs, "kwargs", (1,))]
-    source = "def fits(args, kwargs): return " + (" and ".join(terms) or "True")
-    source += f"\ndef new(args, kwargs): return ({''.join(met[number] + ', ' for number in sorted(met))})"
-    exec(source, names)
-    return names["fits"], names["new"]
+    code = _Compiler(note, sources, path, given)
+    terms = [f"len(args) == {len(args)}", *code.parts(args, "args", (0,))]
+    if kwargs:
+        terms += ["kwargs", *code.checks(kwargs, "kwargs", (1,))]
+    else:
+        terms.append("not kwargs")
+    terms += code.switches()
+    if note.pins:
+        terms.append(f"step.is_pinned({code.bind(note)})")
+    if note.anew and len(note.met) > 1:
+        return never
+    lines = ["def take(step, args, kwargs):", " try:", f"  if not ({' and '.join(terms)}): return MISSED"]
+    lines.append(" except IndexError: return MISSED")  # a call before has other placeholders
+    if any(other.counts for other in path[: note.depth + 1]):
+        lines.append(f" return step.take({code.bind(note)}, args, kwargs or {{}})")
+    else:
+        lines += _taking(code, note)
+    exec("\n".join(lines), code.names)
+    return code.names["take"]
 
 
-def never(args: Any, kwargs: Any) -> bool:
-    """No call is known by its objects."""
-    return False
+def _taking(code: _Compiler, note: Note) -> Iterator[str]:
+    """The lines that take a call."""
+    code.names["h"] = note.handed
+    if note.draws:
+        yield f" if not step.may_draw(): return step.called({code.bind(note.func)}, args, kwargs or {{}})"
+    yield " sources = step.sources"
+    for number in sorted(code.met):
+        yield f" sources[id({code.met[number]})] = {code.bind(Outside(number))}"
+        yield f" step.outside.append({code.met[number]})"
+    yield f" step.notes.append({code.bind(note)})"
+    if note.free or (note.at is not None and note.for_all is None):
+        yield f" step.held[{note.depth}] = args, kwargs or {{}}"
+    if note.made:
+        free = " and ".join([f"refs(h[{made.index}]) <= {placeholders.OURS}" for made in note.made])
+        yield f" try: free = {free}"
+        yield " except IndexError: free = False"
+        yield f" if not free: step.hand_out({code.bind(note)})"
+    for made in note.made:
+        yield f" sources[id(h[{made.index}])] = {code.bind(made)}"
+    yield f" step.here = {code.bind(note)}"
+    yield f" return {code.results(note.results)}"

@@ -38,7 +38,7 @@ from lightning_spmd.stages.capture.follow.counts import (
     specs_for,
 )
 from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall, Saving
-from lightning_spmd.stages.capture.follow.fitting import compiled, keeps_shapes, never, numbers_that_differ
+from lightning_spmd.stages.capture.follow.fitting import MISSED, compiled, keeps_shapes, never, numbers_that_differ
 from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.notes import (
     Fresh,
@@ -227,7 +227,7 @@ class Follower:
         notes = [*self._roots.values(), *(tree.root for tree in self._trees.values())]
         while notes:
             note = notes.pop()
-            note.fits, note.new = None, None
+            note.take = None
             notes += note.children
 
 
@@ -359,6 +359,9 @@ class Step(TorchFunctionMode):
 
     Attributes:
         notes: the path so far.
+        here: its last call, behind which the next one comes.
+        sources: where tensors come from, by ``id``.
+        held: arguments of calls that are to be compiled, or have numbers that are others in other steps, by depth.
         outside: tensors that the step did not make, in the order in which it met them.
         numbers: of the calls, those that differ from step to step, by depth and place.
         counts: of results that are as large as the data say, in the order in which Python was told.
@@ -368,6 +371,7 @@ class Step(TorchFunctionMode):
         was_told_draws: Python has read something behind random numbers.
         is_over: Python is done.
         has_transforms: there have been some of torch.func.
+        looks_closer: or hooks on what autograd saves: there is more around a call than what notes have.
         is_below: what is called now is seen by the dispatcher alone, within one.
         functions: Python of the user's that runs in backward passes.
         saved: what is around what autograd saves.
@@ -391,7 +395,7 @@ class Step(TorchFunctionMode):
         self.counts: list[int] = []
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
-        self.has_transforms = self.is_below = False
+        self.has_transforms = self.looks_closer = self.is_below = False
         self.functions = Functions(self, follower.begins)
         self.saved = Saved(self, self.functions, follower.saving)
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
@@ -412,9 +416,9 @@ class Step(TorchFunctionMode):
         self.by_hand: HandStep | None = None
         self.tree = follower.tree(vary)
         self._at = None if self.tree is None else self.tree.begin(given)
-        self._here = follower.root() if self.tree is None else self.tree.root
-        self._held: list[tuple[Any, Any]] = []
-        self._sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
+        self.here = follower.root() if self.tree is None else self.tree.root
+        self.held: dict[int, tuple[Any, Any]] = {}
+        self.sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
         self._below = _Below(self)
         self._recording: _Recording | None = None
         self._names: dict[int, str] | None = None
@@ -471,7 +475,7 @@ class Step(TorchFunctionMode):
         if name in ("load", "_rebuild_tensor", "__new__"):
             return functools.partial(self._made_beside, name, original)
         if name in private.TRANSFORMS:  # what they compute is seen below them
-            self.has_transforms = True
+            self.has_transforms = self.looks_closer = True
             return original
         if self.draws_as_eager and name in _OF_GENERATORS and not torch.cuda.is_available():
             return functools.partial(self._of_generator, name, original)
@@ -486,7 +490,7 @@ class Step(TorchFunctionMode):
     def _made_beside(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Tensors come from files, and parameters are made: the user's own, unless of what the step has made."""
         with private.no_torch_functions():
-            if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
+            if any(id(t) in self.sources for t in tensors_in((args, kwargs))):
                 self.eagerly(
                     "a parameter of what the step has computed" if name == "__new__" else f"{name} in the step"
                 )
@@ -497,7 +501,7 @@ class Step(TorchFunctionMode):
     def _copied_shallow(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """``copy.copy``, which leaves the memory as it is."""
         with private.no_torch_functions():
-            if id(tensor) in self._sources and type(tensor) is Tensor and not self.asks(tensor):
+            if id(tensor) in self.sources and type(tensor) is Tensor and not self.asks(tensor):
                 return self.called(Tensor.detach, (tensor,), {})
             self.eagerly("copy.copy of a tensor in the step")
             return original(tensor)
@@ -515,12 +519,12 @@ class Step(TorchFunctionMode):
         if self._random is None or self.is_eager or self.is_apart:
             return False
         known, now = self._random, private.host_random_state()
-        if not self._draws or (known == now).all():
+        if not self._draws or known == now:
             return False
         with private.no_torch_functions():
             with self.beside():
-                state = torch.from_numpy(now)
-                torch.default_generator.set_state(torch.from_numpy(known))
+                state, before = (torch.frombuffer(bytearray(s), dtype=torch.uint8) for s in (now, known))
+                torch.default_generator.set_state(before)
             self._seed = private.host_seed()
             self.called(WRITE_STATE, (state,), {})
         return True
@@ -542,15 +546,15 @@ class Step(TorchFunctionMode):
     # ------------------------------------------------------------------ where tensors come from
     def source_of(self, tensor: Tensor) -> Source:
         """Where a tensor of this step comes from."""
-        source = self._sources.get(id(tensor))
+        source = self.sources.get(id(tensor))
         if source is None:
-            source = self._sources[id(tensor)] = Outside(len(self.outside))
+            source = self.sources[id(tensor)] = Outside(len(self.outside))
             self.outside.append(tensor)
         return source
 
     def concerns(self, tensor: Tensor) -> bool:
         """Whether a call with this tensor is the step's, and not one beside it on tensors of its own."""
-        return id(tensor) in self._sources or tensor.requires_grad
+        return id(tensor) in self.sources or tensor.requires_grad
 
     def tensor_of(self, source: Given | Outside) -> Tensor:
         """The tensor itself."""
@@ -572,6 +576,8 @@ class Step(TorchFunctionMode):
         return kind.name is None or self.follower.is_named(kind.name, tensor)
 
     def _shares(self, tensor: Tensor, number: int) -> int | None:
+        if private.is_memory_its_own(tensor):
+            return None
         storage = private.storage_of(tensor)
         for i, other in enumerate(self.outside[:number]):
             if private.storage_of(other) == storage:
@@ -596,7 +602,7 @@ class Step(TorchFunctionMode):
     @property
     def next_notes(self) -> Sequence[Note]:
         """The calls that came next in other steps, the likeliest last."""
-        return self._here.children
+        return self.here.children
 
     def tensor_now(self, source: Source) -> Tensor:
         """The user's tensor that comes from there."""
@@ -604,7 +610,7 @@ class Step(TorchFunctionMode):
 
     def is_leaf(self, tensor: Tensor) -> bool:
         """Whether autograd puts gradients into the tensor."""
-        source = self._sources.get(id(tensor))
+        source = self.sources.get(id(tensor))
         return (self.fake_of(source) if type(source) is Made else tensor).is_leaf
 
     def recorded_tensors(self) -> list[Tensor]:
@@ -636,33 +642,33 @@ class Step(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.reason is not None or self.is_apart:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if self.has_transforms and private.in_transforms():
-            return func(*args, **kwargs) if kwargs else func(*args)
+        if self.looks_closer:
+            if self.has_transforms and private.in_transforms():
+                return func(*args, **kwargs) if kwargs else func(*args)
+            if self._is_under_hooks(func):
+                return self.called(func, args, kwargs or {})
+        children = self.here.children
+        for note in reversed(children):
+            if note.func is func and note.take is not None and (note.at is self._at or moved(note, self._at)):
+                found = note.take(self, args, kwargs)
+                if found is not MISSED:
+                    if children[-1] is not note and self.here is note:
+                        children.remove(note)
+                        children.append(note)
+                    return found
         kind = self.follower.kinds.get(func)
-        if kind == "call":
-            kwargs = kwargs or {}
-            for note in reversed(self._here.children):
-                if note.func is not func or note.fits is None or not (note.at is self._at or moved(note, self._at)):
-                    continue
-                if note.fits(args, kwargs) and self._pinned(note):
-                    around = note.around
-                    if (
-                        around.grad is torch.is_grad_enabled()
-                        and around.autocast == private.autocast_state()
-                        and around.dtype is torch.get_default_dtype()
-                    ):
-                        return self._take(note, args, kwargs)
-            return self.called(func, args, kwargs)
         if kind is None:
             kind = self._kind_of(func)
         if kind == "gradient" and self.by_hand is not None:  # asked often
             return self.by_hand.gradient(args[0])
-        kwargs = kwargs or {}
-        if kind == "call":
-            return self.called(func, args, kwargs)
         if kind == "about":  # no operator runs
-            return func(*args, **kwargs)
-        return self._otherwise(kind, func, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        return self.called(func, args, kwargs) if kind == "call" else self._otherwise(kind, func, args, kwargs)
+
+    def _is_under_hooks(self, func: Any) -> bool:
+        """Whether hooks of the user's see what autograd saves for a call."""
+        return bool(self.saved.hooks and self.follower.kinds.get(func) == "call" and not isinstance(func, EngineCall))
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -731,8 +737,8 @@ class Step(TorchFunctionMode):
             return self.saved.call(func, args, kwargs)
         around = around_now()
         known = len(self.outside)
-        for note in reversed(self._here.children):
-            if note.func != func or note.around != around or note.reads or not self._pinned(note):
+        for note in reversed(self.here.children):
+            if note.func != func or note.around != around or note.reads or not self.is_pinned(note):
                 continue
             if not (note.at is self._at or moved(note, self._at)):
                 continue
@@ -740,12 +746,13 @@ class Step(TorchFunctionMode):
             if found is not None and (not found or self._is_as_large(note, args, kwargs)):
                 if found and not found.keys() <= note.free:
                     note.free |= found.keys()
-                    note.fits = None
-                elif note.fits is not None and not found:  # of other objects each time: none are kept to compare with
-                    note.fits, note.new = never, None
-                return self._take(note, args, kwargs)
+                    note.take = None
+                elif note.take is not None and not found:  # of other objects each time: none are kept to compare with
+                    note.take = never if note.anew else None
+                    note.anew = True
+                return self.take(note, args, kwargs)
             for tensor in self.outside[known:]:
-                del self._sources[id(tensor)]
+                del self.sources[id(tensor)]
             del self.outside[known:]
         if self._watch_generator():
             return self.called(func, args, kwargs)
@@ -762,7 +769,7 @@ class Step(TorchFunctionMode):
             return self._asks_for_values(func, args, kwargs)
         if note is None:
             return self._about_history(func, args, kwargs)
-        return self._take(note, args, kwargs)
+        return self.take(note, args, kwargs)
 
     def _index(self, index: Any) -> Any:
         """An index as torch takes it: one number as Python's, lists of them as a tensor, and not one number each."""
@@ -784,7 +791,7 @@ class Step(TorchFunctionMode):
 
     def asks(self, tensor: Tensor) -> bool:
         """Whether a tensor asks for gradients."""
-        source = self._sources.get(id(tensor))
+        source = self.sources.get(id(tensor))
         if type(source) is not Made:
             return tensor.requires_grad
         written = self._recording is not None or source.index in self.notes[source.depth].written
@@ -798,7 +805,7 @@ class Step(TorchFunctionMode):
 
     def _knows_too_many(self) -> bool:
         """Whether so many calls have come next, in steps with batches as large, that more are no use."""
-        known = self._here.children
+        known = self.here.children
         return len(known) >= MOST_NEXT and sum(n.for_all is not None or n.at is self._at for n in known) >= MOST_NEXT
 
     def _is_as_large(self, note: Note, args: Any, kwargs: Any) -> bool:
@@ -808,7 +815,7 @@ class Step(TorchFunctionMode):
         recording = _Recording(self)
 
         def fake(value: Any) -> Any:
-            source = self._sources.get(id(value)) if isinstance(value, Tensor) else None
+            source = self.sources.get(id(value)) if isinstance(value, Tensor) else None
             if type(source) is Made:
                 seen = self.notes[source.depth].specs[source.index]
                 with recording.active(), torch.no_grad():
@@ -890,7 +897,7 @@ class Step(TorchFunctionMode):
 
     def fake_made(self, placeholder: Tensor) -> Tensor:
         """A result that nobody writes into, as it was recorded."""
-        return self.fake_of(self._sources[id(placeholder)])  # type: ignore[arg-type]
+        return self.fake_of(self.sources[id(placeholder)])  # type: ignore[arg-type]
 
     def live_node(self, token: Tensor) -> Any:
         """The node of autograd's graph for which this stands, of a step that runs for good."""
@@ -970,8 +977,8 @@ class Step(TorchFunctionMode):
         note.versions = list(map(_version_of, note.fakes))
         note.fakes_at = self._at
         note.made = [Made(note.depth, index) for index in range(len(note.fakes))]
-        note.marked(self._here)
-        self._here.children.append(note)
+        note.marked(self.here)
+        self.here.children.append(note)
         self.follower.recorded += 1
         if note.counts:
             self._just_told = told[note.slot]
@@ -1002,11 +1009,11 @@ class Step(TorchFunctionMode):
         for index, mould in enumerate(note.moulds):
             was = note.handed[index]
             replaced[id(was)] = note.handed[index] = made = mould.detach()
-            self._sources[id(made)] = self._sources.pop(id(was))
+            self.sources[id(made)] = self.sources.pop(id(was))
         return mapped(lambda leaf: replaced.get(id(leaf), leaf), out)
 
     # ------------------------------------------------------------------ results as large as the data say
-    def _pinned(self, note: Note) -> bool:
+    def is_pinned(self, note: Note) -> bool:
         """Whether a call is for the counts of this step."""
         return not note.pins or all(self.counts[i] == count for i, count in note.pins.items())
 
@@ -1014,18 +1021,18 @@ class Step(TorchFunctionMode):
         """The numbers that a call asks for which is not in the notes yet."""
         if isinstance(note.func, EngineCall):
             raise CannotBeFollowed("something as large as the data say is made in a backward pass")
-        before = self._here
+        before = self.here
         note.marked(before)
         self.notes.append(note)
-        self._held.append((args, kwargs))
-        self._here = note
+        self.held[note.depth] = args, kwargs
+        self.here = note
         try:
             with self.beside():
                 given = self.on_read()
         finally:
             self.notes.pop()
-            self._held.pop()
-            self._here = before
+            del self.held[note.depth]
+            self.here = before
         return self._counted(note, args, kwargs, given)
 
     def _counted(self, note: Note, args: Any, kwargs: Any, given: Sequence[Any] | None) -> Told:
@@ -1100,7 +1107,7 @@ class Step(TorchFunctionMode):
                         for later in self.notes[depth:]:
                             later.apart, later.least = reason, 0
                         return
-                    note.pins = {i: self.counts[i] for i in sorted(counts)}
+                    note.pins, note.take = {i: self.counts[i] for i in sorted(counts)}, None
                     begin = depth
                     break
             else:
@@ -1173,44 +1180,61 @@ class Step(TorchFunctionMode):
     def _noted(self, value: Any) -> Any:
         return self.source_of(value) if isinstance(value, Tensor) else value
 
-    def _take(self, note: Note, args: Any, kwargs: Any) -> Any:
-        if note.draws and self._random is not None:
-            may_differ = private.host_seed() != self._seed or len(self._here.children) > 1
-            if self._draws and may_differ and self._watch_generator():  # which comes before
-                return self.called(note.func, args, kwargs)
-            self._draws = True
-        handed, sources = note.handed, self._sources
+    def may_draw(self) -> bool:
+        """Whether a known call that draws is what comes next; the state of the generator comes before it."""
+        if self._random is None:
+            return True
+        may_differ = private.host_seed() != self._seed or len(self.here.children) > 1
+        if self._draws and may_differ and self._watch_generator():
+            return False
+        self._draws = True
+        return True
+
+    def takes(self, note: Note, tensor: Any, number: int) -> bool:
+        """Whether an object that is another one in each step is what a note meets under this number."""
+        return isinstance(tensor, Tensor) and id(tensor) not in self.sources and self.accepts(note, tensor, number)
+
+    def hand_out(self, note: Note) -> None:
+        """Make placeholders for those that are not there, or that somebody has kept."""
+        with self.beside():
+            placeholders.handed_out(note)
+
+    def take(self, note: Note, args: Any, kwargs: Any) -> Any:
+        """A call is this note's; what is compiled for a note does the same."""
+        if note.draws and not self.may_draw():
+            return self.called(note.func, args, kwargs)
         if note.met and note.last_met >= len(self.outside):
-            for tensor in tensors_in((args, kwargs)) if note.new is None else note.new(args, kwargs):
+            for tensor in tensors_in((args, kwargs)):
                 self.source_of(tensor)
         self.notes.append(note)
-        self._held.append((args, kwargs))
+        self.held[note.depth] = args, kwargs
         if note.counts or self.counts:
-            before, self._here, known_counts = self._here, note, len(self.counts)
+            before, self.here, known_counts = self.here, note, len(self.counts)
             try:
                 if note.counts:
                     self._count(note, args, kwargs)
                 self._resize(note)
             except CannotBeFollowed as error:
                 self.notes.pop()
-                self._held.pop()
+                del self.held[note.depth]
                 del self.counts[known_counts:]
-                self._here = before
+                self.here = before
                 self.eagerly(str(error))
                 return note.func(*args, **kwargs)
-            self._here = before
-        if not placeholders.are_free(note):
-            self._apart(lambda: placeholders.handed_out(note))
-        for placeholder, source in zip(handed, note.made, strict=True):
-            sources[id(placeholder)] = source
-        siblings = self._here.children
+            self.here = before
+        self.hand_out(note)
+        for placeholder, source in zip(note.handed, note.made, strict=True):
+            self.sources[id(placeholder)] = source
+        siblings = self.here.children
         if siblings[-1] is not note:
             siblings.remove(note)
             siblings.append(note)
-        self._here = note
-        results = note.results
-        if type(results) is Fresh:
-            return handed[results.index]
+        self.here = note
+        return self.results(note, args, kwargs)
+
+    def results(self, note: Note, args: Any, kwargs: Any) -> Any:
+        """What a call gives."""
+        handed = note.handed
         operands: list[Tensor] | None = None
 
         def leaf(value: Any) -> Any:
@@ -1222,7 +1246,7 @@ class Step(TorchFunctionMode):
                 return operands[value.index]
             return value
 
-        return mapped(leaf, results)
+        return mapped(leaf, note.results)
 
     def numbers_between(self, begin: int, end: int) -> dict[tuple[int, Place], Any]:
         """The numbers, so far, of the calls from one depth to another that are others in other steps."""
@@ -1234,13 +1258,13 @@ class Step(TorchFunctionMode):
             return {}
         if self._numbers is not None:
             return {place: value for (depth, place), value in self._numbers.items() if depth == note.depth}
-        args, kwargs = self._held[note.depth]
+        args, kwargs = self.held[note.depth]
         return {place: value for place, value in leaves_by_place((args, kwargs)) if place in note.free}
 
     # ------------------------------------------------------------------ other things than calls
     def _about_history(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A question about how a tensor came about: asked of the recorded one, for a placeholder has no history."""
-        source = self._sources.get(id(args[0])) if args else None
+        source = self.sources.get(id(args[0])) if args else None
         of = getattr(getattr(func, "__self__", None), "__name__", "")
         if of == "requires_grad" and type(source) is Made:
             return self.asks(args[0])
@@ -1265,13 +1289,13 @@ class Step(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("grad",):
             return self.of_engine(func, args, kwargs, create=args[4] if len(args) > 4 else kwargs.get("create_graph"))
-        if name in ("register_hook", "retain_grad") and type(self._sources.get(id(args[0]))) in (Made, Given):
+        if name in ("register_hook", "retain_grad") and type(self.sources.get(id(args[0]))) in (Made, Given):
             if not self.asks(args[0]):
                 raise RuntimeError(f"cannot {name.replace('_', ' ')} of a tensor that doesn't require gradient")
             return self.functions.hook(*args, **kwargs) if name == "register_hook" else self.functions.retain(args[0])
-        if name == "requires_grad_" and type(self._sources.get(id(args[0]))) is Made:
+        if name == "requires_grad_" and type(self.sources.get(id(args[0]))) is Made:
             return self.called(func, args, kwargs)
-        mine = [t for t in tensors_in((args, kwargs)) if id(t) in self._sources]
+        mine = [t for t in tensors_in((args, kwargs)) if id(t) in self.sources]
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if (owner, name) == ("data", "__set__") and args[0] is args[1]:  # a module told to be what it is
             return None
@@ -1285,17 +1309,21 @@ class Step(TorchFunctionMode):
         """Tensors made of Python's data are the user's own; of a placeholder it is a call."""
         if args and isinstance(args[0], Tensor):
             return self.called(func, args, kwargs)
-        if any(id(t) in self._sources for t in tensors_in((args, kwargs))):
+        is_number = args and type(args[0]) in (int, float, bool)
+        if not is_number and any(id(t) in self.sources for t in tensors_in((args, kwargs))):
             return self.read(func, args, kwargs)
-        with self.beside():
+        self.is_apart = True
+        try:
             return func(*args, **kwargs)
+        finally:
+            self.is_apart = False
 
     def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``copy.deepcopy``, which keeps what it copied in a dictionary: a copy is a call of the graph's."""
         tensor, memo = args
         if id(tensor) in memo:
             return memo[id(tensor)]
-        source = self._sources.get(id(tensor))
+        source = self.sources.get(id(tensor))
         fake = self.fake_of(source) if type(source) is Made else tensor
         if source is None or fake.requires_grad or type(tensor) is not Tensor:
             if source is not None:
@@ -1309,7 +1337,7 @@ class Step(TorchFunctionMode):
     def _with_generator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A draw from a generator of the user's own happens when it is called."""
         used = [v for _, v in leaves_by_place((args, kwargs)) if isinstance(v, torch.Generator)]
-        if any(id(t) in self._sources for t in tensors_in((args, kwargs))) or private.are_torchs_own(used):
+        if any(id(t) in self.sources for t in tensors_in((args, kwargs))) or private.are_torchs_own(used):
             self.eagerly(f"{getattr(func, '__name__', func)} draws with a generator, and into a tensor of the step")
         with self.beside():
             return func(*args, **kwargs)
@@ -1317,7 +1345,7 @@ class Step(TorchFunctionMode):
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Python gets values: what was called so far is run, by a graph that goes on later, or on copies."""
         mine = tensors_in((args, kwargs))
-        if not any(id(t) in self._sources or isinstance(t, DTensor) for t in mine):
+        if not any(id(t) in self.sources or isinstance(t, DTensor) for t in mine):
             self.on_values()
             if any(self._shares(t, len(self.outside)) is not None for t in mine if t.layout is torch.strided):
                 self.eagerly(
@@ -1327,11 +1355,11 @@ class Step(TorchFunctionMode):
                 return func(*args, **kwargs)
         if (reason := self.refuses_read(func, mine)) is not None:
             self.eagerly(reason)
-        source = self._sources.get(id(args[0])) if args else None
+        source = self.sources.get(id(args[0])) if args else None
         fake = self.fake_of(source) if type(source) is Made and func in _TEXTS else None
         history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
         try:
-            self._take(self._read_note(func, args, kwargs), args, kwargs)
+            self.take(self._read_note(func, args, kwargs), args, kwargs)
             args, kwargs = self._true((args, kwargs), writable=func is private.reduced)  # its memory is kept
         except CannotBeFollowed as error:
             self.eagerly(str(error))
@@ -1342,7 +1370,7 @@ class Step(TorchFunctionMode):
         return found
 
     def _read_note(self, func: Any, args: Any, kwargs: Any) -> Note:
-        for note in reversed(self._here.children):
+        for note in reversed(self.here.children):
             if not (note.at is self._at or moved(note, self._at)):
                 continue
             if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, self) == {}:
@@ -1352,8 +1380,8 @@ class Step(TorchFunctionMode):
         known = len(self.outside)
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), reads=True)
         self._complete(note, known)
-        note.marked(self._here)
-        self._here.children.append(note)
+        note.marked(self.here)
+        self.here.children.append(note)
         return note
 
     def _asks_for_values(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -1390,7 +1418,7 @@ class Step(TorchFunctionMode):
         self._look_at_generator()
 
         def leaf(item: Any) -> Any:
-            source = self._sources.get(id(item)) if isinstance(item, Tensor) else None
+            source = self.sources.get(id(item)) if isinstance(item, Tensor) else None
             if source is None:
                 return item
             found = (first(told, "value") if values is None else values.of(source)).detach()  # type: ignore[arg-type]
@@ -1470,7 +1498,7 @@ class Step(TorchFunctionMode):
                 values.engine.becomes(was, real)
         for note in self.notes:
             note.handed.clear()
-        self._held.clear()
+        self.held.clear()
         values.made.clear()
         self.saved.for_good()
         self.settle()
@@ -1505,7 +1533,7 @@ class Step(TorchFunctionMode):
             self.by_hand.zero()
         self.functions.of_loss(loss, divisor)
         if self.by_hand is not None and not self.is_eager:
-            pairs = [(self._sources.get(id(t)), self._sources.get(id(g))) for t, g in self.by_hand.added()]
+            pairs = [(self.sources.get(id(t)), self.sources.get(id(g))) for t, g in self.by_hand.added()]
             self.added = [(of, added) for of, added in pairs if of is not None and added is not None]
 
     def settle(self) -> None:
@@ -1545,16 +1573,20 @@ class Step(TorchFunctionMode):
             open_now = self.tree.end(self.notes, self.path, self._at, others, recording, self._numbers_of)
             if not open_now and self.notes and self.notes[0].for_all is None:
                 self.follower.closed(self.tree, self.notes[0])
-        self._numbers = {(n.depth, p): v for n in self.notes if n.free for p, v in self._numbers_of(n).items()}
+        free = [self.notes[depth] for depth in self.held if self.notes[depth].free]
+        self._numbers = {(n.depth, p): v for n in free for p, v in self._numbers_of(n).items()}
         if self.counts and any(note.least is None and note.apart is None for note in self.notes):
             self._find_sizes()
-        for note, (args, kwargs) in zip(self.notes, self._held, strict=True):
-            if note.fits is None and not note.reads:
-                note.fits, note.new = compiled(note, args, kwargs, self._sources, self.notes, self.follower.given)
+        for depth, (args, kwargs) in self.held.items():
+            note = self.notes[depth]
+            if note.take is None and not note.reads:
+                is_call = self.follower.kinds.get(note.func) == "call"  # what is not has more to do where it is called
+                arguments = args, kwargs, self.sources, self.notes, self.follower.given
+                note.take = compiled(note, *arguments) if is_call else never
 
     def source_if_known(self, tensor: Tensor) -> Source | None:
         """Where a tensor comes from that the step made, was given or met; None for others."""
-        return self._sources.get(id(tensor))
+        return self.sources.get(id(tensor))
 
     @property
     def apart(self) -> str | None:
@@ -1568,34 +1600,29 @@ class Step(TorchFunctionMode):
     @property
     def path(self) -> int:
         """The number of the path that the step took."""
-        return self._here.number
+        return self.here.number
 
     @property
     def mark(self) -> int:
         """A hash of the path so far, and of the numbers in it that are others in other steps."""
         numbers = self.numbers_between(0, len(self.notes)) if self._numbers is None else self._numbers
-        return stable_hash((self._here.mark, sorted(numbers.items(), key=repr))) if numbers else self._here.mark
+        return stable_hash((self.here.mark, sorted(numbers.items(), key=repr))) if numbers else self.here.mark
 
     @property
     def is_first(self) -> bool:
         """Whether no step before showed anything."""
-        return not self._here.children
+        return not self.here.children
 
     def kept(self) -> list[Made | Given]:
         """The results that somebody still has, and on several ranks what stands for tensors of the batch."""
-        self._held.clear()
+        self.held.clear()
         self.functions.forget()
         retained = self._retained()
         if self.by_hand is not None:
-            self.by_hand.let_go(self._sources)
-        self._sources.clear()
+            self.by_hand.let_go(self.sources)
+        self.sources.clear()
         given = [Given(i) for i in placeholders.kept(self.follower.given) if i in self.stand_ins]
-        made = [
-            Made(note.depth, index)
-            for note in self.notes
-            for index in range(len(note.handed))
-            if placeholders.is_kept(note, index)
-        ]
+        made = placeholders.still_had(self.notes)
         for of, gradient in retained:
             if isinstance(of, Given) or of in made:
                 self.functions.keep(self.tensor_now(of), self.tensor_now(gradient))
@@ -1604,7 +1631,7 @@ class Step(TorchFunctionMode):
 
     def _retained(self) -> list[tuple[Made | Given, Made]]:
         """Retained gradients, and of what."""
-        pairs = [(self._sources.get(id(t)), self._sources.get(id(g))) for t, g in self.functions.retained.values()]
+        pairs = [(self.sources.get(id(t)), self.sources.get(id(g))) for t, g in self.functions.retained.values()]
         self.functions.retained.clear()
         return [(of, g) for of, g in pairs if isinstance(of, (Made, Given)) and isinstance(g, Made)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -168,7 +167,7 @@ class ForAll(Protocol):
 _numbers = itertools.count()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Note:
     """One call.
 
@@ -192,8 +191,8 @@ class Note:
         fakes: what the call made, as fake tensors of the recording.
         results: the structure of what it returned.
         children: the calls that came next, the likeliest last.
-        fits: compiled comparison with the objects of the last step; None where there is none.
-        new: compiled too: gives the tensors from outside that a step meets here.
+        take: compiled comparison with the objects of the last step, which takes the call; None where there is none.
+        anew: what it meets are other objects in each step.
         made: what its results are as sources.
         handed: placeholders of the last step.
         moulds: what placeholders are copies of.
@@ -233,8 +232,8 @@ class Note:
     fakes: list[Tensor] = field(default_factory=list[Tensor])
     results: Any = None
     children: list[Note] = field(default_factory=list["Note"])
-    fits: Callable[[Any, Any], bool] | None = None
-    new: Callable[[Any, Any], tuple[Tensor, ...]] | None = None
+    take: Callable[[Any, Any, Any], Any] | None = None
+    anew: bool = False
     made: list[Made] = field(default_factory=list[Made])
     handed: list[Tensor] = field(default_factory=list[Tensor])
     moulds: list[Tensor] = field(default_factory=list[Tensor])
@@ -263,7 +262,7 @@ class Note:
         """Whether Python waits for values here."""
         return self.reads or len(self.counts) > 0
 
-    @functools.cached_property
+    @property
     def last_met(self) -> int:
         """The largest number of a tensor that a step meets here."""
         return max(self.met)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,19 +11,10 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.stages.capture.follow.notes import Note
+from lightning_spmd.stages.capture.follow.notes import Made, Note
 
-_OURS = 2
+OURS = 2
 """References to a placeholder that nobody else has: that of its note, and the one of whoever counts."""
-
-
-def are_free(note: Note) -> bool:
-    """Whether the placeholders of the last step are there, and nobody else has one."""
-    handed = note.handed
-    if len(handed) != len(note.moulds):
-        return False
-    # not by a loop over the list: its variable would be a reference
-    return all(sys.getrefcount(handed[index]) <= _OURS for index in range(len(handed)))
 
 
 def handed_out(note: Note) -> list[Tensor]:
@@ -31,7 +23,7 @@ def handed_out(note: Note) -> list[Tensor]:
     for index, mould in enumerate(note.moulds):
         if index == len(handed):
             handed.append(mould.detach())
-        elif sys.getrefcount(handed[index]) > _OURS:  # somebody kept that of the last step: it is theirs
+        elif sys.getrefcount(handed[index]) > OURS:  # somebody kept that of the last step: it is theirs
             handed[index] = mould.detach()
     return handed
 
@@ -43,12 +35,23 @@ def moulds_of(fakes: list[Tensor]) -> list[Tensor]:
 
 def kept(given: list[Tensor]) -> list[int]:
     """Positions of those that somebody has beside this list."""
-    return [index for index in range(len(given)) if sys.getrefcount(given[index]) > _OURS]
+    return [index for index in range(len(given)) if sys.getrefcount(given[index]) > OURS]
 
 
-def is_kept(note: Note, index: int) -> bool:
-    """Whether somebody else has a placeholder of this step."""
-    return sys.getrefcount(note.handed[index]) > _OURS
+def still_had(notes: Iterable[Note]) -> list[Made]:
+    """The placeholders of this step that somebody else has."""
+    found: list[Made] = []
+    references = sys.getrefcount
+    for note in notes:
+        handed = note.handed
+        if len(handed) == 1:  # as nearly always
+            if references(handed[0]) > OURS:
+                found.append(note.made[0])
+            continue
+        for index in range(len(handed)):  # not by a loop over the list: its variable would be a reference
+            if references(handed[index]) > OURS:
+                found.append(note.made[index])
+    return found
 
 
 def fill(placeholder: Tensor, value: Tensor, *, trained: bool, made_at: str | None = None) -> None:

@@ -48,6 +48,7 @@ class Saved:
             enter(hooks)
         else:
             self.hooks.append(_Hooks(hooks.pack_hook, hooks.unpack_hook, hooks))
+            self._step.looks_closer = True
 
     def leave(self, hooks: Any, leave: Callable[[Any], None]) -> None:
         """``saved_tensors_hooks.__exit__``."""

@@ -338,7 +338,7 @@ class _Opening:
             if note.for_all is None:
                 note.args, note.kwargs, note.for_all = args, kwargs, for_all
                 note.now[:] = [in_step(leaf) for leaf in formulas_in(note).values()]
-                note.fits, note.trained = None, [fake.requires_grad for fake in note.fakes]
+                note.take, note.trained = None, [fake.requires_grad for fake in note.fakes]
 
     def _where(self, note: Note) -> str:
         return f" at {note.source}" if note.source else ""
