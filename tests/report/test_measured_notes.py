@@ -35,7 +35,6 @@ def _measured(module: type[Quiet], options: dict[str, Any], devices: int) -> tup
     return result.rows, result.notes
 
 
-@pytest.mark.usefixtures("captured_steps")
 def test_a_fallback_is_among_the_notes() -> None:
     _, notes = _measured(ReadsTheLoss, {}, 1)
     assert any("trains eagerly from here on" in note and "test_measured_notes.py" in note for note in notes), notes
