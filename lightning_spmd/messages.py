@@ -17,7 +17,7 @@ from typing import Any
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
-_LOCATION = re.compile(r"\bat (\S[^\n:]*):(\d+)\b")
+_LOCATION = re.compile(r"(?:\bat |\()(\S[^\n:()]*):(\d+)\b")
 
 
 _METHOD: ContextVar[str] = ContextVar("method", default="training_step")
@@ -128,7 +128,7 @@ def _above_the_bar() -> Iterator[None]:
 
 
 def warn(text: str, category: type[Warning] = UserWarning, *, everywhere: bool = False) -> None:
-    """A warning; shown at the first ``at file:line`` in the text, if there is one; on ``everywhere`` by every rank."""
+    """A warning; shown at the text's first ``at file:line`` or ``(file:line)``; ``everywhere``: by every rank."""
     _note(text)
     (_warn if everywhere else rank_zero_only(_warn))(text, category)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_spmd.strategy.iteration import TrainingIteration
 from tests import matrices
 from tests.helpers.ranks import RankPool
 
@@ -42,12 +41,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps on one device are captured as those on several ranks are, and not followed."""
-    monkeypatch.setattr(TrainingIteration, "follows", False)
 
 
 @pytest.fixture(scope="session", autouse=True)

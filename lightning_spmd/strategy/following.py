@@ -285,8 +285,8 @@ class _Talk:
         program, executable = likely.program, likely.executable
         if not self._takes_its_path() or any(number >= len(self._step.outside) for number in _unnamed(program)):
             return False
-        last_number = max((i + 1 for i, log in enumerate(program.logs) if log.has_number), default=0)
-        if last_number and program.logs[:last_number] != self._logs()[:last_number]:  # one logged later is not known yet
+        last = max((i + 1 for i, log in enumerate(program.logs) if log.has_number), default=0)
+        if last and program.logs[:last] != self._logs()[:last]:  # a number that is logged later is not known yet
             return False
         self._live.outside = self._step.outside
         self._live.numbers = self._step.numbers_between(0, len(notes))

@@ -97,6 +97,7 @@ def optimize_by_hand(strategy: SimpleNamespace, module: Any, optimizers: list[An
     strategy.optimizers = optimizers
     strategy.lightning_module = module
     strategy.backward = lambda loss, _, *args, **options: loss.backward(*args, **options)
+    strategy.optimizer_step = lambda optimizer, closure, **options: optimizer.step(closure, **options)
     module.trainer.optimizers = optimizers
     module.trainer.lr_scheduler_configs = schedulers
     module.trainer.training = True

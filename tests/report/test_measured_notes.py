@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 
 from lightning_spmd.report.measure import Amount, measure
@@ -15,10 +13,11 @@ from tests.helpers.ranks import RankPool
 from tests.strategy.small import Quiet, loader_of, rows
 
 
-class ReadsTheLoss(Quiet):
+class Sparse(Quiet):
+    """Makes a tensor that no graph has."""
+
     def loss(self, batch: Any) -> torch.Tensor:
-        loss = super().loss(batch)
-        return loss if math.fsum([loss]) > 0 else -loss
+        return super().loss(batch) + batch[0].to_sparse().sum()
 
 
 def _measured(module: type[Quiet], options: dict[str, Any], devices: int) -> tuple[int, list[str]]:
@@ -35,10 +34,9 @@ def _measured(module: type[Quiet], options: dict[str, Any], devices: int) -> tup
     return result.rows, result.notes
 
 
-@pytest.mark.usefixtures("captured_steps")
 def test_a_fallback_is_among_the_notes() -> None:
-    _, notes = _measured(ReadsTheLoss, {}, 1)
-    assert any("trains eagerly from here on" in note and "test_measured_notes.py" in note for note in notes), notes
+    _, notes = _measured(Sparse, {}, 1)
+    assert any("eagerly" in note and "test_measured_notes.py" in note for note in notes), notes
 
 
 def test_a_batch_that_ranks_share_counts_once(two_ranks: RankPool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +21,10 @@ from tests.helpers.training import QUIET
 from tests.strategy.small import Quiet, loader_of, rows
 
 
-class ReadsTheLoss(Quiet):
+class HandsOutMemory(Quiet):
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
-        return loss if math.fsum([loss]) > 0 else -loss
+        return loss if loss.data_ptr() > 0 else -loss
 
 
 class LooksAtGradients(Quiet):
@@ -67,8 +66,8 @@ def _after_step(*_: Any) -> None:
     pass
 
 
-def _fit(make: Callable[[], L.LightningModule]) -> L.Trainer:
-    trainer = L.Trainer(strategy="spmd", devices=1, max_steps=1, limit_val_batches=0, **QUIET)
+def _fit(make: Callable[[], L.LightningModule], steps: int = 1) -> L.Trainer:
+    trainer = L.Trainer(strategy="spmd", devices=1, max_steps=steps, limit_val_batches=0, **QUIET)
     trainer.fit(make(), loader_of(rows(8), 4))
     return trainer
 
@@ -87,14 +86,13 @@ def test_every_fit_of_a_process_announces_its_fallback_at_the_users_line() -> No
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # as a script has it: each text once for each place that warns
         for _ in range(2):
-            _fit(ReadsTheLoss)
+            _fit(HandsOutMemory, steps=10)
     said = [w for w in caught if "trains eagerly from here on" in str(w.message)]
     assert len(said) == 2
     for warning in said:
         assert warning.filename == __file__
-        assert warning.lineno == _line(ReadsTheLoss.loss, "math.fsum(")
-        assert "a tensor's value is read" in str(warning.message)
-        assert "aten.nll_loss_forward" in str(warning.message)  # what was read
+        assert warning.lineno == _line(HandsOutMemory.loss, "data_ptr()")
+        assert "data_ptr of a tensor in the step" in str(warning.message)
         assert "DDP" not in str(warning.message)  # one device averages nothing
 
 

@@ -38,7 +38,7 @@ class Outputs:
         self.nodes.append(self.recorder.argument(value))
         self.values.append(value)
         scalar = scalar_of(value)
-        seen = TensorSpec.of(value) if isinstance(value, Tensor) else value if scalar is None else scalar.sample
+        seen = TensorSpec.of(value) if isinstance(value, Tensor) else value if scalar is None else scalar.value
         self.entries.append(GraphOutput(role, key, name, seen))
         return len(self.nodes) - 1
 

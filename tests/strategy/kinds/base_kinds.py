@@ -18,15 +18,11 @@ class Kind(L.LightningModule):
     """One layer and a factor.
 
     Attributes:
-        mode: ``"compiled"`` where the state is plain data, else ``"eager"``.
-        told: what the warning says where it is eager.
-        graphs: how many graphs there may be.
+        mode: ``"split"`` where the optimizer's own step runs each time, else ``"compiled"``.
         tolerance: how far two ranks may be from one device, relative.
     """
 
     mode: ClassVar[str] = "compiled"
-    told: ClassVar[str] = ""
-    graphs: ClassVar[int] = 3
     tolerance: ClassVar[float] = 1e-5
 
     def __init__(self) -> None:
@@ -69,19 +65,11 @@ class Config:
         self.value = value
 
 
-class Eager(Kind):
-    mode = "eager"
-    graphs = 0
+class Changed(Kind):
+    """The step itself changes what it reads."""
 
     def start(self) -> None:
         pass
 
     def write(self, value: float) -> None:
         pass
-
-
-class Changed(Eager):
-    """The step itself changes what it reads."""
-
-    mode = "compiled"
-    graphs = 3

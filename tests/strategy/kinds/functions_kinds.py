@@ -337,8 +337,6 @@ LOGGER = logging.getLogger("kinds")
 
 
 class DecimalContext(Kind):
-    graphs = 2
-
     def start(self) -> None:
         pass
 
@@ -350,8 +348,6 @@ class DecimalContext(Kind):
 
 
 class WorkingDirectory(Kind):
-    graphs = 2
-
     def start(self) -> None:
         self.before = os.getcwd()
 

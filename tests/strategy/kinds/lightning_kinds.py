@@ -15,8 +15,6 @@ class CallbackState(L.Callback):
 
 
 class LightningKind(Kind):
-    graphs = 3
-
     def start(self) -> None:
         pass
 
@@ -41,8 +39,6 @@ class CallbackAttribute(LightningKind):
 
 class Metrics(LightningKind):
     """What was logged before; each step another value."""
-
-    graphs = 3
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         known = self.trainer.callback_metrics.get("seen")
@@ -96,8 +92,6 @@ class TrainerAttribute(LightningKind):
 class LoopAttribute(LightningKind):
     """A counter of a loop: another number at each step."""
 
-    graphs = 6
-
     def read(self) -> Any:
         return 1.0 + self.trainer.fit_loop.epoch_loop.batch_idx / 10
 
@@ -114,8 +108,6 @@ class LastBatch(LightningKind):
 
 
 class Counters(LightningKind):
-    graphs = 4
-
     def read(self) -> Any:
         return 1.0 + self.global_step + (2 if self.current_epoch % 2 else 1) * self.trainer.global_step
 
@@ -125,8 +117,6 @@ class Counters(LightningKind):
 
 class EachStep(Kind):
     """A number of a plain object that changes at each batch becomes an input."""
-
-    graphs = 3
 
     def start(self) -> None:
         self.crit = Config()

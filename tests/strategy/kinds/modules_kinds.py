@@ -16,8 +16,6 @@ from tests.strategy.kinds.base_kinds import VALUES, Config, Kind
 class TeacherInList(Kind):
     """A teacher that is no submodule, replaced by a copy now and then."""
 
-    graphs = 3
-
     def start(self) -> None:
         self.teachers = [nn.Linear(6, 3)]
 
@@ -161,9 +159,6 @@ class GlobalHook(ForwardHook):
 class ParameterGradientHook(ForwardHook):
     """A hook on a parameter's gradient that comes in mid-run."""
 
-    mode = "eager"
-    told = "autograd hooks are registered on layer.weight"
-
     def write(self, value: float) -> None:
         if value == VALUES[0]:
             return
@@ -202,8 +197,6 @@ class Parametrized(Kind):
 
 
 class SwappedData(Kind):
-    graphs = 1
-
     def start(self) -> None:
         pass
 
@@ -281,9 +274,6 @@ def _scale_gradient(module: Kind, value: float) -> None:
 
 class OverridesLate(Kind):
     """A hook on gradients that is put on the module in mid-run."""
-
-    mode = "eager"
-    told = "on_after_backward"
 
     def start(self) -> None:
         pass

@@ -8,8 +8,6 @@ from tests.strategy.kinds.base_kinds import VALUES, Kind
 
 
 class OptimizerKind(Kind):
-    graphs = 3
-
     def start(self) -> None:
         pass
 
@@ -23,8 +21,6 @@ class OptimizerKind(Kind):
 
 class GroupSetting(OptimizerKind):
     """Numbers of parameter groups are inputs."""
-
-    graphs = 2
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -41,8 +37,6 @@ class GroupFlag(OptimizerKind):
 
 
 class Momentum(OptimizerKind):
-    graphs = 4
-
     def write(self, value: float) -> None:
         for group in self.own.param_groups:
             group["momentum"], group["nesterov"] = (0.0, False) if value == 1.0 else (0.9 * value / 1.5, value == 0.5)
@@ -153,9 +147,6 @@ class PythonInState(OptimizerKind):
 class OptimizerHook(OptimizerKind):
     """A hook after each step of the optimizer that comes in mid-run."""
 
-    mode = "eager"
-    told = "SGD has step hooks"
-
     def start(self) -> None:
         self.handles: list[Any] = []
 
@@ -172,8 +163,6 @@ class OptimizerHook(OptimizerKind):
 
 
 class SchedulerState(OptimizerKind):
-    graphs = 3
-
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -189,8 +178,6 @@ class SchedulerState(OptimizerKind):
 
 class SchedulerCounter(SchedulerState):
     """Counts at each step."""
-
-    graphs = 4
 
     def read(self) -> Any:
         scheduler: Any = self.lr_schedulers()

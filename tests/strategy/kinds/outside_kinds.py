@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from tests.strategy.kinds.base_kinds import Changed, Config, Eager, Kind
+from tests.strategy.kinds.base_kinds import Changed, Config, Kind
 
 
 class NumpyArray(Kind):
@@ -77,8 +77,6 @@ class TensorOfNumpy(Kind):
 class LargeArray(Kind):
     """Too large to be compared as a whole, but a tensor of it is read anew each step."""
 
-    graphs = 1
-
     def start(self) -> None:
         self.array = numpy.ones(100_000, dtype="float32")
 
@@ -87,6 +85,13 @@ class LargeArray(Kind):
 
     def write(self, value: float) -> None:
         self.array[77_777] = value
+
+
+class LargeArrayInPython(LargeArray):
+    """One element of it, in Python."""
+
+    def read(self) -> Any:
+        return float(self.array[77_777])
 
 
 class CtypesNumber(Kind):
@@ -100,9 +105,7 @@ class CtypesNumber(Kind):
         self.number.value = value
 
 
-class Count(Eager):
-    told = "self.numbers, a count"
-
+class Count(Changed):
     def start(self) -> None:
         self.numbers = itertools.count(1)
 
@@ -110,9 +113,7 @@ class Count(Eager):
         return float(next(self.numbers))
 
 
-class Generator(Eager):
-    told = "self.numbers, a generator"
-
+class Generator(Changed):
     def start(self) -> None:
         self.numbers = (float(i) for i in range(1, 1000))
 
@@ -139,9 +140,7 @@ class OwnIterator(Changed):
         return next(self.numbers)
 
 
-class File(Eager):
-    told = "calls open"
-
+class File(Changed):
     def start(self) -> None:
         self.path = os.path.join(tempfile.gettempdir(), f"kinds_{os.getpid()}")
 
@@ -158,8 +157,6 @@ class File(Eager):
 
 
 class FileExists(File):
-    told = "calls stat"
-
     def read(self) -> Any:
         return 2.0 if os.path.exists(self.path) else 1.0
 
@@ -170,44 +167,32 @@ class FileExists(File):
             super().write(value)
 
 
-class Folder(Eager):
-    told = "calls scandir"
-
+class Folder(Changed):
     def read(self) -> Any:
         return 1.0 + 0 * len(list(os.scandir(tempfile.gettempdir())))
 
 
 class NumpyFile(File):
-    told = "calls "
-
     def read(self) -> Any:
         return float(numpy.loadtxt(self.path))
 
 
-class Clock(Eager):
-    told = "calls time()"
-
+class Clock(Changed):
     def read(self) -> Any:
         return 1.0 + 0.0 * time.time()
 
 
 class PythonRandom(Changed):
-    graphs = 1
-
     def read(self) -> Any:
         return random.random()
 
 
 class NumpyRandom(Changed):
-    graphs = 1
-
     def read(self) -> Any:
         return numpy.random.rand()
 
 
 class OwnRandom(Changed):
-    graphs = 1
-
     def start(self) -> None:
         self.random = random.Random(3)
         self.numpy_random = numpy.random.default_rng(3)
@@ -240,9 +225,7 @@ class NonlocalCounter(Changed):
         return self.tell()
 
 
-class GrowingDefault(Eager):
-    told = "changes"
-
+class GrowingDefault(Changed):
     def start(self) -> None:
         grown.__defaults__[0].clear()  # type: ignore[index]
 
@@ -258,8 +241,6 @@ def grown(items: Any = []) -> float:  # noqa: B006 - the kind of state that is m
 
 class MissingKey(Kind):
     """Reading a ``defaultdict`` makes the entry: another one at each step."""
-
-    graphs = 6
 
     def start(self) -> None:
         self.table: Any = collections.defaultdict(float)

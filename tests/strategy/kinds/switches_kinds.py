@@ -106,9 +106,6 @@ class MatmulPrecision(Kind):
 class Anomaly(Kind):
     """Autograd looks for NaNs then, which no graph can."""
 
-    mode = "eager"
-    told = "a tensor's value"
-
     def start(self) -> None:
         pass
 

@@ -10,7 +10,7 @@ from tests.strategy.kinds.base_kinds import VALUES, Config, Kind
 
 
 class TensorKind(Kind):
-    graphs = 1
+    """A tensor."""
 
 
 class TensorInPlace(TensorKind):
@@ -43,8 +43,6 @@ class TensorInList(TensorKind):
 class TensorQueue(Kind):
     """A full queue of features, as contrastive methods keep them."""
 
-    graphs = 1
-
     def start(self) -> None:
         self.queue: collections.deque[Tensor] = collections.deque(maxlen=2)
         self.write(1.0)
@@ -58,8 +56,6 @@ class TensorQueue(Kind):
 
 
 class TensorsSwapped(TensorKind):
-    graphs = 3
-
     def start(self) -> None:
         self.tensors = {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}
 
@@ -159,9 +155,6 @@ class ComesOnParameter(OnParameter):
 class CountsOnParameter(OnParameter):
     """The step itself writes there."""
 
-    mode = "eager"
-    told = "training_step changes layer.weight.count"
-
     def read(self) -> Any:
         weight: Any = self.layer.weight
         weight.count = getattr(weight, "count", 0) + 1
@@ -227,8 +220,6 @@ class BufferToNone(Kind):
 
 class OwnTensorStep(TensorKind):
     """A tensor that is no buffer and that the step itself changes."""
-
-    graphs = 2
 
     def start(self) -> None:
         self.level = torch.ones(())
