@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _utils, nn
 from torch._C import DisableTorchFunction
 from torch._functorch import eager_transforms as _transforms
 from torch._functorch import vmap as _vmap_package
@@ -135,7 +135,7 @@ class UnseenCalls:
             (torch._C, "_swap_tensor_impl"),
             (torch.autograd.graph, "_get_grad_fn_or_grad_acc"),
             (Tensor, "_reduce_ex_internal"),
-            (torch._utils, "_rebuild_tensor"),
+            (_utils, "_rebuild_tensor"),
             (_vmap, "_vmap_increment_nesting"),
             (_transforms, "_grad_increment_nesting"),
             (_transforms, "_jvp_increment_nesting"),
