@@ -184,7 +184,7 @@ class StaysFrozen(Gan):
 EAGER = {
     HookedGan: "HookedGan.on_before_optimizer_step is overridden",
     SharedGan: "critic.0.weight is in two optimizers",
-    SwapsData: "data in the step",
+    SwapsData: "tensor.data = ... in the step",
 }
 
 
