@@ -29,7 +29,8 @@ LOOPS = {
 }
 """Optimizers that update one parameter after the other."""
 LEFT_ALONE = {"adam_foreach", "adamw_amsgrad_fused", "lion", "sgd_maximize", "rprop"}
-"""Lists already; code of the user's own, which runs in Python in each step; gradients that are changed one by one before they are reduced, which leaves no bucket."""
+"""Lists already; Python of the user's own, in each step; gradients that are changed one by one before they are
+reduced, which leaves no bucket."""
 
 
 def run(case: TrainingCase, passes: list[str], folder: Path | None = None, **options: Any) -> Result:
