@@ -129,7 +129,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/strategy/test_rematerialize.py": ("test_training_on_two_ranks_keeps_its_bits",),
     "tests/cuda/test_rematerialized.py": ("test_on_gpus_bytes_are_given_back",),
     "tests/strategy/test_drawn_numbers.py": ("eagers[Generators]", "eagers[Numbers]", "eagers[Mixup]"),
-    "tests/strategy/test_printed_values.py": ("in_graphs[Texts]", "test_an_array_that_is_looked_into"),
+    "tests/strategy/test_printed_values.py": ("in_graphs[Texts]",),
     "tests/strategy/test_logger_calls.py": (
         "[Usual-clipped]",
         "[Asking-accumulated]",
@@ -148,7 +148,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "tests/strategy/test_overlap.py": ("[mlp-adamw_amsgrad_foreach-plain]", "'val_check_interval': 3"),
     "tests/strategy/test_python_state.py": ("test_some_kinds_on_two_ranks_equal_one_device",),
-    "tests/strategy/test_recheck.py": ("test_two_ranks_look_together[replicate]",),
     "tests/strategy/test_sharded_modules.py": ("test_recurrent_layers[zero2]", "test_hooks_see_gradients[zero2-conv]"),
     "tests/untidy/test_untidy.py": (
         "eagerly[Attention]",
@@ -328,7 +327,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "[conv-sgd-accumulate]",
     ),
     "tests/strategy/test_pauses.py": ("[one rank-2]", "[loss-1]", "[halve-2]", "[rate-3]", "[zero2-read]"),
-    "tests/strategy/test_printed_values.py": ("global_batch[Numbers]", "[Indexes-"),
+    "tests/strategy/test_printed_values.py": ("global_batch[Numbers]",),
     "tests/strategy/test_rematerialize.py": ("bits[replicate]",),
     "tests/strategy/test_requeue.py": ("end[flags",),
     "tests/strategy/test_sharded_modules.py": (

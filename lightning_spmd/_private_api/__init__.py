@@ -50,6 +50,7 @@ from lightning_spmd._private_api.co_execution import (
     set_generator_states,
     stops_early,
     version_of,
+    with_torch_functions,
     without_memory,
 )
 from lightning_spmd._private_api.fake_tensors import (
@@ -186,6 +187,7 @@ __all__ = [
     "exchange",
     "is_wrapped",
     "no_torch_functions",
+    "with_torch_functions",
     "reduced",
     "version_of",
     "without_memory",

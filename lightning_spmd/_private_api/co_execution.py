@@ -18,6 +18,8 @@ from torch.utils import checkpoint as _checkpoint
 _vmap = sys.modules["torch._functorch.vmap"] if callable(_vmap_package) else _vmap_package
 _KINDS = ("cpu", "cuda")
 no_torch_functions = DisableTorchFunction
+# The user's code that runs within such calls is to be seen again; without it its calls would show as operators alone.
+with_torch_functions = torch._C._EnableTorchFunction
 
 
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled

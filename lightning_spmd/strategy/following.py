@@ -187,11 +187,30 @@ class Likely:
         program: the path whose graph it is.
         executable: the graph.
         index: of it, among those of the run.
+        shapes: of the batch that it ran on.
+        split: of its rows over the ranks.
     """
 
     program: Program
     executable: Executable
     index: int | None
+    shapes: tuple[tuple[int, ...], ...]
+    split: tuple[int, ...]
+
+    def takes(self, tensors: Sequence[Tensor], split: tuple[int, ...]) -> bool:
+        """Whether the graph does for a batch."""
+        if split != self.split or len(tensors) != len(self.shapes):
+            return False
+        family = self.executable.family
+        vary = () if family is None else family.sizes.places
+        alike = all(
+            len(tensor.shape) == len(shape)
+            and all(
+                mine == its or (i, d) in vary for d, (mine, its) in enumerate(zip(tensor.shape, shape, strict=True))
+            )
+            for i, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True))
+        )
+        return alike and self.executable.refuses(tensors) is None
 
 
 class _Talk:
@@ -366,6 +385,8 @@ class Following:
         self._has_graphs = self._has_own_batch = False
         self._likely: dict[Any, dict[int, Likely]] = {}
         """The graph that ran last behind each first read, by the part of the iteration."""
+        self._runs_on: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] = (), ()
+        """Shapes and split of the batch of the current step."""
         self._told: set[str] = set()
         self._known_names: dict[int, str] = {}
         self._fingerprints = Fingerprints()
@@ -460,7 +481,9 @@ class Following:
                 return step.value_now(tensor)
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
 
-        known = self._likely.setdefault(part, {})
+        tensors, split = batch.tensor_values, () if meeting is None else meeting.split
+        self._runs_on = tuple(tuple(t.shape) for t in tensors), split
+        known = {key: likely for key, likely in self._likely.get(part, {}).items() if likely.takes(tensors, split)}
         begin = functools.partial(self._begin, batch=batch)
 
         def logs() -> tuple[Log, ...]:
@@ -636,7 +659,7 @@ class Following:
         self._eager, self._has_graphs = 0, True
         reads = program.reads()
         if reads:
-            self._likely[part][reads[0].number] = Likely(program, executable, index)
+            self._likely.setdefault(part, {})[reads[0].number] = Likely(program, executable, index, *self._runs_on)
 
     def _shadows_now(self) -> Shadows:
         module = self._context.module

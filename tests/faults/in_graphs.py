@@ -68,9 +68,9 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "a call without gradients is taken for one with them",
         CAPTURE,
-        "stages/capture/follow/follower.py",
-        "                        around.grad is torch.is_grad_enabled()\n",
-        "                        True\n",
+        "stages/capture/follow/fitting.py",
+        '        yield f"grad() is {around.grad}"\n',
+        "",
         (FOLLOWED,),
     ),
     Mutant(

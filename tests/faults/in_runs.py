@@ -104,7 +104,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "stages/runtime/agreement.py",
         "if len(set(control.gather(digest))) == 1:",
         "if control.gather(digest):",
-        ("tests/stages/runtime/test_agreement.py", "tests/strategy/test_bad_input.py"),
+        ("tests/stages/runtime/test_agreement.py",),
     ),
     Mutant(
         "groups in which a collective hangs are used again",

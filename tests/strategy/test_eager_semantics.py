@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from torch import nn
@@ -22,7 +21,7 @@ class WithNorm(Quiet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.measure(self(self.norm(batch[0])), batch[1])
-        math.fsum([loss])
+        loss.untyped_storage()
         return loss
 
 

@@ -103,7 +103,7 @@ class FallsBackLater(Steady):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         if self.trainer.global_step >= 8:
-            math.fsum([loss])
+            loss.untyped_storage()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
@@ -132,7 +132,7 @@ def test_training_may_fall_back_after_its_first_batches(two_ranks: RankPool) -> 
     """Batch norm then sees a rank's rows alone, as with DDP, so only the first of three epochs is one device's."""
     theirs = epoch_losses(train(FallsBackLater, "auto", limit_val_batches=0))
     first, second = two_ranks.run(train, FallsBackLater, "spmd", 2, limit_val_batches=0)
-    assert first.mode == second.mode == "eager"
+    assert any("untyped_storage" in text and "test_evaluation.py" in text for text in first.warnings), first.warnings
     assert epoch_losses(first)[0] == pytest.approx(theirs[0], rel=1e-5)
     assert epoch_losses(first) == pytest.approx(theirs, rel=0.1)
     assert first.final["loss_epoch"] == second.final["loss_epoch"]

@@ -24,6 +24,13 @@ class KnownValues:
         """The value of a tensor, or None where nobody knows it."""
         return self._values.get(id(tensor))
 
+    def equal(self, tensors: Any) -> bool | None:
+        """What ``torch.equal`` says of two known values, as ``torch.cov`` asks; None of others."""
+        if any(tensor not in self for tensor in tensors):
+            return None
+        with private.disable_dispatch_modes():
+            return torch.equal(*[self._values[id(tensor)] for tensor in tensors])
+
     def note(self, tensor: Tensor, real: Tensor) -> None:
         """This fake tensor has this value."""
         self._values[id(tensor)] = real

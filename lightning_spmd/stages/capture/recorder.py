@@ -218,6 +218,8 @@ class Recorder(private.TorchDispatchMode):
                 "self.all_gather, or drop the call",
                 user_location(),
             )
+        if func is aten.equal.default and (told := self.known.equal(args)) is not None:
+            return told
         form = self.data_sizes.form_of(func, args, kwargs)
         return self._record(func, args, kwargs) if form is None else form()
 

@@ -21,7 +21,6 @@ LOOPS = {
     "adamax",
     "adamw",
     "asgd",
-    "lion",
     "nadam_decoupled",
     "radam",
     "rmsprop_centered",
@@ -29,8 +28,9 @@ LOOPS = {
     "sgd_dampening",
 }
 """Optimizers that update one parameter after the other."""
-LEFT_ALONE = {"adam_foreach", "adamw_amsgrad_fused", "sgd_maximize", "rprop"}
-"""Lists already; gradients that are changed one by one before they are reduced, which leaves no bucket."""
+LEFT_ALONE = {"adam_foreach", "adamw_amsgrad_fused", "lion", "sgd_maximize", "rprop"}
+"""Lists already; Python of the user's own, in each step; gradients that are changed one by one before they are
+reduced, which leaves no bucket."""
 
 
 def run(case: TrainingCase, passes: list[str], folder: Path | None = None, **options: Any) -> Result:

@@ -6,10 +6,11 @@ history by one more note. Where a backward pass arrives there, ``backward`` runs
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -243,12 +244,19 @@ class Functions:
         try:
             place, *found = self.call(begin, args, kwargs)
             while place != OVER:
-                with torch.set_grad_enabled(create):
+                with torch.set_grad_enabled(create), self._seen():
                     results = self._places[place](*found)
                 place, *found = self.call(GO_ON, results, {})
             return found[0]
         finally:
             self._current = before
+
+    @contextlib.contextmanager
+    def _seen(self) -> Iterator[None]:
+        """Calls inside are the user's; by hand a backward pass begins in a call, where the step sees none."""
+        is_seen = any(mode is self._step for mode in private.function_modes())
+        with private.with_torch_functions(), contextlib.nullcontext() if is_seen else self._step:
+            yield
 
     @property
     def current(self) -> Any:
