@@ -41,7 +41,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "[zero3-2-gpt_tied-plain]",
         "test_every_optimizer_works_on_chunks[zero3-adagrad]",
     ),
-    "tests/strategy/test_foresight.py": ("test_ranks_foresee", "on_ranks"),
     "tests/strategy/test_metric_losses.py": ("test_ranks_train", "[Set]"),
     "tests/scale/test_two_hosts.py": ("test_two_hosts_measure_the_simulated_accelerator",),
     "tests/stages/expand/test_context_parallel.py": (
@@ -281,7 +280,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "[all look]",
         "[every third]",
     ),
-    "tests/strategy/test_foresight.py": ("test_without_foresight", "[DecidesByDraws]", "[WritesIntoAWeight]"),
     "tests/strategy/test_local_batches.py": (
         "weighted_mean[zero2]",
         "[Sometimes]",
