@@ -7,7 +7,6 @@ likely to notice, then the rest. What noticed goes to standard output.
     python -m tests.mutants                       # all of them
     python -m tests.mutants bucket vote           # those whose names contain one of these words
     python -m tests.mutants --likely              # only the tests that are likely to notice: minutes instead of hours
-    python -m tests.mutants --write               # the list into docs/contributing.md
 
 ``tests/test_mutants.py`` checks that every fault still fits the source.
 """
@@ -32,10 +31,6 @@ from tests.faults.mutant import Mutant
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lightning_spmd"
-DOCUMENT = ROOT / "docs" / "contributing.md"
-BEGIN, END = "<!-- mutants -->", "<!-- end of mutants -->"
-
-
 MUTANTS: tuple[Mutant, ...] = (*IN_GRAPHS, *IN_RUNS)
 
 
@@ -117,28 +112,12 @@ def hunt(mutant: Mutant, *, rest: bool) -> Notice:
     return Notice(mutant, test, time.monotonic() - started)
 
 
-def table() -> str:
-    """The list for people: every fault, and the tests that look for it first."""
-
-    def tests(mutant: Mutant) -> str:
-        return ", ".join(f"`{likely.removeprefix('tests/')}`" for likely in mutant.likely)
-
-    head = "| stage | fault | looked for first in |\n|---|---|---|\n"
-    return head + "".join(f"| {m.stage} | {m.name} | {tests(m)} |\n" for m in MUTANTS)
-
-
 def main() -> int:
     """Plant the faults and say what noticed them; 1 if one was not noticed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="only faults whose names contain one of these")
     parser.add_argument("--likely", action="store_true", help="run only the tests that are likely to notice")
-    parser.add_argument("--write", action="store_true", help="write the list into docs/contributing.md, plant nothing")
     arguments = parser.parse_args()
-    if arguments.write:
-        text = DOCUMENT.read_text()
-        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}{END}{after}")
-        return 0
     chosen = [m for m in MUTANTS if not arguments.words or any(word in m.name for word in arguments.words)]
     notices = []
     for mutant in chosen:

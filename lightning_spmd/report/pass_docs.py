@@ -1,4 +1,4 @@
-"""Writes what the passes' docstrings say into ``docs/passes.md``, between its markers.
+"""Writes the table of passes into ``docs/passes.md``, between its markers.
 
 python -m lightning_spmd.report.pass_docs docs/passes.md
 """
@@ -7,46 +7,51 @@ from __future__ import annotations
 
 import re
 import sys
-from inspect import getmodule
+from collections.abc import Sequence
+from inspect import getfile, getmodule
 from pathlib import Path
 
+import lightning_spmd
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages.passes import KNOWN_PASSES, GraphPass
 
-_MARKED = re.compile(r"<!-- docstring of (\w+) -->\n.*?<!-- end -->\n", re.DOTALL)
+_BEGIN, _END = "<!-- passes -->\n", "<!-- end of passes -->\n"
+_MARKED = re.compile(f"{_BEGIN}.*?{_END}", re.DOTALL)
+_ROOT = Path(lightning_spmd.__file__).parents[1]
 
 
-def markdown(docstring: str) -> str:
-    """A docstring as Markdown: code blocks are indented alike, so only ``::`` and double backticks differ."""
-    lines = [line[:-1] if line.endswith("::") else line for line in docstring.strip().splitlines()]
-    return "\n".join(lines).replace("``", "`")
+def table(passes: Sequence[GraphPass]) -> str:
+    """A row for each pass, in order: name and file, the first line of its docstring, whether bits may change."""
+    head = "| pass | what it does | numbers |\n|---|---|---|\n"
+    return head + "".join(map(_row, passes))
 
 
-def with_docstrings(document: str) -> str:
-    """A document with the present docstring of each pass between its markers.
+def _row(graph_pass: GraphPass) -> str:
+    module = getmodule(graph_pass.run)
+    file = Path(getfile(graph_pass.run)).relative_to(_ROOT).as_posix()
+    summary = (getattr(module, "__doc__", None) or "").strip().partition("\n")[0].removesuffix(".")
+    numbers = "may round differently" if graph_pass.changes_numerics else "bitwise"
+    return f"| [`{graph_pass.name}`](../{file}) | {summary} | {numbers} |\n"
+
+
+def with_table(document: str) -> str:
+    """A document with the present table between its markers.
 
     Args:
-        document: Markdown with ``<!-- docstring of NAME -->`` and ``<!-- end -->`` around each.
+        document: Markdown with ``<!-- passes -->`` and ``<!-- end of passes -->``.
 
     Raises:
-        ConfigurationError: a pass has no place in it, or a place is for no pass.
+        ConfigurationError: it has no such markers.
     """
-    passes = {p.name: p for p in KNOWN_PASSES}
-    places = _MARKED.findall(document)
-    if sorted(places) != sorted(passes):
-        raise ConfigurationError(f"the document has places for {sorted(places)}, the passes are {sorted(passes)}")
-    return _MARKED.sub(lambda match: _block(passes[match[1]]), document)
-
-
-def _block(graph_pass: GraphPass) -> str:
-    text = getattr(getmodule(graph_pass.run), "__doc__", None) or ""
-    return f"<!-- docstring of {graph_pass.name} -->\n{markdown(text)}\n<!-- end -->\n"
+    if not _MARKED.search(document):
+        raise ConfigurationError(f"the document has no {_BEGIN.strip()} and {_END.strip()}")
+    return _MARKED.sub(lambda _: _BEGIN + table(KNOWN_PASSES) + _END, document)
 
 
 def main() -> None:
     """Rewrite the file that is named."""
     path = Path(sys.argv[1])
-    path.write_text(with_docstrings(path.read_text()))
+    path.write_text(with_table(path.read_text()))
 
 
 if __name__ == "__main__":

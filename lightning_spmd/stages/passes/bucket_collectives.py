@@ -1,4 +1,4 @@
-"""Fuse collectives into buckets, started as soon as the last member is there, waited where the first one is read.
+"""Fuse collectives into buckets, started when the last member is ready, waited for where the first one is read.
 
 Before::
 

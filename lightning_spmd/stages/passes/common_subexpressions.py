@@ -1,4 +1,4 @@
-"""What is computed twice is computed once, collectives included.
+"""Compute equal expressions once, collectives included.
 
 Before::
 

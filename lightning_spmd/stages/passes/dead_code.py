@@ -1,4 +1,4 @@
-"""Remove what nobody reads and nobody notices.
+"""Remove operators whose results and writes are never read.
 
 Before::
 

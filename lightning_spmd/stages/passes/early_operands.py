@@ -1,4 +1,4 @@
-"""Compute what collectives send before the updates begin.
+"""Move the operands of collectives in front of the updates.
 
 Before, an optimizer that negates each gradient (``maximize=True``) right before it uses it::
 

@@ -1,4 +1,4 @@
-"""Views that change nothing vanish.
+"""Remove views that change nothing.
 
 Before, as linear layers on ``(rows, length, width)`` leave it::
 

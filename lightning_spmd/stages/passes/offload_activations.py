@@ -1,4 +1,4 @@
-"""Keep activations in the host's memory between the forward and the backward pass (GPUs).
+"""Move activations to host memory between the forward and the backward pass (GPUs).
 
 Before::
 

@@ -1,4 +1,4 @@
-"""Copies that nobody needs vanish.
+"""Remove copies that nothing needs.
 
 Before::
 

@@ -1,4 +1,4 @@
-"""Make activations again in the backward pass instead of keeping them since the forward pass.
+"""Recompute activations in the backward pass instead of keeping them since the forward pass.
 
 Before::
 

@@ -1,4 +1,4 @@
-"""Join the updates of single parameters into operators on lists of parameters, for every optimizer.
+"""Join the updates of single parameters into operators on lists of parameters, for any optimizer.
 
 Before, as optimizers run on the host: a dozen operators for the first parameter, the same for the next one, ...::
 

@@ -1,4 +1,4 @@
-"""Replace the lists of operators that are Adam, AdamW, SGD with momentum or Adagrad by torch's fused kernels.
+"""Replace list operators that make up Adam, AdamW, SGD with momentum or Adagrad by torch's fused kernels.
 
 Before, what ``fuse_optimizer`` makes, or an optimizer with ``foreach=True``::
 
