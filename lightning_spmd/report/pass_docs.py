@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from inspect import getfile, getmodule
 from pathlib import Path
 
-import lightning_spmd
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages.passes import KNOWN_PASSES, GraphPass
 
 _BEGIN, _END = "<!-- passes -->\n", "<!-- end of passes -->\n"
 _MARKED = re.compile(f"{_BEGIN}.*?{_END}", re.DOTALL)
-_ROOT = Path(lightning_spmd.__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def table(passes: Sequence[GraphPass]) -> str:
