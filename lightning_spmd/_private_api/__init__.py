@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_spmd._private_api.co_execution import (
     TRANSFORMS,
+    UNSEEN,
     ReentrantCheckpoint,
-    UnseenCalls,
     applied,
     are_torchs_own,
     autocast_state,
@@ -126,7 +126,8 @@ from lightning_spmd._private_api.optimization_by_hand import (
 )
 from lightning_spmd._private_api.packing import (
     ORIGINAL_PACKING,
-    packing_replaced,
+    leave_packing,
+    replace_packing,
     weights_of,
 )
 from lightning_spmd._private_api.symbolic_sizes import (
@@ -169,12 +170,12 @@ __all__ = [
     "ReentrantCheckpoint",
     "generator_states",
     "TRANSFORMS",
+    "UNSEEN",
     "graph_task",
     "in_transforms",
     "no_checkpoint_contexts",
     "set_generator_states",
     "stops_early",
-    "UnseenCalls",
     "dispatch_layers",
     "layers_as",
     "host_random_state",
@@ -192,7 +193,8 @@ __all__ = [
     "version_of",
     "without_memory",
     "ORIGINAL_PACKING",
-    "packing_replaced",
+    "leave_packing",
+    "replace_packing",
     "weights_of",
     "SCALERS",
     "backward_replaced",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -90,27 +91,30 @@ _OF_CUDA = (
 
 
 class UnseenCalls:
-    """What no mode of torch functions sees, replaced for the length of a step, in this thread's calls as in others'.
+    """What no mode of torch functions sees, replaced: calls in a step, of all threads, are told to that step.
 
-    Replacements are made once: a step is short.
+    The first step replaces, and once a run has ended torch has its own again. A step is short, and a change of a class
+    undoes what the interpreter knows of it and all below it: Python 3.13 stops to learn anew after a thousand.
     """
 
     def __init__(self) -> None:
-        self._apply: Callable[..., Any] = _APPLY
-        self._instead: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, original: original
+        self._step: Any = None
         self._saved: Any = None
 
         def enter(hooks: Any) -> None:
-            self._saved.enter(hooks, _ENTER)
+            _ENTER(hooks) if self._step is None else self._saved.enter(hooks, _ENTER)
 
         def leave(hooks: Any, *error: object) -> None:
-            self._saved.leave(hooks, _LEAVE)
+            _LEAVE(hooks, *error) if self._step is None else self._saved.leave(hooks, _LEAVE)
 
+        @functools.wraps(_CHECKPOINTED)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            if self._step is None:
+                return _CHECKPOINTED(*args, **kwargs)
             return self._saved.checkpointed(_CHECKPOINTED, args, kwargs)
 
         def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
-            return self._apply(kind, *args, **kwargs)
+            return (_APPLY if self._step is None else self._step.apply)(kind, *args, **kwargs)
 
         places: list[tuple[Any, str, Any]] = [
             (torch.autograd.Function, "apply", classmethod(apply)),
@@ -145,41 +149,43 @@ class UnseenCalls:
         ):
             places.append((owner, name, self._after(vars(owner).get(name, getattr(owner, name)), name)))
         self._places = places
+        self._before: list[Any] = []
 
-    @contextlib.contextmanager
-    def replaced(
-        self, apply: Callable[..., Any], instead: Callable[[str, Callable[..., Any]], Callable[..., Any]], saved: Any
-    ) -> Iterator[None]:
-        """They are, inside.
+    def begin(self, step: Any, saved: Any) -> None:
+        """From here on calls are a step's.
 
         Args:
-            apply: called with the class and the arguments in place of ``torch.autograd.Function.apply``.
-            instead: given the name of a function, and that, before it is called; gives what is called in its place.
-                They read, or change, what is computed so far: random state, memory of a tensor that becomes a
-                parameter.
+            step: its ``apply`` is called with the class and the arguments in place of
+                ``torch.autograd.Function.apply``. Its ``instead`` is given the name of a function, and that, before
+                it is called, and gives what is called in its place; these read, or change, what is computed so far:
+                random state, memory of a tensor that becomes a parameter.
             saved: told of what is around what autograd saves: ``enter`` and ``leave`` hooks, and ``checkpointed``
                 instead of the generator that ``torch.utils.checkpoint`` runs around a part; each with the original.
         """
-        self._apply, self._instead, self._saved = apply, instead, saved
-        before = [(owner, name, vars(owner).get(name, self)) for owner, name, _ in self._places]
-        for owner, name, replacement in self._places:
-            setattr(owner, name, replacement)
-        try:
-            yield
-        finally:
-            for owner, name, value in before:
-                if value is self:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, value)
+        if not self._before:
+            self._before = [vars(owner).get(name, self) for owner, name, _ in self._places]
+            for owner, name, replacement in self._places:
+                setattr(owner, name, replacement)
+        self._step, self._saved = step, saved
+
+    def end(self) -> None:
+        """The step is over."""
+        self._step = self._saved = None
+
+    def leave(self) -> None:
+        """The run is over, and torch has its own again; what somebody else has replaced meanwhile is left to them."""
+        before, self._before = self._before, []
+        for (owner, name, replacement), value in zip(self._places, before, strict=False):
+            if vars(owner).get(name) is replacement:
+                delattr(owner, name) if value is self else setattr(owner, name, value)
 
     def _after(self, function: Any, name: str) -> Any:
         original = function.__func__ if isinstance(function, staticmethod) else function
 
+        @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return self._instead(name, original)(*args, **kwargs)
+            return (original if self._step is None else self._step.instead(name, original))(*args, **kwargs)
 
-        replacement.__name__ = name
         return staticmethod(replacement) if isinstance(function, staticmethod) or name == "__new__" else replacement
 
 
@@ -215,6 +221,7 @@ def applied(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _APPLY = vars(torch.autograd.Function)["apply"].__func__
 _ENTER, _LEAVE = (vars(torch.autograd.graph.saved_tensors_hooks)[name] for name in ("__enter__", "__exit__"))
 _CHECKPOINTED = _checkpoint._checkpoint_without_reentrant_generator
+UNSEEN = UnseenCalls()
 ReentrantCheckpoint = _checkpoint.CheckpointFunction
 """What ``torch.utils.checkpoint`` applies in its older form."""
 no_checkpoint_contexts = _checkpoint.noop_context_fn

@@ -1,15 +1,15 @@
 """What packs sequences for recurrent layers in torch: functions of Python that modules import by name.
 
-Their code is exchanged, so that everybody who has one of them calls the replacement, wherever it was imported. In
-threads that trace nothing it leads to the original, and it is the original again once the last trace has ended.
+Their code is exchanged, so that everybody who has one of them calls the replacement, wherever it was imported. Outside
+of steps, and in other threads, it leads to the original. It is exchanged by the first step and is torch's again once a
+run has ended: an exchange in each step would undo what the interpreter has specialized.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,38 +58,31 @@ ORIGINAL_PACKING: dict[str, Callable[..., Any]] = {
     for name, (f, _) in _FUNCTIONS.items()
 }
 _CODES = {name: f.__code__ for name, (f, _) in _FUNCTIONS.items()}
-_lock = threading.Lock()
-_traces: list[object] = []
 _here = threading.local()
 
 
 def in_place_of(name: str) -> Callable[..., Any]:
     """What a function is in this thread."""
-    return getattr(_here, "replacements", ORIGINAL_PACKING)[name]
+    replacements = getattr(_here, "replacements", None)
+    return ORIGINAL_PACKING[name] if replacements is None else replacements.in_place_of(name)
 
 
-@contextlib.contextmanager
-def packing_replaced(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Other functions in place of torch's in this thread.
+def replace_packing(replacements: Any) -> None:
+    """Have other functions in place of torch's in this thread, or torch's own again.
 
     Args:
-        replacements: them, for ``pack`` (``pack_padded_sequence``), ``pad`` (``pad_packed_sequence``), and what
-            ``lstm``, ``gru`` and ``rnn`` do forward.
+        replacements: its ``in_place_of`` gives them, for ``pack`` (``pack_padded_sequence``), ``pad``
+            (``pad_packed_sequence``), and what ``lstm``, ``gru`` and ``rnn`` do forward; None: torch's.
     """
-    before = getattr(_here, "replacements", ORIGINAL_PACKING)
-    with _lock:
-        _traces.append(replacements)
-        for function, other in _FUNCTIONS.values():
-            function.__code__ = other.__code__
     _here.replacements = replacements
-    try:
-        yield
-    finally:
-        _here.replacements = before
-        with _lock:
-            _traces.pop()
-            for name, (function, _) in _FUNCTIONS.items():
-                function.__code__ = function.__code__ if _traces else _CODES[name]
+    for function, other in _FUNCTIONS.values() if rnn.pack_padded_sequence.__code__ is not _pack.__code__ else ():
+        function.__code__ = other.__code__
+
+
+def leave_packing() -> None:
+    """The code of torch's functions is their own."""
+    for name, (function, _) in _FUNCTIONS.items():
+        function.__code__ = _CODES[name]
 
 
 def weights_of(layer: nn.RNNBase) -> list[Tensor]:

@@ -230,6 +230,8 @@ class SPMDStrategy(SavingStrategy):
     @override
     def teardown(self) -> None:
         self._claims.end()
+        private.UNSEEN.leave()
+        private.leave_packing()
         module = self.lightning_module
         if module is not None and private.is_attached(module):
             trainer: Any = module.trainer

@@ -171,7 +171,6 @@ class Follower:
 
     def __init__(self, names: Callable[[], dict[int, str]], is_named: Callable[[str, Tensor], bool]) -> None:
         self.given: list[Tensor] = []
-        self.unseen = private.UnseenCalls()
         self._roots: dict[Any, Note] = {}
         self._trees: dict[Any, OpenTree] = {}
         self.names, self.is_named = names, is_named
@@ -449,33 +448,34 @@ class Step(TorchFunctionMode):
     def active(self) -> Iterator[None]:
         """Calls inside are followed."""
         self._layers = private.dispatch_layers()
-        with (
-            self.follower.unseen.replaced(self._apply, self._instead, self.saved),
-            PackedSequences(self).replaced(),
-            self._below,
-            self,
-        ):
-            self._look_at_generator()
-            try:
+        packed = PackedSequences(self)
+        private.UNSEEN.begin(self, self.saved)
+        private.replace_packing(packed)
+        try:
+            with self._below, self:
                 yield
                 self._watch_generator()
-            finally:
-                self.is_apart = self.is_over = True
-                self.stale.clear()
+        finally:
+            private.replace_packing(None)
+            private.UNSEEN.end()
+            packed.end()
+            self.is_apart = self.is_over = True
+            self.stale.clear()
 
     @property
     def is_eager(self) -> bool:
         """Whether the step runs for good, and is no graph."""
         return self.reason is not None
 
-    def _apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        """A call of an own function of autograd."""
         if self.is_apart or self.is_eager or (self.has_transforms and private.in_transforms()):
             return private.applied(kind, args, kwargs)
         if kind is private.ReentrantCheckpoint:
             return self.saved.reentrant(*args)
         return self.functions.apply(kind, args, kwargs)
 
-    def _instead(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def instead(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """What is called in place of a function that no mode sees."""
         if self.is_apart or self.is_eager:
             return original
@@ -518,7 +518,7 @@ class Step(TorchFunctionMode):
             return original(tensor)
 
     def _look_at_generator(self) -> None:
-        if self.draws_as_eager:
+        if self.draws_as_eager and self._draws:
             self._random, self._seed = private.host_random_state(), private.host_seed()
 
     def _watch_generator(self) -> bool:
@@ -530,7 +530,7 @@ class Step(TorchFunctionMode):
         if self._random is None or self.is_eager or self.is_apart:
             return False
         known, now = self._random, private.host_random_state()
-        if not self._draws or known == now:
+        if known == now:
             return False
         with private.no_torch_functions():
             with self.beside():
@@ -1193,12 +1193,11 @@ class Step(TorchFunctionMode):
 
     def may_draw(self) -> bool:
         """Whether a known call that draws is what comes next; the state of the generator comes before it."""
-        if self._random is None:
-            return True
-        may_differ = private.host_seed() != self._seed or len(self.here.children) > 1
-        if self._draws and may_differ and self._watch_generator():
-            return False
+        if self._draws and self._random is not None:
+            may_differ = private.host_seed() != self._seed or len(self.here.children) > 1
+            return not (may_differ and self._watch_generator())
         self._draws = True
+        self._look_at_generator()
         return True
 
     def takes(self, note: Note, tensor: Any, number: int) -> bool:

@@ -11,8 +11,7 @@ for parts of a packed sequence (``packed.data``), they are made, in eager's orde
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -149,16 +148,16 @@ class PackedSequences:
         self._parts: dict[int, _Parts] = {}  # by batch_sizes
         self._cast: dict[int, Tensor] = {}  # weights that autocast's cache has
 
-    @contextlib.contextmanager
-    def replaced(self) -> Iterator[None]:
-        """In place of torch's functions."""
-        layers = {name: self._layer(private.ORIGINAL_PACKING[name]) for name in ("lstm", "gru", "rnn")}
-        try:
-            with private.packing_replaced({"pack": self._pack, "pad": self._pad, **layers}):
-                yield
-        finally:
-            self._parts.clear()
-            self._cast.clear()
+    def in_place_of(self, name: str) -> Callable[..., Any]:
+        """What is called in place of one of torch's functions."""
+        if name in ("pack", "pad"):
+            return self._pack if name == "pack" else self._pad
+        return self._layer(private.ORIGINAL_PACKING[name])
+
+    def end(self) -> None:
+        """The step is over."""
+        self._parts.clear()
+        self._cast.clear()
 
     def _is_followed(self, tensor: Any) -> bool:
         step = self._step
