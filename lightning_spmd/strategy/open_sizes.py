@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.stages.capture.batch import Batch
@@ -42,6 +45,7 @@ class OpenSizes:
     def __init__(self, *, rows: bool) -> None:
         self._rows = rows
         self._kinds: dict[Any, _Kind] = {}
+        self._looked: tuple[Sequence[Tensor], Any] = (), ((), ())  # the last look, asked for thrice a step
 
     def keys(self, batch: Batch, split: tuple[int, ...]) -> list[tuple[Any, ...]]:
         """Under which graphs with open sizes that may do for a batch are filed, the newest first."""
@@ -56,6 +60,8 @@ class OpenSizes:
         """A graph is about to be built for a batch."""
         name, shapes = self._look(batch)
         kind = self._kinds.setdefault(name, _Kind())
+        if shapes in kind.seen:
+            return
         known = kind.patterns[-1] if kind.patterns else frozenset[Dimension]()
         vary = {
             (position, dim)
@@ -66,8 +72,7 @@ class OpenSizes:
         }
         if not known >= vary:
             kind.patterns.append(known | vary)
-        if shapes not in kind.seen:
-            kind.seen = [*kind.seen[-_KEPT + 1 :], shapes]
+        kind.seen = [*kind.seen[-_KEPT + 1 :], shapes]
 
     def wanted(self, batch: Batch, step: Any) -> dict[Dimension, int]:
         """The sizes that the graph of a step should leave open, with their values in this batch."""
@@ -100,12 +105,15 @@ class OpenSizes:
     # ------------------------------------------------------------------ pieces
     def _look(self, batch: Batch) -> tuple[Any, Shapes]:
         """What batches that differ in size alone have in common, and the sizes."""
-        whole = batch.cache_key(sizes=False)
-        shapes = tuple(
-            tuple(t.shape) if self._rows or batch.is_shared(i) else (-1, *t.shape[1:])
-            for i, t in zip(batch.tensors, batch.tensor_values, strict=True)
-        )
-        return whole, shapes
+        tensors = batch.tensor_values
+        if len(tensors) != len(self._looked[0]) or not all(map(operator.is_, tensors, self._looked[0])):
+            whole = batch.cache_key(sizes=False)
+            shapes = tuple(
+                tuple(t.shape) if self._rows or batch.is_shared(i) else (-1, *t.shape[1:])
+                for i, t in zip(batch.tensors, tensors, strict=True)
+            )
+            self._looked = tensors, (whole, shapes)
+        return self._looked[1]
 
     def _key(self, name: Any, shapes: Shapes, pattern: frozenset[Dimension], split: tuple[int, ...]) -> tuple[Any, ...]:
         left_open = _open(pattern, shapes)

@@ -16,7 +16,6 @@ from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.stages.capture.bf16_updates import in_float32
 from lightning_spmd.stages.capture.inputs import InputTable
 from lightning_spmd.stages.capture.loss_scaling import LossScaling
-from lightning_spmd.stages.capture.module_guards import frozen_guard, trained_guard
 from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, check_step
 from lightning_spmd.stages.capture.own_backward import check_backward
 from lightning_spmd.stages.capture.own_batch import OwnBatch
@@ -28,6 +27,7 @@ from lightning_spmd.stages.capture.surroundings import (
     settings_guard,
     submodules_guard,
     tensor_kinds_guard,
+    trained_guard,
 )
 
 
@@ -172,7 +172,6 @@ class IterationTrace:
         request = self.request
         return [
             submodules_guard(request.module),
-            frozen_guard(request.module),
             tensor_kinds_guard(request.module),
             settings_guard(),
             *([] if request.optimizer is None else [trained_guard(request.module, request.optimizer)]),

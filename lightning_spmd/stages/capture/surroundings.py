@@ -53,7 +53,7 @@ def hooks_guard(module: nn.Module, optimizer: Optimizer | None, trainer: Any) ->
 
 
 def tensor_kinds_guard(module: nn.Module) -> ValueGuard:
-    """Shapes, dtypes and attributes' names of parameters and buffers: a hook may put others there, or other data."""
+    """Shapes and dtypes of parameters and buffers: a hook may put others there, or other data."""
     slots = private.tensor_slots(module)
     tables, keys = [table for table, _ in slots.values()], [key for _, key in slots.values()]
 
@@ -65,11 +65,21 @@ def tensor_kinds_guard(module: nn.Module) -> ValueGuard:
                 [t is None for t in tensors],
                 list(map(Tensor.size, present)),
                 [t.dtype for t in present],
-                [tuple(vars(t)) for t in present],
             ]
         )
 
-    return ValueGuard("the shapes, dtypes or attributes of parameters and buffers", kinds, kinds())
+    return ValueGuard("the shapes or dtypes of parameters and buffers", kinds, kinds())
+
+
+def trained_guard(module: nn.Module, optimizer: Optimizer) -> ValueGuard:
+    """A parameter that takes another one's place is not the one that the optimizer updates."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    slots = [(n, t, k, t[k]) for n, (t, k) in private.tensor_slots(module).items() if id(t[k]) in trained]
+
+    def replaced() -> tuple[str, ...]:
+        return tuple([name for name, tensors, key, parameter in slots if tensors.get(key) is not parameter])
+
+    return ValueGuard("the parameters of the module that are the optimizer's", replaced, replaced())
 
 
 class _Kinds:
