@@ -572,8 +572,18 @@ class Following:
         tree = step.tree
         for_all = tree is not None and tree.is_for_all(step.notes, step.path)
         why_not = None if tree is None else tree.why_not
-        program = Program(step.notes, step.path, tuple(all_wants), source, free, self._live, logs() if is_own else ())
-        program = dataclasses.replace(program, added=tuple(step.added), for_all_sizes=for_all, why_not=why_not)
+        program = Program(
+            step.notes,
+            step.path,
+            tuple(all_wants),
+            source,
+            free,
+            self._live,
+            logs() if is_own else (),
+            for_all_sizes=for_all,
+            why_not=why_not,
+            added=tuple(step.added),
+        )
         if step.counts:
             counts = self._counts.setdefault(step.path, Counts(len(step.counts)))
             if step.path not in self._samples:

@@ -41,7 +41,7 @@ from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.own_graphs import OwnDone, OwnGraphs
 from lightning_spmd.strategy.own_meeting import OwnMeeting
 from lightning_spmd.strategy.places import Moment, training_moment
-from lightning_spmd.strategy.replay import replay, resolve
+from lightning_spmd.strategy.replay import replay
 from lightning_spmd.strategy.run_context import Ran, RunContext, StepRequest
 from lightning_spmd.strategy.shared_leaves import check_shared
 
@@ -143,7 +143,7 @@ class TrainingIteration:
             self._fall_back(self.own_batches.refused("optimization by hand on a batch of each rank's own"))
         batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
         with speaking_of(variant.method):
-            variant = dataclasses.replace(variant, own_batch=own)
+            variant = dataclasses.replace(variant, own_batch=True) if own else variant
             request = self._request(batch, arguments, variant, clip)
             part = self.table.step_key(request)
             if not own:
@@ -193,7 +193,7 @@ class TrainingIteration:
         self.paused = executable if isinstance(executable, PausingExecutable) else None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
-        found = resolve(executable.captured.returned, outputs, ())
+        found = [outputs[wanted.position] for wanted in executable.captured.returned]
         values = followed.fill(found[: len(followed.program.wants)])
         rows, split = (0, self._found.split) if meeting is None else (meeting.rows, None)
         if executable.captured.own_batch is not None:
