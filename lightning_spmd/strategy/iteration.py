@@ -41,7 +41,7 @@ from lightning_spmd.strategy.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.own_graphs import OwnDone, OwnGraphs
 from lightning_spmd.strategy.own_meeting import OwnMeeting
 from lightning_spmd.strategy.places import Moment, training_moment
-from lightning_spmd.strategy.replay import replay
+from lightning_spmd.strategy.replay import replay, resolve
 from lightning_spmd.strategy.run_context import Ran, RunContext, StepRequest
 from lightning_spmd.strategy.shared_leaves import check_shared
 
@@ -193,13 +193,13 @@ class TrainingIteration:
         self.paused = executable if isinstance(executable, PausingExecutable) else None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)
-        found = [outputs[wanted.position] for wanted in executable.captured.returned]
-        values = followed.fill(found[: len(followed.program.wants)])
+        wanted, count = executable.captured.returned, len(followed.program.wants)
+        values = followed.fill([outputs[reference.position] for reference in wanted[:count]])
         rows, split = (0, self._found.split) if meeting is None else (meeting.rows, None)
         if executable.captured.own_batch is not None:
             rows = outputs[executable.captured.own_batch.rows]
             rows = int(rows) if rows.device.type == "cpu" else rows  # a GPU need not be waited for
-            loss, *logged = found[len(followed.program.wants) :]
+            loss, *logged = resolve(wanted[count:], outputs, ())
             followed.of_all_ranks(loss, logged)
         self.ran = Ran.of(executable, rows, split, (self.table, self._own.table))
         with self.context.step_context(variant.method):
