@@ -138,6 +138,7 @@ from lightning_spmd._private_api.symbolic_sizes import (
 )
 from lightning_spmd._private_api.torch_names import (
     NAMES_OF_DTENSORS,
+    BelowDispatchModes,
     GraphModule,
     autograd_hooks,
     child_tables,
@@ -241,6 +242,7 @@ __all__ = [
     "end_after_this_batch",
     "disable_autocast",
     "NAMES_OF_DTENSORS",
+    "BelowDispatchModes",
     "disable_dispatch_modes",
     "disable_torch_functions",
     "draws",

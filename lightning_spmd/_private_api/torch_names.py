@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 # What is on every DTensor, and nobody's own.
 NAMES_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
 disable_dispatch_modes = _disable_current_modes
+# The same for a call that has no tensors: modes stay where they are and are passed, in a third of the time.
+BelowDispatchModes = torch._C._DisableTorchDispatch
 # A graph holds the casts that autocast made; where a hook left it on, they would be made again.
 disable_autocast = _DisableAutocast
 # What looks at a call of torch must not see its own calls; without it a fence would meet itself.

@@ -658,8 +658,7 @@ class Step(TorchFunctionMode):
                 return func(*args, **kwargs) if kwargs else func(*args)
             if self._is_under_hooks(func):
                 return self.called(func, args, kwargs or {})
-        children = self.here.children
-        for note in reversed(children):
+        for note in reversed(children := self.here.children):
             if note.func is func and note.take is not None and (note.at is self._at or moved(note, self._at)):
                 found = note.take(self, args, kwargs)
                 if found is not MISSED:
@@ -1320,11 +1319,13 @@ class Step(TorchFunctionMode):
         if args and isinstance(args[0], Tensor):
             return self.called(func, args, kwargs)
         is_number = args and type(args[0]) in (int, float, bool)
-        if not is_number and any(id(t) in self.sources for t in tensors_in((args, kwargs))):
+        own = () if is_number else tensors_in((args, kwargs))
+        if any(id(t) in self.sources for t in own):
             return self.read(func, args, kwargs)
         self.is_apart = True
         try:
-            return func(*args, **kwargs)
+            with contextlib.nullcontext() if own else private.BelowDispatchModes():
+                return func(*args, **kwargs)
         finally:
             self.is_apart = False
 
