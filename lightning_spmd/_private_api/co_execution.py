@@ -57,8 +57,8 @@ def is_memory_its_own(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to."""
-    return tensor._version
+    """How often a tensor was written to; -1 of inference mode's, of which torch does not know."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 _SWAP = torch._C._swap_tensor_impl

@@ -84,9 +84,9 @@ class Beginning:
         before = Before(step.signature.inputs, self.executable.inputs(tensors), all_of_them=True)
         try:
             outputs = self.run(request, place)
+            return [before.apart(outputs[reference.position]) for reference in self.executable.captured.returned]
         finally:
             before.restore()
-        return [outputs[reference.position] for reference in self.executable.captured.returned]
 
 
 class GraphBuilder:

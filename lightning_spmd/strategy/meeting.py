@@ -423,11 +423,11 @@ class Fingerprints:
 
     def _of(self, tensor: Tensor) -> int:
         reference, version, found = self._known.get(id(tensor), (None, -1, 0))
-        is_known = reference is not None and reference() is tensor
-        if is_known and (version == private.version_of(tensor) or tensor.nbytes > _LARGE):
+        is_known, now = reference is not None and reference() is tensor, private.version_of(tensor)
+        if is_known and (0 <= now == version or tensor.nbytes > _LARGE):
             return found
         found = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        self._known[id(tensor)] = weakref.ref(tensor), private.version_of(tensor), found
+        self._known[id(tensor)] = weakref.ref(tensor), now, found
         if len(self._known) > _MOST_KNOWN:
             self._known = {k: v for k, v in self._known.items() if v[0]() is not None}
         return found

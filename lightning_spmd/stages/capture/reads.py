@@ -62,5 +62,14 @@ def writes_apart(graph: fx.Graph, live: Mapping[fx.Node, torch.Tensor]) -> None:
         root.replace_all_uses_with(copy, delete_user_cb=lambda user, own=copy: user is not own)
         behind = max(last[root], last_check, key=place.__getitem__)
         with graph.inserting_after(behind):
-            back = graph.call_function(_aten.copy_.default, (root, copy))
+            back = graph.call_function(_aten.copy_.default, (root, _as_written(copy)))
         back.meta.update(val=spec, info=info_of(behind))
+
+
+def _as_written(node: fx.Node) -> fx.Node:
+    """The last name of a tensor that is written whole: what reads an earlier one asks how that lies on the ranks."""
+    while later := [user for user in node.users if user.args[:1] == (node,) and node in written_arguments(user)]:
+        if later[-1].meta.get("val") != node.meta["val"]:
+            break
+        node = later[-1]
+    return node

@@ -92,6 +92,13 @@ class Before:
         self._host = torch.get_rng_state()
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
+    def apart(self, output: Any) -> Any:
+        """What the run gave, in memory that is not put back."""
+        if not isinstance(output, Tensor):
+            return output
+        written = {value.untyped_storage().data_ptr() for value, _ in self._kept}
+        return output.clone() if output.untyped_storage().data_ptr() in written else output
+
     def restore(self) -> None:
         """Put them back."""
         for value, before in self._kept:

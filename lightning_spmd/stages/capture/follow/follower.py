@@ -55,6 +55,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     mapped,
     sources_in,
     tensors_in,
+    with_numbers,
 )
 from lightning_spmd.stages.capture.follow.packed import PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
@@ -177,6 +178,8 @@ class Follower:
         self.kinds: dict[Any, str] = {}
         self.begins: dict[Any, Begin] = {}
         self.saving: dict[Any, Saving] = {}
+        self.numbers: dict[Any, set[Place]] = {}
+        """Where functions take tensors as numbers (``arange``, sizes of ``zeros``)."""
         self.recorded = 0
         """Calls that were recorded, of all steps."""
 
@@ -301,12 +304,15 @@ class _FakeBelow(private.TorchDispatchMode):
         self._calls = FakeCalls(mode)
         self.count = self.draws = 0
         self._known, self._held = KnownValues(), list[Tensor]()
+        self.asked: Tensor | None = None  # for its value
         self.sized = FormsOnFakes(lambda func, *args, **kwargs: self._calls.make(func, args, kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - an operator's public name
+            self.asked = args[0]
         if func is torch.ops.aten.equal.default and (told := self._known.equal(args)) is not None:
             return told
         form = self.sized.forms.form_of(func, args, kwargs)
@@ -739,6 +745,10 @@ class Step(TorchFunctionMode):
             if self.is_eager:
                 return self.for_good(func, args, kwargs)
         args, kwargs = mapped(_as_python, args), mapped(_as_python, kwargs)
+        if func in self.follower.numbers:
+            args, kwargs = self._with_numbers(func, args, kwargs)
+            if self.is_eager:
+                return self.for_good(func, args, kwargs)
         if any(isinstance(v, torch.Generator) for _, v in leaves_by_place((args, kwargs))):
             if kwargs.get("generator") is not torch.default_generator:
                 return self._with_generator(func, args, kwargs)
@@ -761,14 +771,13 @@ class Step(TorchFunctionMode):
                     note.take = never if note.anew else None
                     note.anew = True
                 return self.take(note, args, kwargs)
-            for tensor in self.outside[known:]:
-                del self.sources[id(tensor)]
-            del self.outside[known:]
+            self._unmet(known)
         if self._watch_generator():
             return self.called(func, args, kwargs)
         if self._knows_too_many() and not self.must_be_graph:
             self.eagerly(f"{getattr(func, '__name__', func)} is called with other arguments in every step")
             return self.for_good(func, args, kwargs)
+        places = len(self.follower.numbers.get(func, ()))
         try:
             note = self._record(func, args, kwargs, around)
         except CannotBeFollowed as error:
@@ -776,6 +785,9 @@ class Step(TorchFunctionMode):
             self.eagerly(str(error))
             return self.for_good(func, args, kwargs)
         except private.DataDependentOutputException:
+            self._unmet(known)
+            if len(self.follower.numbers.get(func, ())) > places:
+                return self.called(func, args, kwargs)
             return self._asks_for_values(func, args, kwargs)
         if note is None:
             return self._about_history(func, args, kwargs)
@@ -791,6 +803,20 @@ class Step(TorchFunctionMode):
         if numbers or type(index).__module__ == "numpy" and getattr(index, "ndim", 0):
             return torch.as_tensor(index)
         return index
+
+    def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Arguments in which tensors that torch takes as numbers are read."""
+        places = self.follower.numbers[func]
+        found = [(p, v) for p, v in leaves_by_place((args, kwargs)) if p in places and isinstance(v, Tensor)]
+        return with_numbers((args, kwargs), {p: self.read(Tensor.item, (v,), {}) for p, v in found})
+
+    def _unmet(self, known: int) -> None:
+        """A call was not made: of the tensors from outside so many have been met."""
+        for number in range(known, len(self.outside)):
+            del self.sources[id(self.outside[number])]
+            if self._recording is not None:
+                self._recording.outside.pop(Outside(number), None)
+        del self.outside[known:]
 
     def for_good(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call of a step that runs for good."""
@@ -938,6 +964,7 @@ class Step(TorchFunctionMode):
             func in self.follower.kinds or isinstance(func, EngineCall),
         )
         told: Told = {}
+        recording.below.asked = None
         try:
             recording.below.sized.begin(told)
             try:
@@ -951,7 +978,10 @@ class Step(TorchFunctionMode):
         except CannotBeFollowed:
             raise
         except private.DataDependentOutputException:
-            if not known_kind:
+            numbers = [p for p, v in leaves_by_place(given) if v is recording.below.asked and v.ndim == 0]
+            if numbers:
+                self.follower.numbers.setdefault(func, set()).update(numbers)
+            if numbers or not known_kind:
                 raise
             raise CannotBeFollowed(f"{note.name} reads the values of a tensor") from None
         except private.DynamicOutputShapeException as error:
@@ -1463,9 +1493,8 @@ class Step(TorchFunctionMode):
             n for note in self.notes for met, k in note.met.items() if k.shares is not None for n in (met, k.shares)
         }
         one_memory = {int(name) for pair in shared((str(n), self.outside[n]) for n in numbers) for name, _ in pair}
-        if any(
-            private.version_of(self._copies[source]) for source in map(Outside, one_memory) if source in self._copies
-        ):
+        copies = [self._copies[source] for source in map(Outside, one_memory) if source in self._copies]
+        if any(private.version_of(copy) > 0 for copy in copies):
             raise CannotBeFollowed("a value is read behind a write into memory that two tensors share")
         return values
 
@@ -1682,7 +1711,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 def _version_of(tensor: Tensor) -> int:
     with private.no_torch_functions():
-        return 0 if tensor.is_inference() else private.version_of(tensor)
+        return private.version_of(tensor)
 
 
 def _is_plain(value: Any) -> bool:

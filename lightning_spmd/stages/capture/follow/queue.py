@@ -8,6 +8,7 @@ What a metric gives for this batch is computed in the graph where the step uses 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.stages.capture.follow.notes import tensors_in
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, reference_to
 from lightning_spmd.stages.capture.user_code import user_location
 
@@ -119,7 +121,7 @@ class Shadows:
 
     def computes(self, metric: Any) -> None:
         """A step computes with what a metric gives."""
-        self.computing += [metric, *(part for part in metric.modules() if part is not metric), *_in_containers(metric)]
+        self.computing += _parts_of(metric)
 
 
 class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[misc]
@@ -309,8 +311,12 @@ class Queue:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.is_open:
-                part = known if self.part is None else lambda value: self.part(known(value))  # type: ignore[misc]
-                return own(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
+                given = map_leaves(lambda _, value: known(value), (args, kwargs))
+                parts = given if self.part is None else map_leaves(lambda _, value: self.part(value), given)  # type: ignore[misc]
+                found = own(*parts[0], **parts[1])
+                if method != "forward" or self.part is None or self.is_own:
+                    return found
+                return _of_this_batch(metric, *given)  # which the step may compute with
             position = self.record(path, method, OutputRole.METRIC_INPUT, args, kwargs)
             if method not in ("forward", "compute"):
                 return None
@@ -359,14 +365,26 @@ def wanted_by(call: RecordedCall) -> list[int]:
     return found
 
 
-def _of_this_batch(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_this_batch(metric: Metric | MetricCollection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a metric without any history gives."""
-    fresh: Metric = type(metric).__new__(type(metric))  # copy.copy makes torchmetrics print it, and that reads tensors
-    fresh.__setstate__(metric.__getstate__())
-    for name in METHODS[1::2]:  # the copy has made the others anew
-        vars(fresh).pop(name, None)
+    if _has_parts(metric):
+        state = tensors_in([list(vars(part).values()) for part in _parts_of(metric)])
+        fresh: Any = copy.deepcopy(metric, {id(t): t.detach() for t in state if t.grad_fn is not None})
+        copies = _parts_of(fresh)
+    else:
+        fresh = type(metric).__new__(type(metric))  # copy.copy makes torchmetrics print it, and that reads tensors
+        fresh.__setstate__(metric.__getstate__())
+        copies = [fresh]
+    for part in copies:
+        for name in METHODS[1::2] if isinstance(part, Metric) else METHODS:  # a metric's copy has made the others anew
+            vars(part).pop(name, None)
     type(metric).reset(fresh)  # of several ranks each has a history of its own
     return type(metric).forward(fresh, *map(known, args), **{k: known(v) for k, v in kwargs.items()})
+
+
+def _parts_of(metric: Metric | MetricCollection) -> list[Any]:
+    """The metric, and those of which it is made."""
+    return [metric, *(part for part in metric.modules() if part is not metric), *_in_containers(metric)]
 
 
 def _has_parts(metric: Any) -> bool:
