@@ -2,12 +2,16 @@
 
 Map, in the direction of the data::
 
+    cli/, examples/     the command line, complete models and data
     strategy/           Lightning's hooks in, hooks out
-    stages/capture/     LightningModule + optimizer + batch → one global-view graph
+    stages/capture/     the user's calls + optimizer + batch → one graph, as one device would run it
     stages/expand/      that graph + mesh → this rank's graph
+    stages/passes/      this rank's graph → the same with fewer, fused and bucketed operators
+    stages/phases/      this rank's graph → setup, main, cleanup
     stages/runtime/     graphs + live parameters + batch → loss, logged values
     ir/                 what the stages exchange
-    examples/, cli/     the byte-level GPT of the README, the command line
+    parallel/, cost/    mesh and plans; predicted times and memory
+    planning/, report/  plans without devices, comparisons, generated tables
 
 Importing this package registers the strategy ``"spmd"`` with Lightning and does nothing else.
 """

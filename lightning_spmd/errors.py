@@ -1,4 +1,4 @@
-"""Exceptions of lightning_spmd. Each docstring is its help page: what it means and what to do.
+"""Exceptions of lightning_spmd. Each docstring says what the error means and what to do.
 
 Everything a user can cause derives from :class:`SPMDError`, so one ``except`` catches it all.
 """
@@ -27,10 +27,10 @@ class ConfigurationError(SPMDError, ValueError):
 
 
 class CaptureError(SPMDError):
-    """``training_step`` (or the optimizer) did something that one graph cannot express.
+    """``training_step`` (or the optimizer) did something that a graph cannot express.
 
-    The message names the source line. With replicated parameters such a step runs without a graph, announced once; move
-    the statement into a hook such as ``on_train_batch_end`` to get the graph back. ``docs/limits.md`` has a list.
+    The message names the source line. With replicated parameters the step runs without a graph instead, and a message
+    says so; move the statement into a hook such as ``on_train_batch_end``. ``docs/limits.md`` has a list.
 
     Args:
         message: what happened, where, and the fix.
@@ -49,10 +49,10 @@ _made: ContextVar[list[CaptureError] | None] = ContextVar("capture errors that w
 
 @contextlib.contextmanager
 def none_swallowed() -> Iterator[None]:
-    """Inside, code that is not ours runs, which may catch what it knows as a ``RuntimeError``, and go on.
+    """Around code that is not ours and may catch a :class:`CaptureError`, which is a ``RuntimeError``, and go on.
 
     Raises:
-        CaptureError: the first one that was made inside, if it did not come out.
+        CaptureError: the first one that was created inside and did not get out.
     """
     made: list[CaptureError] = []
     token = _made.set(made)
@@ -65,7 +65,7 @@ def none_swallowed() -> Iterator[None]:
 
 
 def answered(errors: list[CaptureError]) -> None:
-    """What torch tried in vain, in ways that it tries one after the other, was done in another: not swallowed."""
+    """These errors were handled: torch tried one implementation after the other, and a later one worked."""
     made = _made.get()
     if made is not None:
         made[:] = [error for error in made if all(error is not other for other in errors)]
@@ -79,7 +79,7 @@ class BatchError(SPMDError, ValueError):
 
     Args:
         message: what does not fit, and the fix.
-        is_ragged: each rank's batch is one by itself, though together they are none.
+        is_ragged: each rank's batch is valid by itself, but together they are not one batch.
     """
 
     def __init__(self, message: str, *, is_ragged: bool = False) -> None:
@@ -100,24 +100,24 @@ class VerificationError(SPMDError):
 
 
 class RankDisagreementError(SPMDError):
-    """The ranks do not do the same, which would hang in the next collective.
+    """The ranks do different things and would hang in the next collective.
 
     They built different graphs, or are at different places of the run. The message names the first difference and both
-    sides. Usual cause: Python code that depends on the rank (``if self.global_rank == 0``) inside ``training_step``,
-    ``configure_optimizers`` or a hook that stops or skips something on one rank alone.
+    sides. The usual cause is Python code that depends on the rank (``if self.global_rank == 0``) inside
+    ``training_step``, ``configure_optimizers`` or a hook that stops or skips something on one rank alone.
     """
 
 
 class RankLostError(SPMDError):
-    """Another rank failed or its process ended, so that nothing can go on.
+    """Another rank failed or its process ended, so training cannot go on.
 
-    The message names the rank and what is known of it: the error that it raised, the signal that ended it. Its own
-    output says more. Processes that end without a word were often killed because memory ran out.
+    The message names the rank and what is known about it: the error that it raised, or the signal that ended it. Its
+    own output says more. Processes that end without a message were often killed because memory ran out.
     """
 
 
 def portable(problem: SPMDError) -> SPMDError:
-    """The same error without what does not travel between processes (graph nodes)."""
+    """The same error without what cannot be pickled (graph nodes)."""
     kind = type(problem) if type(problem).__module__ == SPMDError.__module__ else ExpansionError
     return kind(str(problem))
 
@@ -130,13 +130,13 @@ _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
 def own_line(error: BaseException) -> str | None:
-    """``file:line`` of the user's own code closest to where an error was raised; None if it went through none of it.
+    """``file:line`` of the user's code closest to where an error was raised; None if there is none in its traceback.
 
-    What a worker of a DataLoader raised has its traceback in its text. A script that only called ``trainer.fit`` did
-    not raise what came up in there.
+    An error of a DataLoader's worker has its traceback in its text. A script that only called ``trainer.fit`` is not
+    where an error inside was raised.
 
     Args:
-        error: that was raised.
+        error: the error that was raised.
     """
     if "Original Traceback" in str(error):
         frames = [(file, int(line)) for file, line in _FRAME.findall(str(error))]
@@ -157,6 +157,6 @@ def _is_own(file: str) -> bool:
 
 
 def _folders(*names: str) -> list[str]:
-    """Of libraries, which may be installed from a checkout."""
+    """Folders of libraries, which may be installed from a checkout."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
     return [os.path.join(os.path.dirname(file), "") for file in files if file]

@@ -1,4 +1,4 @@
-"""Files of the user's that a recipe names and Python cannot import: told with file and line."""
+"""User files that a recipe names and Python cannot import: reported with file and line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _OF_CLASS = re.compile(r"Problem with given class_path '([\w.]+)'")
 
 
 def broken_module(key: str, message: str) -> str | None:
-    """Which of the classes that a message of jsonargparse names is in a file that cannot be imported, and why.
+    """Find the class named by a message of jsonargparse whose file cannot be imported, and the reason.
 
     Args:
         key: of the recipe.
         message: of jsonargparse.
 
     Returns:
-        one line; None where every such file is imported, or is not there.
+        one line; None if every file can be imported, or does not exist.
     """
     for class_path in dict.fromkeys(_class_paths(message)):
         module = class_path.rpartition(".")[0]

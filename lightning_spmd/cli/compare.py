@@ -74,7 +74,7 @@ class Recipe(RecipeCLI):
         parser.add_argument("--output", type=str, default=None, help="File that receives everything as JSON")
 
     def instantiate_classes(self) -> None:
-        """Nothing yet: :meth:`build` makes a model, data and Trainer for each training."""
+        """Do nothing: :meth:`build` makes model, data and Trainer for each training."""
 
     def build(
         self, strategy: Any, flags: dict[str, Any], callbacks: list[L.Callback]
@@ -88,7 +88,7 @@ class Recipe(RecipeCLI):
         return self.trainer, self.model, self.datamodule
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """The recipe's Trainer with another strategy and without what disturbs."""
+        """The recipe's Trainer with another strategy, and without callbacks that disturb measurements."""
         own = self.config_init["trainer"]["callbacks"] or []
         kept = [c for c in (own if isinstance(own, list) else [own]) if not isinstance(c, LEFT_OUT)]
         callbacks = [*kept, *self._callbacks]
@@ -96,12 +96,12 @@ class Recipe(RecipeCLI):
 
     @property
     def seed(self) -> int:
-        """The recipe's; a comparison without one would compare different weights."""
+        """The recipe's seed; without one, different weights would be compared."""
         seed = self.config["seed_everything"]
         return 0 if isinstance(seed, bool) or seed is None else int(seed)
 
     def spmd_options(self) -> dict[str, Any]:
-        """What the recipe itself gives ``SPMDStrategy``."""
+        """The options that the recipe gives ``SPMDStrategy``."""
         strategy = self.config["trainer"]["strategy"]
         if strategy is None or isinstance(strategy, str):
             return named_options(strategy) or {}
@@ -112,7 +112,7 @@ class Recipe(RecipeCLI):
         return {name: value for name, value in dict(given).items() if value != defaults.get(name)}
 
     def sides(self) -> list[Side]:
-        """What to compare, in the order of the table.
+        """The strategies to compare, in the order of the table.
 
         Raises:
             ConfigurationError: a name or an option is unknown.

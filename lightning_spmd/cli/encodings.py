@@ -1,4 +1,4 @@
-"""Where the locale's encoding is not UTF-8: output that it cannot write loses characters, not the run."""
+"""For locales that are not UTF-8: characters that cannot be written are lost, not the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_whatever_comes() -> None:
-    """From now on a character that the terminal's or file's encoding does not have is written as a question mark."""
+    """Write characters that the output's encoding lacks as question marks from now on."""
     for stream in (sys.stdout, sys.stderr):
         output: Any = stream
         if output is None or not hasattr(output, "reconfigure") or _is_unicode(output.encoding):
@@ -19,7 +19,7 @@ def write_whatever_comes() -> None:
 
 
 def misread(content: bytes) -> str | None:
-    """What goes wrong where jsonargparse reads a recipe in the locale's encoding; None if nothing does.
+    """What goes wrong when jsonargparse reads a recipe in the locale's encoding; None if nothing does.
 
     Args:
         content: of the file.

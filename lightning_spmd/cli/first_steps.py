@@ -1,8 +1,8 @@
-"""What is found wrong before a training has begun: a missing folder, a model that does not fit its data or checkpoint.
+"""Mistakes found before training begins: a missing folder, a model that does not fit its data or checkpoint.
 
-A recipe cannot know whether a folder exists or what a checkpoint holds; the classes that it names do, in their hooks.
-What they refuse there with a plain ``raise`` is about a value of the recipe and answered in one line. An error that
-nobody raised on purpose is a bug of somebody's code and keeps its traceback.
+A recipe cannot know whether a folder exists or what a checkpoint holds; the classes that it names find out in their
+hooks. An error that they raise there with a plain ``raise`` is about a value of the recipe and is reported in one line.
+Any other error is a bug in the code and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HOOKS = frozenset(
         *("on_fit_start", "on_train_start", "on_sanity_check_start"),
     }
 )
-"""Of modules, data and callbacks, before the first batch."""
+"""Hooks of modules, data and callbacks that run before the first batch."""
 _KEYS = (
     (LightningModule, "model"),
     (LightningDataModule, "data"),
@@ -53,13 +53,13 @@ _OF_CHECKPOINTS = re.compile(r"Error\(s\) in loading state_dict for (\w+):\s*(.*
 
 @contextmanager
 def refusals_in_one_line(command: str) -> Iterator[None]:
-    """While open, what a recipe's values are refused with ends the command with one line.
+    """While open, an error about a value of the recipe ends the command with one line.
 
     Args:
-        command: the line begins with it.
+        command: the beginning of the line.
 
     Raises:
-        SystemExit: with 1, in place of the refusal.
+        SystemExit: with 1, in place of that error.
     """
     try:
         yield
@@ -73,13 +73,13 @@ def refusals_in_one_line(command: str) -> Iterator[None]:
 
 
 def refused_with(error: BaseException) -> str | None:
-    """What was refused, in one line; None if the error is no refusal.
+    """The error in one line if it is about a value of the recipe, else None.
 
-    What the strategy raises on purpose says itself what happened, where, and what to do, in as many lines as it has: a
-    checkpoint that a full disk took no more of, ranks that do not do the same.
+    Errors of the strategy say themselves what happened, where, and what to do, in as many lines as they have: a full
+    disk, ranks that disagree.
 
     Args:
-        error: that ended a training.
+        error: the error that ended a training.
     """
     text = " ".join(str(error).split())
     if isinstance(error, ConfigurationError | MisconfigurationException | RankLostError):
@@ -107,24 +107,24 @@ def refused_with(error: BaseException) -> str | None:
 
 
 def _another_folder(error: BaseException) -> str:
-    """What to do where something could not be made; what is there could not be read, by the user's own code perhaps."""
+    """Advice for a file or folder that could not be created; nothing if one could not be read."""
     if not isinstance(error, OSError) or error.errno not in (errno.EACCES, errno.EROFS):
         return ""
     return "" if os.path.lexists(str(error.filename)) or own_line(error) is not None else _ANOTHER_FOLDER
 
 
 def place_of(error: BaseException) -> str:
-    """The line of the user's own code that raised, in words; nothing if it was none of it.
+    """The line of the user's code that raised, in words; empty if the error came from elsewhere.
 
     Args:
-        error: that was raised.
+        error: the error that was raised.
     """
     line = own_line(error)
     return "" if line is None else f" at {line}"
 
 
 def place_in_class(error: BaseException | None) -> str:
-    """The line of the user's own class at which making an object of it failed, in words; nothing if that was elsewhere.
+    """The line of the user's class that raised when it was instantiated, in words; empty if it was elsewhere.
 
     Args:
         error: perhaps one that was raised in place of others.
@@ -136,7 +136,7 @@ def place_in_class(error: BaseException | None) -> str:
 
 
 def key_of(error: BaseException | None) -> str | None:
-    """The key of a recipe whose object was being made when an error was raised; None if that is not known.
+    """The recipe's key whose object was being instantiated when an error was raised; None if unknown.
 
     Args:
         error: perhaps one that was raised in place of others.
@@ -151,13 +151,13 @@ def key_of(error: BaseException | None) -> str | None:
 
 
 def _is_hook(frame: FrameType) -> bool:
-    """Whether a frame is a hook of something that a recipe names."""
+    """Whether a frame is a hook of an object that a recipe names."""
     whose = frame.f_locals.get("self")
     return frame.f_code.co_name in _HOOKS and isinstance(whose, LightningModule | LightningDataModule | Callback)
 
 
 def _of_checkpoint(error: BaseException, text: str) -> str:
-    """What is wrong with the file in which LightningCLI looks for the model's arguments, before a strategy does."""
+    """What is wrong with a checkpoint from which LightningCLI reads the model's arguments."""
     of = [f.f_locals.get("ckpt_path") for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code.co_name == _LOOKS]
     if not of or not Path(str(of[0])).is_file():
         return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""``lightning-spmd fit|validate|test|predict``: Lightning's own command line, with ``strategy: spmd`` known to it.
+"""``lightning-spmd fit|validate|test|predict``: LightningCLI with the strategies of this package.
 
 ``lightning-spmd compare`` trains under several strategies in turn (``cli.compare``); ``lightning-spmd plan`` predicts
 memory, communication and time (``cli.plan``).
@@ -87,7 +87,7 @@ def _command(arguments: list[str], as_the_process_has_them: bool) -> None:
 
 
 def version_text() -> str:
-    """What ``--version`` says: everything that somebody who reads a report of a fault asks for first."""
+    """The output of ``--version``: what a bug report needs."""
     versions = f"torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}"
     return f"{lightning_spmd.__version__} ({versions})"
 

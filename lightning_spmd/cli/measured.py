@@ -1,8 +1,8 @@
-"""A plan beside the training itself, on this machine: ``lightning-spmd plan --measure``.
+"""Predicted and measured numbers side by side, on this machine: ``lightning-spmd plan --measure``.
 
-The recipe trains for some steps on as many processes as the plan has ranks, as ``compare`` lets it; between rounds and
-in the end the same processes measure what their CPU and the link between them reach, all at the same time, and the plan
-is made with that.
+The recipe trains for some steps on as many processes as the plan has ranks, as in ``compare``. Between rounds and at
+the end the same processes measure, all at the same time, what their CPU and the link between them reach; the plan uses
+that.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from lightning_spmd.report.peak_memory import PeakMemory
 from lightning_spmd.report.sides import spmd_side
 
 LOOKS = 4
-"""Steps at which memory is looked at, before those that are timed."""
+"""Steps at which memory is measured, before those that are timed."""
 AMOUNT = Amount(steps=20, warmup=10, rounds=2)
 _OF_LAUNCHER = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A training that ran here.
+    """The measurements of a training that ran here.
 
     Args:
         side: steps and memory of the process, as ``compare`` measures them.
-        memory: bytes that a step needs above what is there between steps; None where the system does not tell.
-        processor: seconds of a core that a batch takes; None where a process has several.
+        memory: bytes that a step needs above those between steps; None if the system does not tell.
+        processor: seconds of a core that a batch takes; None if a process has several cores.
         on_cpu: the share of its time in which the process had a core while it was calibrated.
     """
 
@@ -54,9 +54,9 @@ class Measured:
 
 
 class StepMemory(L.Callback):
-    """How much some early steps need above what the process holds between steps; and what later ones take of a core.
+    """Measures the memory that early steps need above that between steps, and the core time of later ones.
 
-    On a machine that others use too, a step's time says more of them than of the step; the time of the core does not.
+    On a shared machine the wall-clock time of a step depends on other processes; its core time does not.
     """
 
     def __init__(self) -> None:
@@ -67,17 +67,17 @@ class StepMemory(L.Callback):
         self._begun: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A round begins."""
+        """Begin a round."""
         self._batches, self._begun = 0, None
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What happens between epochs belongs to no step."""
+        """Count nothing between epochs."""
         self._begun = None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Look at what is there, and at the clock of the core."""
+        """Read the memory in use and the core's clock."""
         now, self._batches = time.process_time(), self._batches + 1
         if self._begun is not None and self._batches > AMOUNT.warmup + 1:
             self.processor.append(now - self._begun)
@@ -89,14 +89,14 @@ class StepMemory(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at what was the most."""
+        """Read the peak."""
         found = None if self._memory is None else self._memory.peak()
         if found is not None:
             self.bytes.append(found)
 
 
 def check_here(machines: Machines) -> None:
-    """Check that this machine is what is planned for.
+    """Check that the plan is for this machine.
 
     Raises:
         ConfigurationError: it is not.
@@ -112,7 +112,7 @@ def check_here(machines: Machines) -> None:
 
 
 def calibrated(machines: Machines, found: Calibration | None = None) -> Machines:
-    """The machines with what this one's CPU reaches."""
+    """The machines with the measured speed of this one's CPU."""
     found = calibrate() if found is None else found
     return dataclasses.replace(machines, device=found.device(machines.device), within=found.link(machines.within))
 
@@ -121,7 +121,7 @@ def measured(recipe: Any, layout: Layout, machines: Machines) -> tuple[Machines,
     """Train here; all ranks but the first end in here.
 
     Returns:
-        the machines as they were found to be, and how it trained.
+        the calibrated machines, and the measurements.
 
     Raises:
         ConfigurationError: it cannot be trained here.
@@ -178,7 +178,7 @@ def measured_facts(outlook: Outlook, found: Measured) -> dict[str, Any]:
 
 
 def print_measured(facts: Mapping[str, Any], console: Console) -> None:
-    """Print how far the plan is from what happened here."""
+    """Print the plan beside the measurements."""
     table = Table(
         title=f"Predicted and measured here, {facts['steps']} steps", title_justify="left", title_style="bold"
     )

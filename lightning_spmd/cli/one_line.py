@@ -1,4 +1,4 @@
-"""Mistakes in one line: the key, what was given, what is allowed. jsonargparse says it in ten."""
+"""Mistakes in one line: the key, the value, what is allowed. jsonargparse takes ten lines."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _LONGEST = 400
 
 
 class OneLineParser(LightningArgumentParser):
-    """Answers a mistake with one line."""
+    """Reports a mistake in one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Answer a mistake; does not return."""
+        """Report a mistake; does not return."""
         if not self.exit_on_error:  # the parser of a class within the command's, which says more
             return super().error(message, ex)
         options = [option for action in self._actions for option in action.option_strings]
@@ -51,11 +51,11 @@ class OneLineParser(LightningArgumentParser):
 
 
 def one_line(message: str, options: Iterable[str]) -> str:
-    """What a message of jsonargparse says, in one line.
+    """A message of jsonargparse in one line.
 
     Args:
         message: the message.
-        options: of the command, with their dashes.
+        options: the command's options, with their dashes.
     """
     message = _FLAG.sub(r"\1", message)  # --model.class_path and the like: what was written, not jsonargparse's object
     command = _COMMAND.search(message)
@@ -112,7 +112,7 @@ def _unknown_key(path: str, message: str, options: list[str]) -> str:
 
 
 def _in_class(outer: str, class_path: str, text: str) -> str:
-    """A mistake in what a recipe gives a class."""
+    """A mistake in the arguments of a class."""
     if class_path in _BASES and "is not accepted" in text:
         return f"{outer}.class_path is missing: name the class that the init_args are for"
     taken = _parameters(class_path)
@@ -140,7 +140,7 @@ def _in_class(outer: str, class_path: str, text: str) -> str:
 
 
 def _nowhere(wanted: str, missing: str) -> str:
-    """Where a module was looked for that is not there."""
+    """Where a missing module was looked for."""
     if missing != wanted and not wanted.startswith(f"{missing}."):
         return f"{wanted} was found, and it imports {missing}, which is not installed"
     return (
@@ -150,7 +150,7 @@ def _nowhere(wanted: str, missing: str) -> str:
 
 
 def _no_class(key: str, given: str, kind: str | None, message: str) -> str:
-    """What is not the class that a key takes, or no class at all."""
+    """A class path that is no class, or not one that the key takes."""
     if kind is not None:
         return f"{key}.class_path: {given} is no {kind}"
     base = {"optimizer": torch.optim.Optimizer, "lr_scheduler": torch.optim.lr_scheduler.LRScheduler}.get(key)
@@ -162,7 +162,7 @@ def _no_class(key: str, given: str, kind: str | None, message: str) -> str:
 
 
 def refusal(error: Exception) -> str:
-    """What an object of a recipe said when it was made: the message without jsonargparse's frame."""
+    """The message of an error raised by an object of the recipe, without what jsonargparse adds."""
     text = str(error).partition("Not a valid subclass of")[0]
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     frame = ("Does not validate", "Subtypes:", "Errors:", "Expected a", "Given value")
@@ -171,7 +171,7 @@ def refusal(error: Exception) -> str:
 
 
 def _near(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """For each name the known one that was probably meant, if there is one: what it begins, or something close."""
+    """For each name the known one that was probably meant, if any: one that it begins, or a near match."""
     known, found = list(known), list[str]()
     for name in names:
         begun = [k for k in known if k.startswith(name)]
@@ -180,7 +180,7 @@ def _near(names: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def _inner(message: str) -> str:
-    """The path of keys from the outermost to the innermost one; outer ones are said again by inner ones."""
+    """The path of keys from the outermost to the innermost; inner messages repeat the outer keys."""
     found: list[str] = []
     for key in _KEY.findall(message):
         if not any(key == other or other.endswith("." + key) for other in found):
@@ -196,7 +196,7 @@ def _in_words(kind: str) -> str:
 
 
 def _parameters(class_path: str) -> dict[str, Any]:
-    """Types of a class' arguments by name; empty where it cannot be imported."""
+    """Types of a class's arguments by name; empty if it cannot be imported."""
     module, _, name = class_path.rpartition(".")
     try:
         return _parameters_of(getattr(importlib.import_module(module), name))
@@ -210,7 +210,7 @@ def _parameters_of(kind: type) -> dict[str, Any]:
 
 
 def _values(kind: Any) -> list[str]:
-    """How values of a type are written; nothing where that is any value."""
+    """How values of a type are written; empty for any value."""
     if kind is Any:
         return []
     if get_origin(kind) is Literal:

@@ -1,7 +1,7 @@
-"""Files beside a recipe and in the working directory can be imported, whoever starts the command.
+"""Makes files beside a recipe and in the working directory importable.
 
-``python -m`` looks in the working directory and an installed console script does not, so the same recipe would work in
-one way and not in the other.
+``python -m`` looks in the working directory and an installed console script does not, so a recipe would work with one
+and not with the other.
 """
 
 from __future__ import annotations

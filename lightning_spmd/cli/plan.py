@@ -1,7 +1,7 @@
 """``lightning-spmd plan --config RECIPE``: what a training will need and how long it will take, before it runs.
 
-The recipe is captured in this process on tensors without memory, and laid out for as many devices as are asked for; no
-device and no other process is needed. ``docs/plan.md`` says what is counted, and how far to trust it.
+The recipe is captured in this process on tensors without memory and laid out for any number of devices; no device and
+no other process is needed. ``docs/plan.md`` says what is counted, and how far to trust it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PlanRecipe(Recipe):
     """When the command began, by ``time.monotonic``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what ``plan`` itself takes."""
+        """Add the options of ``plan``."""
         parser.add_argument(
             "--devices", type=int | None, default=None, help="Devices of a node; by default the recipe's"
         )
@@ -85,12 +85,12 @@ class PlanRecipe(Recipe):
         parser.add_argument("--trace", type=str | None, default=None, help="File that receives a trace for Perfetto")
 
     def before_instantiate_classes(self) -> None:
-        """Make modules without memory; Lightning has its own way registered by now, which this replaces."""
+        """Instantiate modules without memory, in place of what Lightning registered."""
         super().before_instantiate_classes()
         self.parser.add_instantiator(self._make_module, L.LightningModule, subclasses=True)
 
     def _make_module(self, kind: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module without memory; with it where its code looks at the values of its tensors."""
+        """The module without memory, or with it if its code reads the values of its tensors."""
         reason = None
         if not self.in_memory:
             try:
@@ -107,7 +107,7 @@ class PlanRecipe(Recipe):
         return module
 
     def capture(self, layout: Layout) -> Capture:
-        """The iteration of the training, captured.
+        """Capture the training iteration.
 
         Raises:
             SPMDError: it cannot be a graph.
@@ -130,10 +130,10 @@ class PlanRecipe(Recipe):
         return self.build(strategy, dict(_ALONE), [])
 
     def layout(self) -> Layout:
-        """Where the training is to run.
+        """The devices and axes to plan for.
 
         Raises:
-            ConfigurationError: a number is none, or the axes do not fill the ranks.
+            ConfigurationError: a number is invalid, or the axes do not fill the ranks.
         """
         trainer = self.config["trainer"]
         devices = self._count("devices", trainer["devices"])
@@ -146,7 +146,7 @@ class PlanRecipe(Recipe):
         return layout
 
     def _count(self, name: str, of_recipe: Any) -> int:
-        """A number of devices or nodes; ``auto`` and lists of devices are the recipe's own machine's."""
+        """A number of devices or nodes; ``auto`` and lists of devices mean the recipe's own machine."""
         given = self.config[name]
         if given is not None:
             if given < 1:
@@ -222,7 +222,7 @@ def _read(args: Sequence[str]) -> PlanRecipe:
 
 
 def _as_declared(argument: str) -> str:
-    """``--num-nodes=2`` as ``--num_nodes=2``, and switches with their value."""
+    """The arguments with ``--num-nodes=2`` as ``--num_nodes=2``, and switches with their value."""
     if argument in ("--search", "--calibrate", "--measure"):
         return f"{argument}=true"
     for name in ("num-nodes", "device-type", "search-seconds"):
@@ -232,7 +232,7 @@ def _as_declared(argument: str) -> str:
 
 
 def _plan(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Outlook, Search | None]:
-    """The recipe's own layout, or the best one, and what else was found."""
+    """The recipe's own layout, or the best one with the results of the search."""
     capture = recipe.capture(layout)
     if not recipe.config["search"]:
         return outlook_of(capture, layout, machines), None
@@ -246,7 +246,7 @@ def _plan(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Outlo
 
 
 def _here(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Machines, Measured | None]:
-    """The machines as they are, if this one was measured; and how the recipe trained here."""
+    """The machines, calibrated if this one was measured, and the measurements."""
     config = recipe.config
     if config["measure"]:
         return measured(recipe, layout, machines)
@@ -286,7 +286,7 @@ def _write(name: str, text: str, option: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Lightning's banners are about this process, not about the training that is planned."""
+    """Silence Lightning's banners, which are about this process and not the planned training."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:
@@ -301,7 +301,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _model_error(error: BaseException | None) -> _ModelError | None:
-    """What the model's class raised, behind what jsonargparse made of it."""
+    """The error that the model's class raised, inside that of jsonargparse."""
     while error is not None and not isinstance(error, _ModelError):
         error = error.__cause__ or error.__context__
     return error

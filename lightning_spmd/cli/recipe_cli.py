@@ -1,8 +1,8 @@
-"""LightningCLI as both commands use it: strategies by name may take options, mistakes are answered with what to write.
+"""LightningCLI as all commands use it: strategies by name may take options, mistakes are reported with the fix.
 
-A recipe says ``strategy: spmd``; beside ``--trainer.strategy.overlap_iterations true`` jsonargparse wants a class there
-and says so in words of its own. And what a recipe brings along may stand in the way of a flag: its progress bar where
-there shall be none.
+A recipe says ``strategy: spmd``; with ``--trainer.strategy.overlap_iterations true`` jsonargparse would want a class
+there. A recipe's callback may conflict with a flag, such as its progress bar with ``--trainer.enable_progress_bar
+false``.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _UNWANTED: tuple[tuple[str, type[Callback]], ...] = (
 
 
 def named_options(name: Any) -> dict[str, Any] | None:
-    """What a registered name gives ``SPMDStrategy``; None if it is another strategy's, or none."""
+    """The options that a registered name gives ``SPMDStrategy``; None if it is not a name of this strategy."""
     entry: Any = StrategyRegistry[name] if isinstance(name, str) and name in StrategyRegistry else None
     return dict(entry["init_params"]) if entry is not None and entry["strategy"] is SPMDStrategy else None
 
 
 def with_class_for_name(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the class in place of a strategy's name, where options of the strategy follow."""
+    """The arguments with the class in place of a strategy's name, if options of the strategy follow."""
     options = [i for i, a in enumerate(arguments) if a.startswith(f"{STRATEGY}.")]
     if not options:
         return list(arguments)
@@ -86,7 +86,7 @@ class RecipeCLI(LightningCLI):
         super().__init__(*args, parser_class=parser_class, **kwargs)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Read the command line; what it says of the model is kept, because a checkpoint will overrule it."""
+        """Read the command line; the model's arguments are kept, because a checkpoint will overrule them."""
         super().parse_arguments(parser, args)
         config: Any = self.config
         config = config.get(config.get("subcommand"), config)
@@ -108,7 +108,7 @@ class RecipeCLI(LightningCLI):
                 tell(f"model.{key} is {value!r}, as the checkpoint of ckpt_path has it, not {self._asked[key]!r}")
 
     def before_instantiate_classes(self) -> None:
-        """Refuse numbers that the Trainer cannot mean, and names of strategies that do not exist."""
+        """Refuse invalid numbers for the Trainer, and unknown names of strategies."""
         config: Any = self.config if self.subcommand is None else self.config[self.subcommand]
         if (wrong := wrong_value(config["trainer"])) is not None:
             self.parser.error(wrong)
@@ -126,7 +126,7 @@ class RecipeCLI(LightningCLI):
             )
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """The Trainer, without the recipe's callbacks that are in the way of a flag."""
+        """Make the Trainer, without callbacks of the recipe that conflict with a flag."""
         config: Any = self.config_init if self.subcommand is None else self.config_init[self.subcommand]
         trainer = config["trainer"]
         own = trainer["callbacks"] or []
@@ -142,7 +142,7 @@ class RecipeCLI(LightningCLI):
             self.parser.error(f"{_trainer_key(str(error), trainer)}: {refusal(error)}")
 
     def instantiate_classes(self) -> None:
-        """Make the objects of the recipe; what they refuse is answered in one line."""
+        """Make the objects of the recipe; errors about its values are reported in one line."""
         try:
             super().instantiate_classes()
         except ValueError as error:  # what jsonargparse makes of theirs
@@ -155,6 +155,6 @@ class RecipeCLI(LightningCLI):
 
 
 def _trainer_key(message: str, trainer: Any) -> str:
-    """The Trainer's key that a message of the Trainer is about, as far as it says so."""
+    """The key of the Trainer that one of its messages is about, if it names one."""
     words = re.findall(r"`(\w+)", message.replace("`Trainer(", "`"))
     return next((f"trainer.{word}" for word in words if word in trainer), "trainer")

@@ -1,6 +1,6 @@
-"""A recipe is looked at as a file first: what is none is answered with file, line and key, in one line.
+"""Checks a recipe as a file, before jsonargparse: mistakes are reported in one line with file, line and key.
 
-Left to jsonargparse, a key that is there twice counts once, silently, and a mistake of YAML comes without a file.
+jsonargparse silently takes the last of two equal keys, and reports mistakes of YAML without a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def recipes_of(arguments: Sequence[str]) -> list[str]:
     """The recipes that a command line names, in their order.
 
     Args:
-        arguments: the command's.
+        arguments: the command line.
     """
     found: list[str] = []
     for flag, value in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
@@ -37,10 +37,10 @@ def recipes_of(arguments: Sequence[str]) -> list[str]:
 
 
 def mistake_in_recipes(arguments: Sequence[str]) -> str | None:
-    """What is wrong with the files that a command line names as recipes; None if they are readable.
+    """What is wrong with the recipes that a command line names; None if they are readable.
 
     Args:
-        arguments: of the command.
+        arguments: the command line.
     """
     for name in recipes_of(arguments):
         mistake = _mistake_in(name)
@@ -75,7 +75,7 @@ def _mistake_in(name: str) -> str | None:
 
 
 def _of_yaml(error: yaml.YAMLError, text: str) -> str:
-    """Where YAML could not go on, and why."""
+    """Where parsing YAML failed, and why."""
     mark = getattr(error, "problem_mark", None)
     problem = " ".join(str(getattr(error, "problem", None) or error).split())
     if mark is None:
@@ -87,7 +87,7 @@ def _of_yaml(error: yaml.YAMLError, text: str) -> str:
 
 
 def _wrong_key(node: yaml.Node, path: str, seen: set[int]) -> str | None:
-    """The first key below ``node`` that is there twice, or nearly one of those that name a class."""
+    """The first key below ``node`` that appears twice, or that nearly is ``class_path`` or ``init_args``."""
     if id(node) in seen:  # an alias
         return None
     seen.add(id(node))
@@ -113,7 +113,7 @@ def _wrong_key(node: yaml.Node, path: str, seen: set[int]) -> str | None:
 
 
 def _of_another_kind(name: str, value: yaml.Node) -> str | None:
-    """Why a value is not what its key is for; None if it is."""
+    """Why a value has the wrong kind for its key; None if it has not."""
     kind = value.tag.rpartition(":")[2]
     if name == "class_path" and kind != "str":
         return "give the path of a class, such as my_project.MyClass"
@@ -131,7 +131,7 @@ def _of_another_kind(name: str, value: yaml.Node) -> str | None:
 
 
 def _not_there(name: str) -> str:
-    """That there is no such file, and what was probably meant: a file beside it, or a recipe of the package."""
+    """A message that a file does not exist, with what was probably meant: a file beside it, or a recipe by name."""
     file = Path(name)
     here = f"there is no such file, seen from {Path.cwd()}"
     beside = _near(file)
@@ -146,7 +146,7 @@ def _not_there(name: str) -> str:
 
 
 def _hidden_by(folder: str) -> str:
-    """How to name the package's recipe that a folder of the same name hides."""
+    """How to name a recipe of the package that a folder of the same name hides."""
     hidden = recipe_named(folder)
     return "" if hidden is None else f". The recipe {folder} of this package is --config {hidden}"
 

@@ -1,7 +1,7 @@
 """Recipes of this package by name: ``--config gpt_bytes`` works from any folder.
 
-They lie in ``recipes/`` of a checkout and in ``lightning_spmd/recipes/`` of an installed package, where a wheel puts
-them (``pyproject.toml``). A path that exists is that path, whatever the package has of that name.
+They are in ``recipes/`` of a checkout and in ``lightning_spmd/recipes/`` of an installed package (``pyproject.toml``).
+An existing path comes before a recipe of its name.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 _FLAGS = ("-c", "--config")
 _OF_A_FOLDER = "recipe"
-"""A recipe that lies beside code of its own is named like its folder."""
+"""A recipe with code of its own is named after its folder."""
 
 
 def recipe_folder() -> Path:
-    """Where the package's recipes lie."""
+    """The folder of the package's recipes."""
     package = Path(__file__).parents[1]
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
@@ -25,7 +25,7 @@ def recipe_folder() -> Path:
 
 @cache
 def named_recipes() -> dict[str, Path]:
-    """The package's recipes by name, in the order of their names."""
+    """The package's recipes by name, sorted."""
     folder = recipe_folder()
     found: dict[str, Path] = {}
     for file in folder.rglob("*.yaml"):
@@ -35,7 +35,7 @@ def named_recipes() -> dict[str, Path]:
 
 
 def recipe_named(name: str) -> Path | None:
-    """The package's recipe of a name, which may end in ``.yaml``; None if there is none.
+    """The package's recipe with a name, which may end in ``.yaml``; None if there is none.
 
     Args:
         name: as the user wrote it.

@@ -1,7 +1,7 @@
-"""Numbers of the Trainer that Lightning takes and cannot mean: refused with the key and what is allowed.
+"""Numbers that the Trainer accepts but that make no sense: refused with the key and what is allowed.
 
 ``accumulate_grad_batches: 0`` ends in a division by zero, ``max_epochs: -3`` trains nothing, and
-``gradient_clip_val: -1`` turns all gradients round.
+``gradient_clip_val: -1`` reverses all gradients.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def wrong_value(trainer: Mapping[str, Any]) -> str | None:
     """The first value of the Trainer that is out of range, with what is allowed; None if there is none.
 
     Args:
-        trainer: values by key, of the types that the Trainer takes.
+        trainer: values by key, already of the Trainer's types.
     """
     for key, (allowed, words) in _ALLOWED.items():
         value = trainer.get(key)
@@ -66,7 +66,7 @@ def _wrong_devices(devices: Any) -> str | None:
 
 
 def wrong_seed(seed: Any) -> str | None:
-    """What is wrong with ``seed_everything``, which Lightning asks only when it seeds; None if nothing is."""
+    """What is wrong with ``seed_everything``, which Lightning checks only when it seeds; None if nothing is."""
     if seed is None or isinstance(seed, bool) or 0 <= int(seed) < 2**32:
         return None
     return f"seed_everything: {seed} is not what it takes: a whole number from 0 to {2**32 - 1}, or true, false"

@@ -1,4 +1,4 @@
-"""Checks the options of ``SPMDStrategy`` that say how graphs are built."""
+"""Checks of the options of ``SPMDStrategy``."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def checked_options(
     cuda_graphs: Any = False,
     offload_activations: Any = None,
 ) -> BuildOptions:
-    """What graphs are built with; ``SPMDStrategy`` says what each argument means.
+    """The options that graphs are built with; ``SPMDStrategy`` documents each.
 
     Raises:
-        ConfigurationError: one of them has a value that it cannot have.
+        ConfigurationError: one of them has an invalid value.
     """
     if bucket_size_mb != "auto" and not (_is_number(bucket_size_mb) and 0 < bucket_size_mb < math.inf):
         raise ConfigurationError(f"bucket_size_mb={bucket_size_mb!r}: give a number of MiB above 0, or 'auto'")
@@ -76,10 +76,10 @@ def checked_options(
 
 
 def check_offload(offload_activations: Any, device: torch.device) -> None:
-    """Check that there is a memory to move activations out of.
+    """Check that activations can be offloaded.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: training does not run on a GPU.
     """
     if offload_activations is not None and device.type != "cuda":
         raise ConfigurationError(
@@ -90,10 +90,10 @@ def check_offload(offload_activations: Any, device: torch.device) -> None:
 
 
 def check_switches(**switches: Any) -> None:
-    """Check options that are on or off.
+    """Check boolean options.
 
     Raises:
-        ConfigurationError: one of them is neither.
+        ConfigurationError: one of them is not a boolean.
     """
     for name, value in switches.items():
         if type(value) is not bool:
@@ -101,10 +101,10 @@ def check_switches(**switches: Any) -> None:
 
 
 def check_processes(backend: Any, timeout: Any) -> None:
-    """Check how processes find each other.
+    """Check backend and timeout of the process group.
 
     Raises:
-        ConfigurationError: no such backend of torch.distributed, or no time.
+        ConfigurationError: torch.distributed has no such backend, or the timeout is not a duration.
     """
     known = sorted({"gloo", "nccl", "mpi", "ucc", *torch.distributed.Backend.backend_list} - {"undefined"})
     parts = [] if backend is None else [p.rpartition(":")[2] for p in str(backend).split(",")]
@@ -120,12 +120,12 @@ def check_processes(backend: Any, timeout: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Python's numbers and NumPy's; neither arrays nor yes and no."""
+    """Whether it is a number of Python or NumPy; neither an array nor a boolean."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
-    """``in``, which asks the truth of arrays and takes 1 for True."""
+    """Like ``in``, but arrays are allowed and 1 is not True."""
     return any(type(value) is type(other) and value == other for other in allowed)
 
 
@@ -133,7 +133,7 @@ def check_sizes(**sizes: Any) -> None:
     """Check numbers of ranks.
 
     Raises:
-        ConfigurationError: one of them is no number of ranks.
+        ConfigurationError: one of them is not a positive integer.
     """
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
@@ -141,10 +141,10 @@ def check_sizes(**sizes: Any) -> None:
 
 
 def checked_folder(folder: Any) -> Path | None:
-    """Where graphs are written.
+    """The folder that graphs are written to.
 
     Raises:
-        ConfigurationError: it is no path.
+        ConfigurationError: it is not a path.
     """
     if folder is not None and not isinstance(folder, (str, Path)):
         raise ConfigurationError(f"dump_dir={folder!r}: give the path of a folder, or None")
@@ -152,10 +152,10 @@ def checked_folder(folder: Any) -> Path | None:
 
 
 def checked_updates(kind: Any) -> Updates:
-    """How weights of bfloat16 are updated.
+    """How bfloat16 weights are updated.
 
     Raises:
-        ConfigurationError: no such way.
+        ConfigurationError: there is no such choice.
     """
     if kind not in KINDS:
         raise ConfigurationError(f"bf16_updates={kind!r}: give one of {', '.join(map(repr, KINDS))}")
@@ -163,10 +163,10 @@ def checked_updates(kind: Any) -> Updates:
 
 
 def checked_batch(mode: Any) -> BatchMode:
-    """Whether the ranks have one batch together or a batch each.
+    """Whether the ranks' batches form one global batch.
 
     Raises:
-        ConfigurationError: no such choice.
+        ConfigurationError: there is no such choice.
     """
     if mode not in BATCH_MODES:
         raise ConfigurationError(f"batch={mode!r}: give one of {', '.join(map(repr, BATCH_MODES))}")
@@ -174,7 +174,7 @@ def checked_batch(mode: Any) -> BatchMode:
 
 
 def _of_pass(wanted: GraphPass, value: Any, chosen: Sequence[GraphPass]) -> float | int | None:
-    """What the option of a pass, which has its name, asks for."""
+    """The value of a pass's option, which has the name of the pass."""
     found = _share_or_bytes(wanted.name, value)
     if found is not None and wanted.name not in [p.name for p in chosen]:
         raise ConfigurationError(
@@ -184,7 +184,7 @@ def _of_pass(wanted: GraphPass, value: Any, chosen: Sequence[GraphPass]) -> floa
 
 
 def _share_or_bytes(option: str, value: Any) -> float | int | None:
-    """What an option about activations asks for: a share to give back as a float, bytes to leave as an integer."""
+    """The value of an option about activations: a share to free as a float, bytes to leave as an integer."""
     if value is None:
         return None
     if _is_number(value) and 0 < value <= 1:

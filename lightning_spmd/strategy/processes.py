@@ -1,4 +1,4 @@
-"""What Lightning asks of a strategy with several processes: launcher, ranks, collectives."""
+"""The part of the strategy about processes: launcher, ranks, collectives."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from lightning_spmd.strategy.slurm import SlurmLauncher, check_tasks, choose_por
 
 
 class ProcessStrategy(ParallelStrategy):
-    """One process a device. Inside ``training_step`` its collectives see the global batch, which needs none.
+    """One process a device. Inside ``training_step`` the batch is global, so its collectives move nothing.
 
     Args:
-        ranks: what this process will know of the others.
+        ranks: what this process knows about the others, once they are there.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
-        kwargs: those of Lightning's ``ParallelStrategy``, set by the Trainer.
+        kwargs: of Lightning's ``ParallelStrategy``, set by the Trainer.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProcessStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ what Lightning asks by name
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning should sync metrics and split the data set; on one device nothing differs from ``auto``."""
+        """Whether Lightning should sync metrics and split the data set; one device behaves like ``auto``."""
         return self.num_processes * self.num_nodes > 1
 
     @property
@@ -76,13 +76,13 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of this run, as ``ModelParallelStrategy`` has it.
+        """The mesh of this run, as in ``ModelParallelStrategy``.
 
-        Its axes are ``data_parallel``, ``context_parallel``, ``tensor_parallel``; one of a single rank is left out, but
-        for the first.
+        Its axes are ``data_parallel``, ``context_parallel`` and ``tensor_parallel``. Axes of size 1 are left out,
+        except for the first.
 
         Raises:
-            ConfigurationError: before the process groups are there, and on one device.
+            ConfigurationError: there are no process groups yet, or there is only one device.
         """
         if self._ranks.mesh is None:
             raise ConfigurationError(
@@ -123,7 +123,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def _meeting(self, cluster: ClusterEnvironment) -> Iterator[None]:
-        """Around the making of the process group: under SLURM ranks find each other first, or say why they do not."""
+        """Around the creation of the process group: ranks find each other first, or an error says why they cannot."""
         if isinstance(cluster, SLURMEnvironment) and not dist.is_initialized():
             choose_port()
             address, port = cluster.main_address, cluster.main_port
@@ -200,7 +200,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     @names_lost_ranks
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks; inside training_step values are global already and come back as they are."""
+        """Reduce over the ranks; inside ``training_step`` values are global already and are returned as they are."""
         if isinstance(tensor, Tensor) and self._ranks.traced_split == () and self.is_distributed:
             raise _not_of_all_ranks("strategy.reduce")
         if not isinstance(tensor, Tensor) or self._ranks.traced_split is not None:
@@ -211,7 +211,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     @names_lost_ranks
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """What all ranks decide, those that have the same batch included: each of them acts on it."""
+        """Combine the decisions of all ranks, including those that share a batch, for all of them act on it."""
         if self._ranks.control is None:
             return decision
         self._ranks.refuse_while_traced("reduce_boolean_decision")
@@ -223,9 +223,9 @@ class ProcessStrategy(ParallelStrategy):
     @override
     @names_lost_ranks
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of ranks with different batches: inside training_step a view of the global tensor.
+        """Stack the tensors of ranks with different batches: inside ``training_step`` a view of the global tensor.
 
-        That view is differentiable by nature.
+        That view is always differentiable.
         """
         split = self._ranks.traced_split
         if split is None:

@@ -85,10 +85,10 @@ class BuildEvent:
     Args:
         stage: ``"capture"``, ``"expand"``, ``"passes"``, ``"agree"`` or ``"ready"``; later, where a graph is compiled,
             ``"lower"`` before each region, and ``"lowered"`` in the end.
-        variant: which part of the iteration.
+        variant: which part of the iteration the graph holds.
         seconds: since this build began.
         nodes: size of the graph, once known.
-        detail: of a stage that has parts: ``"3 of 17"``.
+        detail: progress within the stage, such as ``"3 of 17"``.
     """
 
     stage: str

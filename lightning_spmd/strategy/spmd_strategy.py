@@ -56,10 +56,10 @@ from lightning_spmd.strategy.whole_state import save_as_ever, save_only_whole
 class SPMDStrategy(SavingStrategy):
     """Trains an unmodified LightningModule as one distributed graph an iteration, exactly as one device would.
 
-    Forward, loss, backward, gradient clipping, optimizer step and logged values become one graph that every device runs
-    on its part of the batch, split along dimension 0; ``docs/plans.md`` says what lies where. The result is that of one
-    device on the concatenated global batch, also where DDP differs (losses with ``ignore_index``, batch norm, ragged
-    batches).
+    Forward pass, loss, backward pass, gradient clipping, optimizer step and logged values become one graph. Every
+    device runs it on its part of the batch, split along dimension 0; ``docs/plans.md`` shows what each device keeps.
+    The result is that of one device on the concatenated global batch, also where DDP differs (losses with
+    ``ignore_index``, batch norm, ragged batches).
 
     Args:
         accelerator: set by the Trainer.
@@ -70,47 +70,47 @@ class SPMDStrategy(SavingStrategy):
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
         batch: ``"global"``: the batches of all data-parallel ranks are one batch, and training is that of one device on
-            it. ``"local"``: each rank's batch is a graph of its own, of any shape, and gradients are averaged over the
-            ranks, weighed by batch size (``batch_size=`` of ``self.log`` in the step, else the first tensor's first
-            dimension): DDP's semantics, weighed. ``"auto"``: global where that is possible, else local, with a warning.
-        data_parallel: what each rank keeps. ``"replicate"``: parameters, gradients and optimizer state, whole;
-            ``"zero2"``: its part of gradients and optimizer state; ``"zero3"``: its part of the parameters too.
+            it. ``"local"``: each rank's batch, of any shape, has a graph of its own, and gradients are averaged over
+            the ranks, weighted by batch size (``batch_size=`` of ``self.log`` in the step, else the first tensor's
+            first dimension): DDP's semantics, weighted. ``"auto"``: global if possible, else local, with a warning.
+        data_parallel: what each rank keeps. ``"replicate"``: all parameters, gradients and optimizer state;
+            ``"zero2"``: its shard of gradients and optimizer state; ``"zero3"``: its shard of the parameters too.
         data_parallel_size: number of ranks among which the batch is split; ``"auto"``: all that the other axes leave.
-        data_parallel_shard_size: hybrid sharding: number of data-parallel neighbours among which ``"zero2"`` and
-            ``"zero3"`` split state; each such neighbourhood holds all of it. ``"node"``: the ranks of a node, so that
+        data_parallel_shard_size: hybrid sharding: number of neighbouring data-parallel ranks among which ``"zero2"``
+            and ``"zero3"`` shard state; the groups are replicas of each other. ``"node"``: the ranks of a node, so that
             gathers stay inside it. ``"auto"``: all data-parallel ranks.
-        context_parallel_size: number of ranks that share each sequence; they see the same batch, and each works on its
-            part of dimension 1. Attention alone looks at the others' parts.
+        context_parallel_size: number of ranks that share each sequence. They see the same batch, and each works on its
+            part of dimension 1; only attention needs the others' parts.
         tensor_parallel_size: number of ranks that share each layer; they see the same batch.
-        tensor_parallel_plan: how layers are shared: patterns on module paths (``fnmatch``, the last that matches is
-            taken) to a style, or to a mapping with ``style`` and its options; ``"auto"``: found in the first batch's
+        tensor_parallel_plan: how layers are shared: a mapping of patterns on module paths (``fnmatch``; the last match
+            counts) to a style, or to a mapping with ``style`` and its options. ``"auto"``: found in the first batch's
             graph.
         sequence_parallel: between shared layers each rank works on a piece of the sequence (dimension 1).
-        bucket_size_mb: largest communication bucket in MiB (2**20 bytes); ``"auto"`` takes it from the graph. No
-            gradient is cut, so a larger one makes a larger bucket.
-        reduce_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: gradients are cast to it for their reduction and back; None
-            leaves them as they are. The loss, logged values and statistics of batch norm are not cast.
+        bucket_size_mb: largest communication bucket in MiB (2**20 bytes); ``"auto"`` derives it from the graph. A
+            gradient is never split, so a larger one makes a larger bucket.
+        reduce_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: the dtype in which gradients are reduced; None keeps theirs.
+            The loss, logged values and batch norm statistics are not cast.
         bf16_updates: how weights are updated with ``precision="bf16-true"``. ``"plain"``: in bfloat16, as Lightning
-            does, which loses updates of less than 1/256 of a weight. ``"master"``: in float32, on a copy of the weights
-            that is kept with the optimizer's state, also float32, and rounded to nearest. ``"stochastic"``: in float32,
-            the result rounded up or down by chance, right on average; state is float32, and no copy is kept.
-        overlap_iterations: whether the end of an iteration (late gradients' reduction, their update) may run inside the
-            next one, before the first reader. ``"auto"``: where that is faster by measurement; True: always. Whoever
-            looks at weights, in any hook, finds them up to date; where that cannot be seen to (an overridden
+            does, which loses updates of less than 1/256 of a weight. ``"master"``: in float32, on a float32 copy of the
+            weights kept with the optimizer's state (float32 too), rounded to nearest. ``"stochastic"``: in float32 with
+            stochastic rounding; the state is float32, and no copy is kept.
+        overlap_iterations: whether the end of an iteration (reduction of the last gradients and their update) may run
+            inside the next one, before its first reader. ``"auto"``: where that is measured to be faster; True: always.
+            Hooks that look at weights find them up to date; where that cannot be ensured (an overridden
             ``optimizer_step``) ``"auto"`` is off, and an info message says why.
-        rematerialize: activations that are made again in the backward pass instead of being kept since the forward
-            pass. A number above 0 and at most 1: the share of their bytes to give back; a string such as ``"512MiB"``
-            (KiB, MiB or GiB): the bytes that they may take on each device; None: all are kept. Losses keep their bits;
-            an info message says what is reached and how much of the forward pass is done twice.
-        offload_activations: activations of a GPU that lie in the host's memory between the forward and the backward
-            pass; written as ``rematerialize`` is, and beside it. Copies run beside the kernels; an info message says
-            what is reached and how many bytes a step travel. An error where training does not run on GPUs.
-        lowering: ``"inductor"``: chains of pointwise operators and reductions are compiled, in each graph's second run;
-            ``"auto"``: those that are worth the compiler's time, and are faster by measurement; ``"none"``: none.
-        cuda_graphs: on a GPU, launch what an iteration computes as a few CUDA graphs: less work for the host, more
-            memory. No GPU has run it yet. What cannot be recorded runs as without it; an info message says how much is.
-        save_distributed_checkpoint: write a checkpoint as a folder into which every rank writes its part, instead of a
-            single file that rank 0 assembles. Either is read by every plan and number of devices.
+        rematerialize: activations to recompute in the backward pass. A number above 0 and at most 1: the share of their
+            bytes to free; a string such as ``"512MiB"`` (KiB, MiB or GiB): the bytes that they may take on each device;
+            None: none. Losses stay bitwise equal; an info message says what is reached and how much of the forward pass
+            runs twice.
+        offload_activations: activations to move from a GPU to the host's memory between the forward and the backward
+            pass; values as for ``rematerialize``, which may be combined with it. Copies overlap with kernels; an info
+            message says what is reached and how many bytes are copied a step. An error without a GPU.
+        lowering: ``"inductor"``: compile chains of pointwise operators and reductions in each graph's second run.
+            ``"auto"``: only those that are worth the compile time and measured to be faster. ``"none"``: none.
+        cuda_graphs: on a GPU, run an iteration as a few CUDA graphs: less work for the host, more memory. No GPU has
+            run it yet. What cannot be recorded runs without; an info message says how much is recorded.
+        save_distributed_checkpoint: write checkpoints as folders into which every rank writes its shard, instead of
+            single files that rank 0 assembles. Any plan on any number of devices reads either.
         passes: names of the graph passes to run, in order, and ``GraphPass`` objects of your own; None: the default.
         dump_dir: folder that receives every graph after every stage as readable Python; None writes nothing.
 
@@ -299,9 +299,9 @@ class SPMDStrategy(SavingStrategy):
 
     @override
     def flush(self) -> None:
-        """Finish what the last iteration left for the next one: afterwards weights and optimizer state are up to date.
+        """Finish the work that the last iteration deferred: afterwards weights and optimizer state are up to date.
 
-        Lightning's own readers (validation, checkpoints, hooks at an epoch's end) need no call.
+        Validation, checkpoints and hooks at the end of an epoch do this by themselves.
         """
         self._training.flush()
 
@@ -350,24 +350,24 @@ class SPMDStrategy(SavingStrategy):
             raise ConfigurationError("there is no LightningModule to evaluate")
         return self.lightning_module.trainer
 
-    # ------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------ reporting
     def add_build_listener(self, listener: Callable[[BuildEvent], None]) -> None:
         """Call ``listener`` with a :class:`BuildEvent` at every stage of building a graph (for progress bars)."""
         self._settings.listeners.append(listener)
 
     @property
     def mode(self) -> Mode:
-        """How the current fit runs, or the last one did."""
+        """How the current or last fit runs: compiled, split or eager."""
         return self._training.mode
 
     @property
     def captures(self) -> int:
-        """Number of graphs built since ``fit`` began; 0 when training runs eagerly."""
+        """Number of graphs built since ``fit`` began; 0 if training runs eagerly."""
         return 0 if self._training.iteration is None else self._training.iteration.captures
 
     @property
     def evaluation_captures(self) -> int:
-        """Number of graphs built for evaluation since the Trainer began; 0 where it runs eagerly."""
+        """Number of graphs built for evaluation since the Trainer started; 0 if it runs eagerly."""
         return 0 if self._evaluation.graphs is None else self._evaluation.graphs.captures
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A callback that gives step time, exposed communication, MFU and the number of graphs to the Trainer's loggers."""
+"""A callback that logs step time, exposed communication, MFU and the number of graphs."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _MOST = 1000
 class StepStatistics(Callback):
     """Logs how fast training is, every ``log_every_n_steps`` steps, with the Trainer's loggers.
 
-    Each value is the median of the steps since the row before. A step is all that happens from the end of the update
-    before to the end of its own: loading data, ``accumulate_grad_batches`` batches, hooks. Not counted are steps in
-    which a graph was built, the first one of an epoch and what validation takes::
+    Each value is the median of the steps since the last row. A step lasts from the end of one update to the end of the
+    next: loading data, ``accumulate_grad_batches`` batches, hooks. Steps in which a graph was built, the first step of
+        an
+    epoch and validation do not count::
 
-        spmd/step_time_ms                 of one step on rank 0
+        spmd/step_time_ms                 on rank 0
         spmd/samples_per_second           on all ranks together
-        spmd/exposed_communication_ms     of a step, how long rank 0 waited for collectives; several ranks only
-        spmd/mfu                          products of the model (without what is done twice) / what all devices could do
-        spmd/captures                     graphs built since fit began; it grows where steps are captured anew
+        spmd/exposed_communication_ms     how long rank 0 waited for collectives in a step; several ranks only
+        spmd/mfu                          matrix products of the model (without recomputation) / peak of all devices
+        spmd/captures                     graphs built since fit began
         spmd/graphs                       graphs that are kept
-        spmd/peak_memory_mib              most that was allocated on the GPU, or was resident of the process on a CPU
+        spmd/peak_memory_mib              allocated on the GPU, or the process's resident set on a CPU
 
-    Where training runs eagerly, or with another strategy, the time of a step and memory are known, and nothing else.
-    With CUDA graphs nothing is known of waiting. Numbers and the order of work stay what they are: nobody waits for a
-    GPU.
+    In eager training, and with another strategy, only step time and memory are logged. With CUDA graphs the wait for
+    communication is unknown. Measuring changes neither numbers nor the order of work and never synchronizes with a GPU.
 
     Args:
-        peak_flops: floating-point operations a second of one device, for MFU. None: those of the maker for the GPUs in
-            ``lightning_spmd/cost/hardware.py``, of a CPU what a large product reaches, measured once on all ranks at
-            the same time. Of other devices MFU is not logged.
+        peak_flops: peak floating-point operations a second of one device, for MFU. None: the maker's number for GPUs in
+            ``lightning_spmd/cost/hardware.py``; for a CPU what a large product reaches, measured once on all ranks at
+            the same time. For other devices MFU is not logged.
 
     Raises:
-        ConfigurationError: there is no logger, or ``peak_flops`` is no positive number.
+        ConfigurationError: there is no logger, or ``peak_flops`` is not a positive number.
 
     Example::
 
