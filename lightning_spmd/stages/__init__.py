@@ -16,7 +16,7 @@ from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, ShownGradients
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
-from lightning_spmd.stages.expand import announce, expand
+from lightning_spmd.stages.expand import LOSS_CHUNKS, announce, chunk_losses, expand
 from lightning_spmd.stages.expand.auto_plan import find_plan
 from lightning_spmd.stages.passes import OFFLOAD_ACTIVATIONS, PASSES, REMATERIALIZE, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
@@ -41,6 +41,8 @@ class BuildOptions:
         lowering: what makes callables of final graphs, one of ``stages.runtime.lowering.MODES``.
         cuda_graphs: whether the final graphs run as CUDA graphs on a GPU.
         in_order: gradients travel in the order of parameters, because ranks with other graphs make them in another one.
+        loss_chunks: in how many chunks of rows losses are computed; None: as a whole.
+        loss_bytes: instead, how many bytes such a chunk may take.
     """
 
     passes: Sequence[GraphPass] = PASSES
@@ -52,6 +54,8 @@ class BuildOptions:
     cuda_graphs: bool = False
     in_order: bool = False
     offload_activations: float | int | None = None
+    loss_chunks: int | None = None
+    loss_bytes: int | None = None
 
     def pass_state(self) -> PassState:
         """What one run of the passes starts with."""
@@ -89,13 +93,15 @@ def build(
     state = options.pass_state()
     if not axes:
         on_stage("passes")
-        main = run_passes(_on_one_device(captured), options.passes, state, on_result)
+        step = _in_chunks(_on_one_device(captured), options, state, on_result)
+        main = run_passes(step, options.passes, state, on_result)
         return IterationGraphs(main=main, remarks=_remarks(state))
     on_stage("expand")
     sharded = switch_streams(expand(captured, axes, plan, on_fallback))
     verify_sharded(sharded)
     on_result("expanded", sharded)
     on_stage("passes")
+    sharded = _in_chunks(sharded, options, state, on_result)
     passed = run_passes(sharded, options.passes, state, on_result)
     shown = _hidden_gradients(captured, passed)
     arranged = arrange_undeferred(passed, as_written=options.in_order)
@@ -122,9 +128,20 @@ def _hidden_gradients(captured: CapturedStep, passed: ShardedStep) -> ShownGradi
     return hide_gradients(passed)
 
 
+def _in_chunks(
+    step: ShardedStep, options: BuildOptions, state: PassState, on_result: Callable[[str, ShardedStep], None]
+) -> ShardedStep:
+    """The step with its losses in chunks, if that is asked for."""
+    if options.loss_chunks is not None or options.loss_bytes is not None:
+        state.notes[LOSS_CHUNKS] = chunk_losses(step, options.loss_chunks, options.loss_bytes)
+        verify_sharded(step)
+        on_result(LOSS_CHUNKS, step)
+    return step
+
+
 def _remarks(state: PassState) -> tuple[str, ...]:
     """What users are told of the passes' work."""
-    told = (REMATERIALIZE.name, OFFLOAD_ACTIVATIONS.name)
+    told = (LOSS_CHUNKS, REMATERIALIZE.name, OFFLOAD_ACTIVATIONS.name)
     return tuple(f"{name}: {state.notes[name]}" for name in told if name in state.notes)
 
 

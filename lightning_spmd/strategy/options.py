@@ -41,6 +41,7 @@ def checked_options(
     lowering: Any = "none",
     cuda_graphs: Any = False,
     offload_activations: Any = None,
+    loss_chunks: Any = None,
 ) -> BuildOptions:
     """The options that graphs are built with; ``SPMDStrategy`` documents each.
 
@@ -70,9 +71,11 @@ def checked_options(
             f"offload_activations={offload_activations!r} and cuda_graphs=True: copies that run beside the kernels are "
             "in no recording; use one of the two"
         )
+    chunks, chunk_bytes = _chunks_or_bytes(loss_chunks)
     return BuildOptions(
-        chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering, bool(cuda_graphs), offload_activations=move
-    )
+        chosen, bucket_size_mb, reduce_dtype, overlap, give_back, lowering, bool(cuda_graphs), offload_activations=move,
+        loss_chunks=chunks, loss_bytes=chunk_bytes,
+    )  # fmt: skip
 
 
 def check_offload(offload_activations: Any, device: torch.device) -> None:
@@ -183,14 +186,34 @@ def _of_pass(wanted: GraphPass, value: Any, chosen: Sequence[GraphPass]) -> floa
     return found
 
 
+def _chunks_or_bytes(value: Any) -> tuple[int | None, int | None]:
+    """(how many chunks a loss is computed in, how many bytes one may take): one of them, or neither."""
+    if value is None:
+        return None, None
+    if isinstance(value, numbers.Integral) and _is_number(value) and int(value) >= 2:
+        return int(value), None
+    size = _bytes_of(value)
+    if not 1 <= size < math.inf:
+        raise ConfigurationError(
+            f"loss_chunks={value!r}: give the number of chunks that a loss is computed in, 2 or more; or the bytes "
+            "that one of them may take, a string such as '256MiB' (KiB, MiB or GiB); or None"
+        )
+    return None, int(size)
+
+
+def _bytes_of(value: Any) -> float:
+    """The bytes that a string says, 0 if it says none."""
+    found = _BYTES.fullmatch(value) if isinstance(value, str) else None
+    return 0.0 if found is None else float(found[1]) * _UNITS[found[2]]
+
+
 def _share_or_bytes(option: str, value: Any) -> float | int | None:
     """The value of an option about activations: a share to free as a float, bytes to leave as an integer."""
     if value is None:
         return None
     if _is_number(value) and 0 < value <= 1:
         return float(value)
-    found = _BYTES.fullmatch(value) if isinstance(value, str) else None
-    size = 0.0 if found is None else float(found[1]) * _UNITS[found[2]]
+    size = _bytes_of(value)
     if not 1 <= size < math.inf:
         raise ConfigurationError(
             f"{option}={value!r}: give the share of the activations' bytes to give back, a number above 0 and at "

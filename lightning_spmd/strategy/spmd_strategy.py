@@ -146,6 +146,7 @@ class SPMDStrategy(SavingStrategy):
         overlap_iterations: bool | Literal["auto"] = "auto",
         rematerialize: float | str | None = None,
         offload_activations: float | str | None = None,
+        loss_chunks: int | str | None = None,
         lowering: Literal["auto", "inductor", "none"] = "none",
         cuda_graphs: bool = False,
         save_distributed_checkpoint: bool = False,
@@ -174,7 +175,7 @@ class SPMDStrategy(SavingStrategy):
         )
         self.build_options = checked_options(
             passes, bucket_size_mb, reduce_dtype, overlap_iterations, rematerialize, lowering, cuda_graphs,
-            offload_activations,
+            offload_activations, loss_chunks,
         )  # fmt: skip
         self.dump_dir = checked_folder(dump_dir)
         updates, batches = checked_updates(bf16_updates), checked_batch(batch)

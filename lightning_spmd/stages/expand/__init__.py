@@ -12,9 +12,11 @@
                         └ replicate      the last resort, reported
 
 Import order: ``call < program < redistribute < rules < activations, registered, routing < propagate < associate,
-shared_casts, emit < expand``.
+shared_casts, emit < expand``; ``emit < row_chains < row_chunks``, which splits a rank's rows once more, over time.
 """
 
 from lightning_spmd.stages.expand.expand import announce, expand
+from lightning_spmd.stages.expand.row_chunks import NAME as LOSS_CHUNKS
+from lightning_spmd.stages.expand.row_chunks import chunk_losses
 
-__all__ = ["announce", "expand"]
+__all__ = ["LOSS_CHUNKS", "announce", "chunk_losses", "expand"]

@@ -66,16 +66,20 @@ class _Loss:
     whole_gradient: fx.Node | None
 
 
-def ignore_instead_of_cutting(graph: fx.Graph, axes: Sequence[ShardAxis], plan: ParallelPlan) -> fx.Graph:
-    """The graph, or a copy of it in which losses ignore rows."""
+def ignore_instead_of_cutting(
+    graph: fx.Graph, axes: Sequence[ShardAxis], plan: ParallelPlan, *, in_place: bool = False
+) -> fx.Graph:
+    """The graph, or a copy of it in which losses ignore rows; ``in_place``: no copy."""
     if all(sequence_dim(plan, axis) is None for axis in axes):
         return graph
     found = list(_losses(graph))
     if not found:
         return graph
-    copies: dict[fx.Node, fx.Node] = {}
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, copies))
+    copies: dict[fx.Node, fx.Node] = {node: node for node in graph.nodes}
+    copy = graph
+    if not in_place:
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(graph, copies))
     for loss in found:
         _Rewriting(copy, copies, loss).run()
     return copy

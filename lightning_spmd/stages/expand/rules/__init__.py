@@ -19,6 +19,7 @@ from lightning_spmd.stages.expand.call import Layout, Localizer, OpCall, Rule
 from lightning_spmd.stages.expand.rules import (
     attention,
     batch_norm,
+    collectives,
     convolution,
     cross_entropy,
     embedding,
@@ -41,6 +42,7 @@ from lightning_spmd.stages.expand.rules import (
 _FAMILIES = (
     pointwise, views, joins, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm,
     attention, recurrent, losses, cross_entropy, spatial, indexing, foreach, transforms,
+    collectives,
 )  # fmt: skip
 
 RULES: dict[Any, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}

@@ -1,0 +1,132 @@
+"""``SPMDStrategy(loss_chunks=...)``: the same training to rounding, what it says, and what it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_spmd import ConfigurationError, SPMDStrategy, messages
+from lightning_spmd.cli import main as cli
+from tests.cli.recipe import RECIPE
+from tests.helpers.ranks import RankPool
+
+CLASSES, WIDTH, LENGTH = 212, 16, 8
+
+
+class Model(L.LightningModule):
+    """A tied head over many classes, whose loss shifts and ignores."""
+
+    def __init__(self, accuracy: bool = True) -> None:
+        super().__init__()
+        self.accuracy = accuracy
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.table.weight
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        scores = self.head(self.norm(torch.tanh(self.layer(self.table(batch[0])))))
+        targets = torch.where(batch[1] % 5 == 0, -100, batch[1])
+        loss = F.cross_entropy(scores[:, :-1].float().reshape(-1, CLASSES), targets[:, 1:].reshape(-1))
+        if self.accuracy:
+            self.log("accuracy", (scores.argmax(-1) == batch[1]).float().mean())
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.5, momentum=0.9)
+
+
+def fit(
+    options: dict[str, Any], trainer: dict[str, Any], devices: int = 1, rows: int = 8
+) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """(losses, weights, what the strategy said)."""
+    said: list[str] = []
+    told, messages.rank_zero_info = messages.rank_zero_info, lambda text, *_: said.append(text)
+    try:
+        L.seed_everything(0, verbose=False)
+        module, strategy = Model(options.get("tensor_parallel_size") is None), SPMDStrategy(**options)
+        generator = torch.Generator().manual_seed(1)
+        tokens = [torch.randint(CLASSES, (12 * rows, LENGTH), generator=generator) for _ in range(2)]
+        quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+        fitted = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **quiet, **trainer)  # type: ignore[arg-type]
+        fitted.fit(module, DataLoader(TensorDataset(*tokens), rows // devices))
+        with strategy.full_parameters():
+            weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    finally:
+        messages.rank_zero_info = told
+    return [float(loss) for loss in module.losses], weights, [s for s in said if "loss_chunks" in s]
+
+
+def both(options: dict[str, Any], trainer: dict[str, Any], devices: int = 1, rows: int = 8) -> list[str]:
+    """Train with and without chunks; what was said of them."""
+    plain, ours = (fit({**options, **more}, trainer, devices, rows) for more in ({}, {"loss_chunks": 4}))
+    exact = "precision" not in trainer
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]), rtol=1e-6 if exact else 1e-2, atol=1e-6)
+    for name, weight in plain[1].items():
+        torch.testing.assert_close(ours[1][name], weight, rtol=0, atol=1e-5 if exact else 2e-2)
+    return ours[2]
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=["plain", "accumulated and clipped", "bf16"],
+)
+def test_training_on_one_device(trainer: dict[str, Any]) -> None:
+    (line,) = both({}, trainer)
+    assert "loss_chunks: what module 'head' makes is worked on in 4 chunks, in " in line
+
+
+@pytest.mark.parametrize("options", [{"rematerialize": 0.9}, {"lowering": "inductor"}], ids=str)
+def test_beside_other_options(options: dict[str, Any]) -> None:
+    assert "in 4 chunks" in both(options, {})[0]
+
+
+@pytest.mark.parametrize("value", [0, 1, -2, 1.5, True, "8", "0MiB", "256 MB", [8]])
+def test_what_it_takes_is_said(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"loss_chunks=.*number of chunks.*'256MiB'.*or None"):
+        SPMDStrategy(loss_chunks=value)
+
+
+def test_numbers_and_bytes() -> None:
+    for value, meant in ((None, (None, None)), (8, (8, None)), ("1.5 GiB", (None, 3 * 2**29))):
+        options = SPMDStrategy(loss_chunks=value).build_options
+        assert (options.loss_chunks, options.loss_bytes) == meant
+
+
+def test_a_recipe_takes_it_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jsonargparse")
+    for value, meant in (("8", 8), ("256MiB", "256MiB")):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(
+                ["fit", "--config", RECIPE, "--trainer.strategy", "spmd", "--print_config"]
+                + ["--trainer.strategy.loss_chunks", value]
+            )
+        assert stop.value.code == 0
+        assert yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]["init_args"]["loss_chunks"] == meant
+
+
+@pytest.mark.parametrize("plan", ["replicate", "zero2", "zero3"])
+def test_training_on_two_ranks(two_ranks: RankPool, plan: str) -> None:
+    for said in two_ranks.run(both, {"data_parallel": plan}, {}, 2):
+        assert not said or "in 4 chunks" in said[0]
+
+
+def test_shared_layers(two_ranks: RankPool) -> None:
+    options = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"head": "loss", "table": "embedding"}}
+    for said in two_ranks.run(both, options, {}, 2):
+        assert not said or "in 4 chunks" in said[0]
