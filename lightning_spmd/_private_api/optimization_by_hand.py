@@ -1,4 +1,4 @@
-"""What ``training_step`` calls to optimize by hand, for the time of a capture."""
+"""What ``training_step`` calls to optimize manually, for the time of a capture."""
 
 from __future__ import annotations
 

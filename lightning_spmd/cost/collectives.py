@@ -42,7 +42,7 @@ LATENCY = 1000.0
 LOCAL_WORK = 1e-3
 """What a byte that a rank only copies counts there."""
 SPLIT_ACTIVATION = 4.0
-"""Factor on moving what is split: it usually is an activation, and whoever reads it next wants it split again."""
+"""Factor on moving what is split: it usually is an activation, and its next reader wants it split again."""
 
 
 @dataclass(frozen=True)

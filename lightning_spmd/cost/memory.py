@@ -2,8 +2,8 @@
 
 A storage lives from the node that makes it to the last node that reads it under any name: views, in-place results and
 waits are names of one storage. What a collective sends lives until it is waited, because libraries hold it until then.
-What leaves the graph lives to its end, and so do its inputs, which are somebody else's; but for pending values, which
-are handed over and end with their last reader (``phases/split.py``).
+What leaves the graph lives to its end, and so do its inputs, which are not the graph's own; but for pending values,
+which are handed over and end with their last reader (``phases/split.py``).
 
 Not counted: what a kernel allocates for itself, what an allocator rounds up or keeps, and copies of a GPU's tensors
 that wait in the host's memory (``ir.host_copies``).

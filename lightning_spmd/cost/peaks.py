@@ -28,7 +28,7 @@ _ROUNDS = 5
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations a second of products on one device; None of a device that nobody knows.
+    """Operations a second of products on one device; None for an unknown device.
 
     Args:
         device: a GPU, or the host, whose products are measured at the first call.

@@ -2,7 +2,7 @@
 
 Operators that move memory cost what they read and write, normalizations and other reductions half as much again;
 products cost their arithmetic, attention twice that, for its kernels reach less of a device's peak. Operators that
-are not listed here cost ``None``: nobody knows, and so nobody computes them again.
+are not listed here cost ``None``: their cost is unknown, and so they are never recomputed.
 
 Nothing is measured: the choice of what is computed again must be the same on every rank and in every run.
 """

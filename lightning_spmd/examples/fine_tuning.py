@@ -79,7 +79,7 @@ class FineTunedLM(LanguageModel):
     def on_train_end(self) -> None:
         if self.save_to is None:
             return
-        # Every rank, because the parameters may be in parts; they are whole inside, and rank 0 writes.
+        # Every rank, because the parameters may be sharded; they are whole inside, and rank 0 writes.
         whole = getattr(self.trainer.strategy, "full_parameters", contextlib.nullcontext)
         with whole():
             if self.trainer.is_global_zero:

@@ -1,6 +1,6 @@
 """One graph for all counts that data say (``x[mask]``, ``nonzero``): formulas of its numbers, found by their values.
 
-A graph is made for a few sets of counts that nobody has seen, primes that are far from each other and from all sizes of
+A graph is made for a few sets of counts that no step had, primes that are far from each other and from all sizes of
 a model. A number of it that is another one in each is a multiple of a count, a sum of counts that follow each other, or
 a product of two, with a number added. Nothing else is looked for.
 """

@@ -37,7 +37,7 @@ def is_unnoticed(node: fx.Node) -> bool:
     """Whether running a node can be noticed only by its result and by what it writes into its operands.
 
     Operators of libraries and users are always noticed, whatever their schema says: a kernel that prints or counts is
-    somebody's debugging aid. So are collectives, random draws, the choice of a random stream, and assertions.
+    a debugging aid. So are collectives, random draws, the choice of a random stream, and assertions.
     """
     if node.op == "get_attr":
         return True
@@ -72,7 +72,7 @@ def leaving_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> set[f
 
 
 def lasting_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Storage roots that somebody may read after the graph ran: inputs, constants, and what leaves."""
+    """Storage roots that something may read after the graph ran: inputs, constants, and what leaves."""
     return {n for n in graph.nodes if n.op in ("placeholder", "get_attr")} | leaving_storages(graph, roots)
 
 
@@ -135,7 +135,7 @@ def replace_reads(old: fx.Node, new: fx.Node, shift: int = 0, *, keep_output: bo
 
 
 def counts_of(node: fx.Node) -> dict[fx.Node, int]:
-    """By operand, how many writes its storage must have seen from the operand to ``node``; empty if nobody knows."""
+    """By operand, how many writes its storage must have seen from the operand to ``node``; empty if unknown."""
     counts = node.meta.get(_COUNTS)
     operands = node.all_input_nodes
     return {} if counts is None or len(counts) != len(operands) else dict(zip(operands, counts, strict=True))

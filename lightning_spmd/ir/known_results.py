@@ -36,7 +36,7 @@ class Unlike(TypeError):
 
 
 def key_of(op: Any, args: Any, kwargs: Any, look: Callable[[Any], Any]) -> Any:
-    """What a call's result depends on; None where nobody can tell.
+    """What a call's result depends on; None if that is unknown.
 
     Args:
         op: the operator.

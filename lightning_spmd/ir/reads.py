@@ -109,7 +109,7 @@ class HandOver:
             ReadMiss: Python was told other counts.
         """
         counts = self._counts
-        if counts is not None and not any(isinstance(value, FakeTensor) for value in values):  # of which nobody counts
+        if counts is not None and not any(isinstance(value, FakeTensor) for value in values):  # which are not counted
             for seen, told in zip(self.handed(values), counts.told(), strict=True):
                 if seen != told:
                     raise ReadMiss(counts.place, seen, told, {})

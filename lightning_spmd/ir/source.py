@@ -145,7 +145,7 @@ class _Writer:
         return names[number.formula]
 
     def _last_readers(self) -> dict[fx.Node, list[fx.Node]]:
-        """The values that nobody needs any more after a node."""
+        """The values that nothing needs any more after a node."""
         found: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
         for node in reversed(self._graph.nodes):

@@ -81,7 +81,7 @@ class OutputRef:
 
 
 class LeafRef(OutputRef):
-    """Stands for the leaf of the batch at ``position``, a rank's own that nobody looked at: a file name."""
+    """Stands for the leaf of the batch at ``position``, a rank's own that nothing looked at: a file name."""
 
     __slots__ = ()
 

@@ -4,7 +4,7 @@
 * nothing moved across a write to the storage that it reads (:func:`stamp_writes` remembers which side it was on);
 * the memory of a collective under way is left alone;
 * nothing that outlives a run is written before Python's last decision on a value of the step (``ir.reads``);
-* every collective is waited exactly once, and nobody reads it before;
+* every collective is waited exactly once, and nothing reads it before;
 * operators that walk memory take tensors that are dense and lie alike, index by index (``ir.layout``).
 """
 
@@ -233,7 +233,7 @@ def _verify_collectives(graph: fx.Graph, signature: Signature) -> None:
 
 
 def _verify_in_flight(graph: fx.Graph, regions: dict[fx.Node, Region]) -> None:
-    """Between a collective and its wait nobody touches what it works in, nobody writes into what it reads.
+    """Between a collective and its wait nothing touches what it works in, nothing writes into what it reads.
 
     Only the functional all-reduce works in a copy of its input, made when it starts. What a collective reads may be one
     piece of a buffer (of a bucket's results) while another piece of it is written.

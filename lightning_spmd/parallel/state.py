@@ -1,4 +1,4 @@
-"""Tensors that live between iterations and lie in parts on the mesh: parameters, optimizer state, exposed gradients.
+"""Tensors that live between iterations and are sharded over the mesh: parameters, optimizer state, exposed gradients.
 
 Each is a ``DTensor``, so ``state_dict``, distributed checkpoints and a user's ``full_tensor()`` work on it; graphs take
 its local part. Graphs speak of placements in this package's algebra, DTensor in its own; :class:`StateMesh` translates:

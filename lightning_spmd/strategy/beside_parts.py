@@ -1,4 +1,4 @@
-"""Whole tensors beside tensors in parts, in hooks that take all gradients in one list (a norm, clipping)."""
+"""Whole tensors beside sharded tensors, in hooks that take all gradients in one list (a norm, clipping)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that optimize by hand: ``p.grad`` as live state of their graphs."""
+"""Modules that optimize manually: ``p.grad`` as live state of their graphs."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class Context:
         trainer: the Trainer.
         module: the LightningModule.
         optimizers: its optimizers.
-        in_graphs: steps of optimizers must be in graphs, whatever class they are of: state is in parts on the ranks, or
-            not what optimizers take it for.
+        in_graphs: steps of optimizers must be in graphs, whatever class they are of: state is sharded over the ranks,
+            or not what optimizers take it for.
     """
 
     trainer: Any
@@ -124,7 +124,7 @@ def own_optimizer(context: Context) -> str | None:
 
 
 def by_hand_eagerly(context: Context) -> str | None:
-    """What keeps optimization by hand (``automatic_optimization=False``) from being a graph."""
+    """What keeps manual optimization (``automatic_optimization=False``) from being a graph."""
     module = context.module
     if module.automatic_optimization:
         return None

@@ -1,4 +1,4 @@
-"""Parameters in parts are other tensors than the user's: who holds the user's would hold what nobody trains.
+"""Sharded parameters are other tensors than the user's: who holds the user's would hold what nobody trains.
 
 An optimizer that was made in ``__init__`` gets the parts. A step that computes with the whole one (from a list, from a
 closure) is an error, and so are hooks on it, which autograd would have called.

@@ -36,7 +36,7 @@ _CHECKPOINT_KEY = "lightning_spmd"
 
 
 class SavingStrategy(ProcessStrategy):
-    """A strategy whose state may lie in parts on the ranks; ``checkpoints`` says how it is written.
+    """A strategy whose state may be sharded over the ranks; ``checkpoints`` says how it is written.
 
     Args:
         ranks: among which it lies.

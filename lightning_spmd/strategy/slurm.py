@@ -24,9 +24,9 @@ from lightning_spmd.messages import warn
 from lightning_spmd.strategy.rendezvous import connected
 
 JOB = "slurm_job"
-"""In this package's part of a checkpoint: which job wrote it."""
+"""Key of a checkpoint: the job that wrote it."""
 FIT = "slurm_fit"
-"""And in the how manieth fit of the program."""
+"""Key of a checkpoint: the number of the fit within the program that wrote it."""
 _IDENTITY = "lightning_spmd/step"
 _SAY_SO = timedelta(seconds=60)
 _PORTS = 15000

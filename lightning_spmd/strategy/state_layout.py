@@ -1,4 +1,4 @@
-"""How a module and its optimizers' state come to lie in parts on the ranks, how they are seen whole, what is saved."""
+"""How a module and its optimizers' state are sharded over the ranks, how they are seen whole, what is saved."""
 
 from __future__ import annotations
 

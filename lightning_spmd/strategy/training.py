@@ -478,7 +478,7 @@ class Training:
 
 
 def _as_one(optimizers: Sequence[Optimizer], module: Any) -> Optimizer:
-    """What graphs take for the optimizer; of a module that optimizes by hand, all of them."""
+    """What graphs take for the optimizer; of a module that optimizes manually, all of them."""
     return optimizers[0] if module.automatic_optimization else SeveralOptimizers(optimizers)
 
 

@@ -1,4 +1,4 @@
-"""The graph of a followed step that optimizes by hand: backward passes and steps of optimizers under the recorder."""
+"""The graph of a followed step that optimizes manually: backward passes and steps of optimizers under the recorder."""
 
 from __future__ import annotations
 

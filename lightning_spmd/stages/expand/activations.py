@@ -125,7 +125,7 @@ def _packet(node: fx.Node) -> object:
 
 
 def _passes_on(node: fx.Node, operands: list[fx.Node], partial: list[fx.Node]) -> bool:
-    """Whether a reader leaves partial sums what they are, and nobody else reads them."""
+    """Whether a reader leaves partial sums what they are, and nothing else reads them."""
     if any(len(o.users) > 1 for o in partial):
         return False
     packet, value = _packet(node), node.meta.get("val")

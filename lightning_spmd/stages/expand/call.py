@@ -136,7 +136,8 @@ def _placement(where: Where, outer: Blocks) -> Placement:
 def along(call: OpCall, inputs: Sequence[Where], outputs: Sequence[Where], emit: Emit | None = None) -> list[Layout]:
     """Layouts that split the given dimensions of operands and outputs together.
 
-    Offered only where an operand already is split that way (or the output is wanted that way): nobody splits for fun.
+    Offered only where an operand already is split that way (or the output is wanted that way): a split by itself gains
+    nothing.
     """
     outers = {
         p.outer

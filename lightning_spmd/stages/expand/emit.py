@@ -215,7 +215,7 @@ class Emitter:
     def _own_operator(self, call: LocalCall) -> fx.Node:
         """The operator on local operands. A view of what lies in another order here than at capture takes a copy.
 
-        Kernels lay results out as they find their operands, and a gathered operand is dense. A copy is no view: nobody
+        Kernels lay results out as they find their operands, and a gathered operand is dense. A copy is no view: nothing
         may write into the storage.
         """
         if call.op is not torch.ops.aten.view.default or self.roots[call.node] in self.mutated:

@@ -34,7 +34,7 @@ _taken: set[Any] = set()
 _ENDS_WITHOUT_ROWS = {aten.native_batch_norm, aten._native_batch_norm_legit}
 """Kernels that end the process where a tensor is empty."""
 _LAZY = {aten._conj, aten._neg_view}
-"""Where conjugates and negatives come from that are not computed before somebody reads them."""
+"""Where conjugates and negatives come from that are not computed before something reads them."""
 
 
 class Fakes:

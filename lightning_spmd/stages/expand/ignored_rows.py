@@ -9,7 +9,7 @@ After::
     rows = scores.view(B * S, V);  loss = nll(log_softmax(rows), pad(labels[:, 1:], -100).view(-1), ignore=-100)
 
 and the same backward, where an ignored row's gradient is exactly zero. Only where a plan splits sequences, for sums and
-means (which count the rows that are not ignored), where at most half of the positions are cut away and nobody else
+means (which count the rows that are not ignored), where at most half of the positions are cut away and nothing else
 reads what the loss reads. The order of the sum may change, nothing else.
 """
 
@@ -178,7 +178,7 @@ class _Rewriting:
         self._forget()
 
     def _forget(self) -> None:
-        """Erase what nobody reads any more; the cut itself may have other readers."""
+        """Erase what nothing reads any more; the cut itself may have other readers."""
         loss = self.loss
         names = [name for node in loss.forward for name in _names(node)]
         old = [loss.cut.node, *loss.forward, *names, loss.loss, loss.gradient, *loss.backward, loss.whole_gradient]

@@ -3,8 +3,8 @@
 Nodes are visited once, in order. For each operator the cheapest legal layout given what its operands already are wins
 (``redistribute.cost``); placements already paid for (a gradient that was reduced for the norm) are free.
 
-**Mutation.** A written operand may change its placement only if nobody can see the difference: it is no graph input and
-no other name of its storage is read later; then later readers get the new tensor. Otherwise it must stay as it was
+**Mutation.** A written operand may change its placement only if nothing can see the difference: it is no graph input
+and no other name of its storage is read later; then later readers get the new tensor. Otherwise it must stay as it was
 created. If that would cost communication (``out = zeros(B, T); out[:, 0] = x`` with a split ``x``), the placement is
 wanted at the creation of the storage: it is forced there and propagation starts again (each creation at most twice). So
 is a whole tensor where rows of a split one are written (``x[1:3] = 0``): their slice is of a gathered copy. Writes into
@@ -198,7 +198,7 @@ class Propagation(Placing):
         return True
 
     def _refuse_routing(self, values: Iterable[routing.Routed]) -> None:
-        """Somebody would see the order of the rows: sort gathered rows instead."""
+        """Something would see the order of the rows: sort gathered rows instead."""
         self.unroutable.update(v.sort for v in values)
         raise StartAgain
 

@@ -283,7 +283,7 @@ def _joined(program: LocalProgram, pieces: list[fx.Node], dim: int) -> fx.Node:
 
 
 def _keep_on_first(program: LocalProgram, node: fx.Node, target: Partial, axis: ShardAxis) -> fx.Node:
-    if node.target in _UNINITIALIZED and not node.users:  # somebody is about to write all of it
+    if node.target in _UNINITIALIZED and not node.users:  # something is about to write all of it
         return program.call(node.target, *node.args, **node.kwargs)
     if target.op != "sum":
         return node

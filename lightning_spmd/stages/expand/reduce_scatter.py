@@ -1,4 +1,4 @@
-"""Sums that come to lie in parts: reduce-scatters into pieces and chunks, in the order of the whole."""
+"""Sums that end up sharded: reduce-scatters into pieces and chunks, in the order of the whole."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
     inverse[order] = arange(n)                     where each row went
     out = y[inverse]                               rows in their own order: an ordinary split tensor
 
-A bag's global order differs from the one-device program's, which nobody can see as long as bags meet only bags of the
+A bag's global order differs from the one-device program's, which nothing can see as long as bags meet only bags of the
 same sort, replicated values, and the operations above. Propagation follows every value that depends on the order; one
 use outside this list, and the sort is done on gathered rows as any other.
 """

@@ -29,7 +29,7 @@ class Storages:
     Args:
         program: the program that is written.
         roots: of every node of the global graph, the one whose storage it shares.
-        mutated: roots of storages that somebody writes into.
+        mutated: roots of storages that something writes into.
     """
 
     def __init__(self, program: LocalProgram, roots: Mapping[fx.Node, fx.Node], mutated: Collection[fx.Node]) -> None:

@@ -17,7 +17,7 @@ for it and starts a bucket of its own; that is how the token count of a mean wit
 Nor does a value wait that is written to later.
 
 All-reduces work in place: large gradients are made inside the buffer (``flat_buffers``), the rest is copied into it
-once; a value alone in its bucket is reduced where it is if nobody else reads it. Buckets of gathers and scatters are
+once; a value alone in its bucket is reduced where it is if nothing else reads it. Buckets of gathers and scatters are
 copied in and out, so they stay small; gathers of inputs start when the gather before them is waited, so that not all of
 them are in memory at once. Gathers of the backward pass are buckets of their own for the same reason.
 

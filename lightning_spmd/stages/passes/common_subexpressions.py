@@ -11,7 +11,7 @@ After::
     r = all_reduce(g); v = wait(r); use(v); use(v)
 
 Two nodes are equal if operator and arguments are, and if no storage that they read is written in between. They stay
-apart where sharing could be seen: a result that somebody writes into, or that leaves the graph (two states of an
+apart where sharing could be seen: a result that something writes into, or that leaves the graph (two states of an
 optimizer begin as the same zeros). Random draws, in-place operators and operators that are not torch's own are never
 merged.
 

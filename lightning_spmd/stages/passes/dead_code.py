@@ -2,10 +2,10 @@
 
 Before::
 
-    a = mul(x, y)                                   nobody reads a
-    e = empty(4); e.copy_(b)                        nobody reads e afterwards
+    a = mul(x, y)                                   nothing reads a
+    e = empty(4); e.copy_(b)                        nothing reads e afterwards
 
-After: nothing of it. A write counts only if somebody may read what it wrote: a later node, the caller (parameters,
+After: nothing of it. A write counts only if something may read what it wrote: a later node, the caller (parameters,
 buffers, state, outputs), the next iteration. So an in-place chain on a fresh tensor goes as a whole.
 
 What stays whatever its result: random draws and the choice of their stream (they move a generator, and the numbers of

@@ -9,7 +9,7 @@ After, what can be made in place is, the rest comes in one copy, and the buffer 
     flat = new_empty(n); p1, rest = split(flat); g1 = mm.out(a, b, out=p1.view(...))
     g2 = sum(c); cat.out([g2.flat], out=rest); r = all_reduce_(flat)
 
-A gradient is made in place if nobody reads it but the collective, it is as dense as the buffer, and the operator that
+A gradient is made in place if nothing reads it but the collective, it is as dense as the buffer, and the operator that
 makes it has a kernel that writes into memory it is given; generated ``out=`` variants that compute and copy do not
 count. Casts and clones become a copy into the buffer. Small gradients are copied: a view of the buffer costs as much.
 
@@ -86,7 +86,7 @@ class Memory:
         return min((w for w in self._writes.get(self.roots[node], ()) if w > after), default=len(self.order))
 
     def is_private(self, value: fx.Node, start: fx.Node, until: int) -> bool:
-        """Whether the graph made the value's storage and nobody but ``start`` touches it after position ``until``."""
+        """Whether the graph made the value's storage and nothing but ``start`` touches it after position ``until``."""
         root = self.roots.get(value)
         if root is None or root.op != "call_function" or starts_collective(root):  # None: the pass made it meanwhile
             return False

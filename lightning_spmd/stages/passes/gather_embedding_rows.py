@@ -15,7 +15,7 @@ After, every rank gets the rows of all ranks and adds them up itself::
 The choice follows ``cost.collectives``: the same on every rank, in every run. Does nothing
 
 * where the table is cheaper to reduce (bytes as vocabulary, many ranks, many tokens);
-* where somebody else reads the rank's own table: with tied embeddings the gradient is the sum of this one and a matrix
+* where something else reads the rank's own table: with tied embeddings the gradient is the sum of this one and a matrix
   product's, which is dense;
 * where ranks hold different numbers of rows, or the rows are partial sums themselves (position embeddings).
 

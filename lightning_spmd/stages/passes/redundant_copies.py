@@ -2,7 +2,7 @@
 
 Before::
 
-    c = clone(x); y = mul(c, w)                     nobody writes into c, nor into x before c was last read
+    c = clone(x); y = mul(c, w)                     nothing writes into c, nor into x before c was last read
     c = clone(x); relu_(c); use(c)                  x is not read afterwards
     x.copy_(x)                                      (or two views that are the same bytes)
     s.copy_(y)                                      s was made here and is not read again
@@ -15,7 +15,7 @@ After::
 ``clone`` and ``_to_copy`` are copies if dtype, device, shape and strides stay as they are. The source must be a whole
 storage: a small copy of a piece would otherwise keep the rest of it alive, and a piece may be aligned differently. A
 copy stays if it leaves the graph (the caller may keep it while live state moves on), if a collective works on it, if
-somebody addresses it by its offset, or if it conjugates, which torch does only when somebody reads.
+something addresses it by its offset, or if it conjugates, which torch does only when something reads.
 
 Does nothing to a graph without such copies, and with uneven rows not to sharded values, whose layouts may differ from
 rank to rank. Bitwise.

@@ -15,7 +15,7 @@ making them again costs: views, casts, pointwise operators and normalizations, t
 Each is made once, right in front of its first reader.
 
 Bitwise: the same operators run on the same values. Random draws are never repeated: of a dropout mask the booleans are
-kept. A batch norm that runs again updates no running statistics. Not made again is what a collective moved (so no
+kept. A batch norm that runs again updates no running statistics. Not recomputed is what a collective moved (so no
 collective is added), what an operator made that is not torch's own or may give other bits in a second run, and what is
 made of a value that is overwritten meanwhile; an operator in place is repeated with what it writes into. What
 ``torch.utils.checkpoint`` makes again in the backward pass stays as it is.

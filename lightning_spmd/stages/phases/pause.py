@@ -13,9 +13,9 @@ What runs (:func:`pausing`)::
 
     ...; r1 = all_reduce(b1); pause(loss, r1); w1 = wait(r1); ...; update(p1, ...)
 
-Gradients cost nothing until somebody looks: nobody waits for them in the pause, and what may run in the next iteration
-still may. The recipe starts no collective, so one rank may look alone. It is not there (:class:`CannotShowError`) where
-gradients would have to be gathered for the look, or where the update writes into them.
+Gradients cost nothing until something looks: nothing waits for them in the pause, and what may run in the next
+iteration still may. The recipe starts no collective, so one rank may look alone. It is not there
+(:class:`CannotShowError`) where gradients would have to be gathered for the look, or where the update writes into them.
 """
 
 from __future__ import annotations

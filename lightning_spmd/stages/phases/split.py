@@ -137,7 +137,7 @@ class _Cut:
         return dataclasses.replace(self.step, graph_module=module, signature=signature)
 
     def _handed_on(self, graph: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
-        """The value as it is now: inputs that somebody may write into before the next iteration are copied."""
+        """The value as it is now: inputs that something may write into before the next iteration are copied."""
         if self.touches.root(node) not in self.entries or not isinstance(node.meta.get("val"), TensorSpec):
             return copied
         clone = graph.call_function(torch.ops.aten.clone.default, (copied,))

@@ -1,7 +1,7 @@
 """Reads the live values of graph inputs and writes graph outputs back: modules, optimizer, counters.
 
 Values are looked up by name each step, never kept: callbacks replace buffers (SWA), swap weights (EMA) and load
-checkpoints in the middle of a run. The look-ups are prepared once a graph. Of a tensor that lies in parts on the ranks
+checkpoints in the middle of a run. The look-ups are prepared once a graph. Of a tensor that is sharded over the ranks
 (a DTensor) the graph gets this rank's part.
 """
 

@@ -1,4 +1,4 @@
-"""Steps that optimize by hand, followed: ``.grad`` of a step under way, ``backward`` and ``step`` as noted calls.
+"""Steps that optimize manually, followed: ``.grad`` of a step under way, ``backward`` and ``step`` as noted calls.
 
 Until Python is done ``.grad`` of live tensors is as it was before the step; what the step sees of them, and puts there,
 is kept here. A backward pass is one noted call, which gives what ``.grad`` of its leaves is then. So is a step of an
@@ -44,11 +44,11 @@ _OURS = 3
 
 
 class ByHand:
-    """What is the same in all steps of a module that optimizes by hand.
+    """What is the same in all steps of a module that optimizes manually.
 
     Args:
         optimizers: the live ones.
-        in_parts: their state is in parts on the ranks: a step is one call, whatever class it is of.
+        in_parts: their state is sharded over the ranks: a step is one call, whatever class it is of.
         part_of: gives the part of a whole gradient that this rank has, as it has of a tensor.
     """
 
@@ -145,7 +145,7 @@ class HandStep:
 
     # ------------------------------------------------------------------ gradients
     def handles(self, name: str, owner: str) -> bool:
-        """Whether a function of torch is about optimization by hand."""
+        """Whether a function of torch is about manual optimization."""
         return (
             owner == "grad" or name in ("backward", "requires_grad_") or (owner, name) == ("requires_grad", "__set__")
         )
@@ -365,7 +365,7 @@ class HandStep:
                 del self._gradients[key]
 
     def take_parts(self) -> list[tuple[Tensor, Made]]:
-        """Of tensors in parts the gradients that the step made: no rank has all of one, so a graph puts them there."""
+        """Of sharded tensors the gradients that the step made: no rank has all of one, so a graph puts them there."""
         step, found = self.step, list[tuple[Tensor, Made]]()
         for key, (tensor, gradient) in list(self._gradients.items()):
             source = None if gradient is None else step.source_if_known(gradient)

@@ -102,10 +102,10 @@ class CannotBeFollowed(Exception):
 
 
 class HandStep(Protocol):
-    """What a step does that optimizes by hand; ``by_hand.py`` has it."""
+    """What a step does that optimizes manually; ``by_hand.py`` has it."""
 
     def handles(self, name: str, owner: str) -> bool:
-        """Whether a function of torch is about optimization by hand."""
+        """Whether a function of torch is about manual optimization."""
         ...
 
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -615,7 +615,7 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed("a tensor in parts that is no parameter or buffer of the module")
         return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, self._shares(tensor, number))
 
-    # ------------------------------------------------------------------ for optimization by hand
+    # ------------------------------------------------------------------ for manual optimization
     @property
     def next_notes(self) -> Sequence[Note]:
         """The calls that came next in other steps, the likeliest last."""

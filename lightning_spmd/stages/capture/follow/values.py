@@ -37,7 +37,7 @@ class Values:
         engine: autograd's, where it needs something around it.
 
     Attributes:
-        world: in which calls of optimization by hand are made; None where there are none.
+        world: in which calls of manual optimization are made; None where there are none.
         engine: autograd's.
         number: gives a number that follows from sizes of the batch.
     """

@@ -1,4 +1,4 @@
-"""Calls of optimization by hand, each noted as one, and the worlds in which they are made true.
+"""Calls of manual optimization, each noted as one, and the worlds in which they are made true.
 
 What ``backward`` and ``optimizer.step()`` do depends on where: on fake tensors nothing of a step is computed, on copies
 an optimizer's state must be one too, in a graph the optimizer works on what is recorded, and for good it is the

@@ -83,7 +83,7 @@ def layouts_of(call: OpCall, on_error: Callable[[Exception], None] = lambda _err
 
     Args:
         call: the call.
-        on_error: told of what the rule raised. A call that nobody thought of runs on whole tensors, like an operator
+        on_error: told of what the rule raised. A call that no rule foresees runs on whole tensors, like an operator
             without a rule.
     """
     rule = rule_of(call.op)

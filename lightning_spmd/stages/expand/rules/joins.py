@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 _MANY_BLOCKS = 64
-"""More blocks of one dimension than a fused projection has parts: the rows of a batch, which nobody joins or splits."""
+"""More blocks of one dimension than a fused projection has: the rows of a batch, which nothing joins or splits."""
 
 
 def _known_blocks(size: int, placement: Shard) -> tuple[int, ...] | None:

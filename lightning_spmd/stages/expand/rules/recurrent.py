@@ -1,7 +1,7 @@
 """Recurrent layers that are one kernel: the rows of the batch are independent, time and units are not.
 
 These are cuDNN's (LSTM, GRU, plain), oneDNN's LSTM, and the cells of one time step that are one kernel on GPUs. What a
-forward kernel keeps for its backward (reserve or workspace, packed weights) is opaque and of this rank's own; nobody
+forward kernel keeps for its backward (reserve or workspace, packed weights) is opaque and of this rank's own; nothing
 else reads it. Packed sequences, where rows end at different times, have no dimension of rows and no rule there; as
 padded rows with lengths (``ir.packed_rnn``) they have one.
 """

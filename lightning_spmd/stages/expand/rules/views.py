@@ -198,7 +198,7 @@ def _slice_backward_sizes(call: LocalCall) -> dict[str, Any]:
 
 
 def _select_backward(call: OpCall) -> list[Layout]:
-    """Along an unsplit dimension; or the rank's own rows alone where nobody wants others."""
+    """Along an unsplit dimension; or the rank's own rows alone where nothing wants others."""
     at = call["dim"] % len(call.shape)
     found = _dims(call, {d: d + (d >= at) for d in range(len(call.shape) - 1)})
     return found + [replace(c, emit=_emit_own_row, local=True) for c in along(call, [None], [at])]

@@ -270,7 +270,7 @@ class _Writer:
         self._finish(made, group, lists[0], first.in_place)
 
     def _is_spent(self, group: Group, operands: Sequence[fx.Node]) -> bool:
-        """Whether nobody but the group reads these entries of a list, so that the results may take their memory."""
+        """Whether nothing but the group reads these entries of a list, so that the results may take their memory."""
         pairs = zip(group, operands, strict=True)
         return all(o in self._columns and list(o.users) == [n] and value_of(o) == value_of(n) for n, o in pairs)
 

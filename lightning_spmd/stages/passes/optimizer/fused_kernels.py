@@ -111,7 +111,7 @@ class _Reader:
         return node
 
     def made(self, tensors: Nodes, name: str) -> fx.Node | None:
-        """The operator that made the list, if nobody else reads what it made."""
+        """The operator that made the list, if nothing else reads what it made."""
         node = self.flow.maker(tensors, name)
         if node is None or any(user not in self.gone for t in tensors for user in t.users):
             return None
@@ -145,7 +145,7 @@ class _Reader:
     def result(
         self, target: Any, updated: list[Nodes], read: list[Nodes], lists: list[Nodes], **numbers: Any
     ) -> _Found | None:
-        """The update, if nobody looks at its intermediate states and the kernel takes its tensors."""
+        """The update, if nothing looks at its intermediate states and the kernel takes its tensors."""
         kept = [t for tensors in updated for t in tensors]
         others = [t for tensors in read for t in tensors]
         if not _fit(updated, read[0]) or not self.flow.is_private(self.gone, kept, others):

@@ -62,8 +62,8 @@ class Flow:
 
         Args:
             nodes: what goes.
-            kept: tensors that they update: in between nobody else may touch them.
-            read: tensors that they read: from the first time on nobody may write them.
+            kept: tensors that they update: in between nothing else may touch them.
+            read: tensors that they read: from the first time on nothing may write them.
         """
         begin, end = min(map(self.position.__getitem__, nodes)), max(map(self.position.__getitem__, nodes))
         updated = {self.regions[t][0] for t in kept}

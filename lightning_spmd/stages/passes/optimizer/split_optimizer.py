@@ -168,7 +168,7 @@ class _Owners:
         if item is not None:
             self._of[node] = self.by_index[item[0]][item[1]]
             return
-        updating = info_of(node).section in (Section.OPTIMIZER, Section.CLIP)  # activations belong to nobody
+        updating = info_of(node).section in (Section.OPTIMIZER, Section.CLIP)  # activations have no parameter
         self._of[node] = self._only(node.all_input_nodes) if updating else None
 
     def _only(self, nodes: Sequence[fx.Node]) -> str | None:

@@ -4,7 +4,7 @@
    others. What chains share (one product whose result is split into queries, keys and values) costs each its part.
 2. They are given up in the order of bytes by cost, the earliest first among equals: it is idle for longest. The
    shortest beginning of that list that is enough is taken; what is alive is counted node by node for each attempt.
-3. What is made again at the top of the remaining memory, right after the forward pass, frees nothing there, so the
+3. What is recomputed at the top of the remaining memory, right after the forward pass, frees nothing there, so the
    storages with the shortest idle time are kept after all, as many as the limit allows.
 4. Where no beginning is enough the best one is taken, and one storage after the other is added that lowers the peak:
    that way a deep network keeps a few values between its blocks, and makes longer chains where more room is.

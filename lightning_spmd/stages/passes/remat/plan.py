@@ -1,4 +1,4 @@
-"""What is made again for a choice of storages to give up, where, and what is alive meanwhile."""
+"""What is recomputed for a choice of storages to give up, where, and what is alive meanwhile."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Planner:
         """The most bytes of activations alive at once; a storage is alive from its maker to its last reader."""
         values, scale = self.values, self._scale
         ends: dict[fx.Node, int] = {}
-        starts: dict[fx.Node, int] = {}  # of what is made again
+        starts: dict[fx.Node, int] = {}  # of what is recomputed
         until: dict[fx.Node, int] = {}
         changes: list[tuple[int, int, int]] = []
 

@@ -185,7 +185,7 @@ class Values:
         readers = {reader for alias in self.aliases[root] for reader in alias.users}
         looking = {n for n in readers if self.roots[n] is not root and n not in makers}
         if any(self.position[n] < last_write for n in looking):
-            return False  # somebody saw it half made
+            return False  # something saw it half made
         return all(self._is_lasting(n, root) for n in (*makers, *early))
 
     def _is_lasting(self, node: fx.Node, own: fx.Node) -> bool:
