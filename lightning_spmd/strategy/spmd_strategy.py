@@ -105,6 +105,9 @@ class SPMDStrategy(SavingStrategy):
         offload_activations: activations to move from a GPU to the host's memory between the forward and the backward
             pass; values as for ``rematerialize``, which may be combined with it. Copies overlap with kernels; an info
             message says what is reached and how many bytes are copied a step. An error without a GPU.
+        loss_chunks: number of chunks of rows in which a head over many classes, its loss and their gradients are
+            computed, so that the logits never exist as a whole; or the bytes that a chunk may take, a string such as
+            ``"256MiB"``. Losses are equal up to rounding; an info message says what is reached, or why nothing is done.
         lowering: ``"inductor"``: compile chains of pointwise operators and reductions in each graph's second run.
             ``"auto"``: only those that are worth the compile time and measured to be faster. ``"none"``: none.
         cuda_graphs: on a GPU, run an iteration as a few CUDA graphs: less work for the host, more memory. No GPU has

@@ -88,7 +88,7 @@ def both(options: dict[str, Any], trainer: dict[str, Any], devices: int = 1, row
 )
 def test_training_on_one_device(trainer: dict[str, Any]) -> None:
     (line,) = both({}, trainer)
-    assert "loss_chunks: what module 'head' makes is worked on in 4 chunks, in " in line
+    assert "loss_chunks: the loss on module 'head' is computed in 4 chunks of rows, with " in line
 
 
 @pytest.mark.parametrize("options", [{"rematerialize": 0.9}, {"lowering": "inductor"}], ids=str)

@@ -75,9 +75,11 @@ def ignore_instead_of_cutting(
     found = list(_losses(graph))
     if not found:
         return graph
-    copies: dict[fx.Node, fx.Node] = {node: node for node in graph.nodes}
+    copies: dict[fx.Node, fx.Node] = {}
     copy = graph
-    if not in_place:
+    if in_place:
+        copies.update((node, node) for node in graph.nodes)
+    else:
         copy = fx.Graph()
         copy.output(copy.graph_copy(graph, copies))
     for loss in found:

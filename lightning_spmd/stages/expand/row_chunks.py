@@ -114,7 +114,7 @@ def chunk_losses(step: ShardedStep, wanted: int | None, budget: int | None = Non
             trial, copies, note = _attempt(graph, product, step.axes, wanted, budget)
         except NoChain as error:
             where = info_of(product).module
-            refused.append(f"what {f'module {where!r}' if where else 'the last layer'} makes stays whole: {error}")
+            refused.append(f"the loss{f' on module {where!r}' if where else ''} stays whole: {error}")
             continue
         done.append(note)
         graph, found = trial, [copies[p] for p in found if p in copies]
@@ -211,8 +211,8 @@ class _Loop:
         module = info_of(self.product).module
         ours = max(program.peak for program in programs)
         return (
-            f"{f'what module {module!r} makes' if module else 'the loss'} is worked on in {axis.size} chunks, in "
-            f"{ours / _MIB:.1f} MiB instead of {whole / _MIB:.1f}"
+            f"the loss{f' on module {module!r}' if module else ''} is computed in {axis.size} chunks of rows, with "
+            f"{ours / _MIB:.1f} MiB at once instead of {whole / _MIB:.1f}"
         )
 
     # ------------------------------------------------------------------ where

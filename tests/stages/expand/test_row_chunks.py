@@ -124,7 +124,7 @@ def widest(step: ShardedStep) -> int:
 def test_a_loss_in_chunks_is_that_of_the_whole(name: str, rows: int) -> None:
     """Chunks of the batch, and of the sequence where the batch has too few rows."""
     plain, ours, remark = sides(captured(LOSSES[name], rows))
-    assert "is worked on in 4 chunks" in remark or "is worked on in 3 chunks" in remark, remark
+    assert "is computed in 4 chunks" in remark or "is computed in 3 chunks" in remark, remark
     if name not in ("soft targets", "logistic"):
         assert widest(ours) <= widest(plain) / 2
         if rows == 8:  # else the gradient of the weight is larger
