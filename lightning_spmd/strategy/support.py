@@ -196,7 +196,7 @@ FEATURES: tuple[Feature, ...] = (
         own_optimizer,
     ),
     Feature(
-        "LBFGS and other optimizers that re-evaluate the closure, with state in parts or bf16_updates",
+        "LBFGS and other optimizers that re-evaluate the closure, with sharded state or bf16_updates",
         Mode.EAGER,
         "the closure runs several times a step",
         "tests/strategy/test_own_optimizers.py::test_a_closure_is_not_called_in_parts",
@@ -267,7 +267,7 @@ FEATURES: tuple[Feature, ...] = (
         "tests/strategy/test_python_state.py::test_what_changes_is_seen",
     ),
     Feature(
-        "StochasticWeightAveraging, WeightAveraging with parameters in parts",
+        "StochasticWeightAveraging, WeightAveraging with sharded parameters",
         Mode.REJECTED,
         "they keep a whole copy of the model; use data_parallel='replicate' or 'zero2'",
         "tests/strategy/test_attacked.py::test_weight_averaging_of_parts_is_refused",
@@ -400,7 +400,7 @@ FEATURES: tuple[Feature, ...] = (
         f"{_FIT}::test_evaluation_equals_eager",
     ),
     Feature(
-        "validate, test, predict with parameters spread over the ranks",
+        "validate, test, predict with sharded parameters",
         Mode.COMPILED,
         "forward alone as a graph; logged values are global, metrics and predictions stay with their rows",
         "tests/strategy/test_evaluation.py::test_two_ranks_equal_one_device",
