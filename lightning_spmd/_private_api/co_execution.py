@@ -48,12 +48,12 @@ def without_memory(spec: Any) -> Tensor:
     return made
 
 
-def is_memory_its_own(tensor: Tensor) -> bool:
-    """Whether no other tensor shares its memory, told by who counts: itself, and what asks. False if not known."""
+def is_memory_its_own(tensor: Tensor, others: int = 0) -> bool:
+    """Whether no more than so many others share a tensor's memory, told by who counts. False if that is not known."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return False
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2
+    return torch._C._storage_Use_Count(storage._cdata) <= 2 + others
 
 
 def version_of(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -38,20 +38,23 @@ _Argument = tuple[int, str]
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The argument nodes that ``node`` writes into."""
-    undeclared = _UNDECLARED_WRITES.get(node.target)
-    if undeclared is not None:
-        training, positions = undeclared
-        writes = training is None or node.args[training]
-        return [a for i in positions if writes and isinstance(a := node.args[i], fx.Node)]
     if node.target is _WAIT:
         return node.all_input_nodes
-    found: list[fx.Node] = []
-    for argument in _declared_writes(node.target):
-        if argument[1] == "grads" and node.kwargs.get("grad_scale") is None:
+    return [value for value in written_values(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
+
+
+def written_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of an operator's arguments that it writes into."""
+    undeclared = _UNDECLARED_WRITES.get(target)
+    if undeclared is not None:
+        training, positions = undeclared
+        return [args[i] for i in positions] if training is None or args[training] else []
+    found: list[Any] = []
+    for argument in _declared_writes(target):
+        if argument[1] == "grads" and kwargs.get("grad_scale") is None:
             continue  # fused optimizers declare a write that they do only when they unscale
-        value = _argument(node, argument)
-        values = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else [value]
-        found.extend(v for v in values if isinstance(v, fx.Node))
+        value = _argument(args, kwargs, argument)
+        found.extend(cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else [value])
     return found
 
 
@@ -85,9 +88,9 @@ def gives_fresh_tensors(target: Any) -> bool:
     return all(r.alias_info is None for r in schema.returns)
 
 
-def _argument(node: fx.Node, argument: _Argument) -> Any:
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], argument: _Argument) -> Any:
     index, name = argument
-    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
+    return args[index] if index < len(args) else kwargs.get(name)
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -152,7 +155,7 @@ def aliased_argument(node: fx.Node) -> fx.Node | None:
     if node.target is _WAIT or node.target in _UNDECLARED_VIEWS:
         return node.all_input_nodes[0]
     for argument in _declared_aliases(node.target):
-        value = _argument(node, argument)
+        value = _argument(node.args, node.kwargs, argument)
         if isinstance(value, fx.Node):
             return value
     return None

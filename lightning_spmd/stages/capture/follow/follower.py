@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.aliasing import written_values
 from lightning_spmd.ir.counted import CountFits, samples_of
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.generator_state import READ_STATE, SEED, WRITE_STATE
@@ -40,6 +41,7 @@ from lightning_spmd.stages.capture.follow.counts import (
 from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall, Saving
 from lightning_spmd.stages.capture.follow.fitting import MISSED, compiled, keeps_shapes, never, numbers_that_differ
 from lightning_spmd.stages.capture.follow.functions import Functions
+from lightning_spmd.stages.capture.follow.memory import ARRAYS, Holders, Memory, is_foreign
 from lightning_spmd.stages.capture.follow.notes import (
     Fresh,
     Given,
@@ -180,6 +182,9 @@ class Follower:
         self.saving: dict[Any, Saving] = {}
         self.numbers: dict[Any, set[Place]] = {}
         """Where functions take tensors as numbers (``arange``, sizes of ``zeros``)."""
+        self.holders = Holders(names)
+        self.bound: dict[tuple[int, int], Tensor] = {}
+        """The tensors on the host with which compiled notes compare, by number of the note and its own."""
         self.recorded = 0
         """Calls that were recorded, of all steps."""
 
@@ -227,6 +232,7 @@ class Follower:
 
     def forget_objects(self) -> None:
         """The next steps have other tensors: what compares with those of the last step is compiled anew."""
+        self.bound.clear()
         notes = [*self._roots.values(), *(tree.root for tree in self._trees.values())]
         while notes:
             note = notes.pop()
@@ -266,6 +272,8 @@ class _Recording:
         self.mode = private.FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
         self.below = _FakeBelow(self.mode)
         self.outside: dict[Source, Tensor] = {}
+        self._roots: dict[int, tuple[Source, Tensor]] = {}
+        self._rooted = set[Source]()
         self.values = Values(self._fake, Engine(self.active, is_fake=True))
         if step.by_hand is not None:
             self.values.world = step.by_hand.on_fakes(lambda: self.values.made.values())
@@ -289,6 +297,25 @@ class _Recording:
         with private.disable_dispatch_modes(), self.mode:
             return torch.empty(shape, dtype=live.dtype, device=live.device).requires_grad_(live.requires_grad)
 
+    def unmet(self, source: Source) -> None:
+        """A tensor from outside has not been met."""
+        self.outside.pop(source, None)
+        self._rooted.discard(source)
+        self._roots = {storage: root for storage, root in self._roots.items() if root[0] != source}
+
+    def root_of(self, storage: int) -> tuple[Source, Tensor] | None:
+        """The first tensor with this memory, and where it comes from."""
+        for tensors in (self.outside, self.values.made):
+            new: list[Any] = []
+            for source in reversed(tensors):
+                if source in self._rooted:
+                    break
+                new.append(source)
+            for source in reversed(new):
+                self._rooted.add(source)
+                self._roots.setdefault(private.storage_of(tensors[source]), (source, tensors[source]))
+        return self._roots.get(storage)
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Calls inside are on fake tensors."""
@@ -303,6 +330,7 @@ class _FakeBelow(private.TorchDispatchMode):
         super().__init__()
         self._calls = FakeCalls(mode)
         self.count = self.draws = 0
+        self.written = list[Tensor]()
         self._known, self._held = KnownValues(), list[Tensor]()
         self.asked: Tensor | None = None  # for its value
         self.sized = FormsOnFakes(lambda func, *args, **kwargs: self._calls.make(func, args, kwargs))
@@ -313,6 +341,7 @@ class _FakeBelow(private.TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - an operator's public name
             self.asked = args[0]
+        self.written += [value for value in written_values(func, args, kwargs) if isinstance(value, Tensor)]
         if func is torch.ops.aten.equal.default and (told := self._known.equal(args)) is not None:
             return told
         form = self.sized.forms.form_of(func, args, kwargs)
@@ -448,6 +477,9 @@ class Step(TorchFunctionMode):
         self._layers: Any = None
         self._draws = False
         self._just_told: Sequence[int] | None = None
+        self.memory = Memory(self, follower.holders)
+        if any(map(is_foreign, follower.bound.values())):
+            follower.forget_objects()
 
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
@@ -461,6 +493,8 @@ class Step(TorchFunctionMode):
             with self._below, self:
                 yield
                 self._watch_generator()
+                self.memory.look()
+                self.memory.sync()
         finally:
             private.replace_packing(None)
             private.UNSEEN.end()
@@ -579,6 +613,13 @@ class Step(TorchFunctionMode):
             return (self.follower.given if self.whole is None else self.whole())[source.position]
         return self.outside[source.number]  # type: ignore[union-attr]
 
+    def live_of(self, source: Source) -> Tensor | None:
+        """The live tensor that a graph works on; None of what only stands for one."""
+        if type(source) is Outside:
+            return self.outside[source.number]
+        is_given = type(source) is Given and self.whole is None and source.position not in self.stand_ins
+        return self.follower.given[source.position] if is_given else None  # type: ignore[union-attr]
+
     def accepts(self, note: Note, tensor: Tensor, number: int) -> bool:
         """Whether a tensor from outside may be what a note has under this number."""
         kind = note.met.get(number)
@@ -609,7 +650,7 @@ class Step(TorchFunctionMode):
         if self.by_hand is not None:
             self.by_hand.refuse_state(tensor)
         if self._names is None:
-            self._names = self.follower.names()
+            self._names = self.follower.holders.names = self.follower.names()
         name = self._names.get(id(tensor))
         if name is None and isinstance(tensor, DTensor):
             raise CannotBeFollowed("a tensor in parts that is no parameter or buffer of the module")
@@ -658,13 +699,19 @@ class Step(TorchFunctionMode):
     # ------------------------------------------------------------------ calls
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.reason is not None or self.is_apart:
+            if self.memory.is_apart and not self.is_apart:
+                return self.for_good(func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
+        if (shared := self.memory.is_shared) and self.memory.look((args, kwargs or {})):
+            return self.for_good(func, args, kwargs or {})
         if self.looks_closer:
             if self.has_transforms and private.in_transforms():
                 return func(*args, **kwargs) if kwargs else func(*args)
             if self._is_under_hooks(func):
                 return self.called(func, args, kwargs or {})
         for note in reversed(children := self.here.children):
+            if shared and note.writes:
+                continue
             if note.func is func and note.take is not None and (note.at is self._at or moved(note, self._at)):
                 found = note.take(self, args, kwargs)
                 if found is not MISSED:
@@ -749,6 +796,8 @@ class Step(TorchFunctionMode):
             args, kwargs = self._with_numbers(func, args, kwargs)
             if self.is_eager:
                 return self.for_good(func, args, kwargs)
+        if self.memory.look((args, kwargs)):
+            return self.for_good(func, args, kwargs)
         if any(isinstance(v, torch.Generator) for _, v in leaves_by_place((args, kwargs))):
             if kwargs.get("generator") is not torch.default_generator:
                 return self._with_generator(func, args, kwargs)
@@ -815,15 +864,19 @@ class Step(TorchFunctionMode):
         for number in range(known, len(self.outside)):
             del self.sources[id(self.outside[number])]
             if self._recording is not None:
-                self._recording.outside.pop(Outside(number), None)
+                self._recording.unmet(Outside(number))
         del self.outside[known:]
 
     def for_good(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call of a step that runs for good."""
-        if self._live is None or not isinstance(func, EngineCall):
-            return func(*args, **kwargs)
-        with self.beside():
-            return self._live.call(func, args, kwargs)
+        self.memory.sync()
+        try:
+            if self._live is None or not isinstance(func, EngineCall):
+                return func(*args, **kwargs)
+            with self.beside():
+                return self._live.call(func, args, kwargs)
+        finally:
+            self.memory.sync()
 
     def asks(self, tensor: Tensor) -> bool:
         """Whether a tensor asks for gradients."""
@@ -963,8 +1016,10 @@ class Step(TorchFunctionMode):
             recording.below.count,
             func in self.follower.kinds or isinstance(func, EngineCall),
         )
+        versions = list(map(_version_of, operands))
         told: Told = {}
         recording.below.asked = None
+        recording.below.written.clear()
         try:
             recording.below.sized.begin(told)
             try:
@@ -1009,6 +1064,9 @@ class Step(TorchFunctionMode):
             note.slot, number = asked[0]
             note.counts = range(len(self.counts), len(self.counts) + number)
         recording.values.keep(note.depth, out, given)
+        changed = [t for t, version in zip(operands, versions, strict=True) if _version_of(t) != version]
+        written = {private.storage_of(t) for t in (*changed, *recording.below.written)}
+        note.writes = frozenset([root[0] for storage in written if (root := recording.root_of(storage)) is not None])
         note.draws = recording.below.draws != draws
         note.fakes = new_tensors(out, given)
         note.results = structure_of(out, given)
@@ -1017,6 +1075,9 @@ class Step(TorchFunctionMode):
         note.versions = list(map(_version_of, note.fakes))
         note.fakes_at = self._at
         note.made = [Made(note.depth, index) for index in range(len(note.fakes))]
+        for fake, made in zip(note.fakes, note.made, strict=True):
+            root, first_fake = recording.root_of(private.storage_of(fake)) or (made, fake)
+            note.roots.append((root, int(fake.storage_offset()) - int(first_fake.storage_offset())))
         note.marked(self.here)
         self.here.children.append(note)
         self.follower.recorded += 1
@@ -1231,7 +1292,8 @@ class Step(TorchFunctionMode):
 
     def takes(self, note: Note, tensor: Any, number: int) -> bool:
         """Whether an object that is another one in each step is what a note meets under this number."""
-        return isinstance(tensor, Tensor) and id(tensor) not in self.sources and self.accepts(note, tensor, number)
+        is_new = isinstance(tensor, Tensor) and id(tensor) not in self.sources and not is_foreign(tensor)
+        return is_new and self.accepts(note, tensor, number)
 
     def hand_out(self, note: Note) -> None:
         """Make placeholders for those that are not there, or that somebody has kept."""
@@ -1240,8 +1302,13 @@ class Step(TorchFunctionMode):
 
     def take(self, note: Note, args: Any, kwargs: Any) -> Any:
         """A call is this note's; what is compiled for a note does the same."""
+        if self.memory.refuses(note):
+            self.eagerly(f"{note.name} writes into memory that may be an array's as well")
+            return self.for_good(note.func, args, kwargs)
         if note.draws and not self.may_draw():
             return self.called(note.func, args, kwargs)
+        if note.counts and self.memory.look():
+            return self.for_good(note.func, args, kwargs)
         if note.met and note.last_met >= len(self.outside):
             for tensor in tensors_in((args, kwargs)):
                 self.source_of(tensor)
@@ -1341,6 +1408,8 @@ class Step(TorchFunctionMode):
         if mine or name in ("backward",):
             what = f"tensor.{owner} = ..." if name == "__set__" else f"{name} of {owner or 'a tensor'}"
             self.eagerly(f"{what} in the step")
+        if func in _MEMORY and not self.is_eager:
+            self.memory.hand_out(args[0])
         with self.beside():
             return func(*args, **kwargs)
 
@@ -1386,6 +1455,13 @@ class Step(TorchFunctionMode):
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Python gets values: what was called so far is run, by a graph that goes on later, or on copies."""
         mine = tensors_in((args, kwargs))
+        if self.memory.look():
+            return self.for_good(func, args, kwargs)
+        is_array = func in ARRAYS and (kwargs.get("force") or not self.asks(args[0]))
+        if is_array and (array := self.memory.array(args[0], args[1:], kwargs)) is not None:
+            return array[0]
+        if self.is_eager:
+            return self.for_good(func, args, kwargs)
         if not any(id(t) in self.sources or isinstance(t, DTensor) for t in mine):
             self.on_values()
             if any(self._shares(t, len(self.outside)) is not None for t in mine if t.layout is torch.strided):
@@ -1401,9 +1477,11 @@ class Step(TorchFunctionMode):
         history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
         try:
             self.take(self._read_note(func, args, kwargs), args, kwargs)
-            args, kwargs = self._true((args, kwargs), writable=func is private.reduced)  # its memory is kept
+            args, kwargs = self._true((args, kwargs), writable=func is private.reduced or is_array)  # memory is kept
         except CannotBeFollowed as error:
             self.eagerly(str(error))
+        if is_array and not self.is_eager and not args[0].is_complex():
+            return self.memory.array_of_copy(source, args[0], args[1:], kwargs)
         with self.beside():
             found = func(*args, **kwargs)
         if func in _TEXTS and history is not None and not self.is_eager:
@@ -1510,9 +1588,14 @@ class Step(TorchFunctionMode):
         return self._copies[source]
 
     # ------------------------------------------------------------------ the other end: for good, as eager training
-    def eagerly(self, why: str) -> None:
-        """Run what was called so far for good; from here on the step is eager training's."""
-        self.reason = why, user_location()
+    def eagerly(self, why: str, place: str | None = None) -> None:
+        """Run what was called so far for good; from here on the step is eager training's.
+
+        Args:
+            why: for the user.
+            place: ``file:line`` of it, if not of what is called now.
+        """
+        self.reason = why, place or user_location()
         self.before_eager()
         self._forget()
         if self._generators is not None:
@@ -1525,11 +1608,13 @@ class Step(TorchFunctionMode):
         if self.by_hand is not None:
             values.world = self.by_hand.live()
         with self.above_autograd(), private.disable_dispatch_modes():
-            for note in self.notes:
-                values.run(note, self._numbers_of(note))
+            with self.memory.as_it_was():
+                for note in self.notes:
+                    values.run(note, self._numbers_of(note))
             for note in self.notes:
                 for index, placeholder in enumerate(note.handed):
                     private.exchange(placeholder, values.made[Made(note.depth, index)])
+        self.memory.for_good()
         handed = [list(note.handed) for note in self.notes]
         for note in self.notes:
             for index, real in enumerate(note.handed):
@@ -1605,6 +1690,7 @@ class Step(TorchFunctionMode):
         if self.is_eager:
             if self._live is not None:  # graphs that it has are autograd's to let go
                 self._live.engine.nodes.clear()
+            self.memory.let_go()
             return
         if self.tree is not None and self._at is not None:
             places = self.tree.sizes.places
@@ -1622,7 +1708,12 @@ class Step(TorchFunctionMode):
             if note.take is None and not note.reads:
                 is_call = self.follower.kinds.get(note.func) == "call"  # what is not has more to do where it is called
                 arguments = args, kwargs, self.sources, self.notes, self.follower.given
-                note.take = compiled(note, *arguments) if is_call else never
+                met = {number: self.outside[number] for number in note.met}
+                is_bound = is_call and not self.memory.has(list(met.values()))
+                note.take = compiled(note, *arguments) if is_bound else never
+                if is_bound and not note.anew:
+                    self.follower.bound |= {(note.number, n): t for n, t in met.items() if t.is_cpu}
+        self.memory.let_go()
 
     def source_if_known(self, tensor: Tensor) -> Source | None:
         """Where a tensor comes from that the step made, was given or met; None for others."""
@@ -1685,6 +1776,7 @@ class Step(TorchFunctionMode):
         placeholder, fake = note.handed[source.index], note.fakes[source.index]
         is_retained = id(placeholder) in self.functions.retained  # its gradient is asked of a leaf
         made_at = None if fake.is_leaf or is_retained else note.source or note.name
+        value = self.memory.of_kept(source, value)
         placeholders.fill(placeholder, value, trained=self._is_trained(source), made_at=made_at)
         del placeholder
         note.handed[source.index] = note.moulds[source.index].detach()

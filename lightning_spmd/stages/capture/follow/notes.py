@@ -213,6 +213,8 @@ class Note:
         apart: why its results have no sizes for other counts than those with which it was recorded, if so.
         needs: the counts on which the sizes of its results depend.
         pins: counts for which alone it is this call, with others it is another one.
+        roots: of each result what it shares memory with, itself if nothing, and how many elements behind it begins.
+        writes: into whose memory it writes.
     """
 
     depth: int
@@ -256,6 +258,8 @@ class Note:
     apart: str | None = None
     needs: frozenset[int] = frozenset()
     pins: dict[int, int] = field(default_factory=dict[int, int])
+    roots: list[tuple[Source, int]] = field(default_factory=list[tuple[Source, int]])
+    writes: frozenset[Source] = frozenset()
 
     @property
     def asks(self) -> bool:

@@ -1,0 +1,414 @@
+"""Memory of a step's tensors that Python has as well: as an array of NumPy's, or by what else lies outside of torch.
+
+Python may write there between two calls, and read there what a call has written; a graph runs later. So such memory is
+compared with what it was, before calls that use it and wherever a graph runs, and a step in which it has changed behind
+a call goes on eagerly, as does one whose calls write into it. The array of a result is a copy; in a step that goes on
+eagerly it and the tensor are kept alike.
+
+torch marks memory that it does not own, or has once given to NumPy: it cannot be resized. For the module's own tensors
+Python's objects are looked through, once, for one that has that memory; if none has, it becomes torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.first import first
+from lightning_spmd.stages.capture.follow.notes import Given, Made, Note, Source, sources_in, tensors_in
+
+ARRAYS = {Tensor.numpy, Tensor.__array__}
+"""What gives memory as an array."""
+MOST = 64 << 20
+"""More bytes than that are not compared in each step."""
+
+
+class _Step(Protocol):
+    """Of a step, what is needed."""
+
+    notes: list[Note]
+    sources: dict[int, Source]
+    on_values: Callable[[], None]
+
+    @property
+    def is_eager(self) -> bool: ...
+    def beside(self) -> contextlib.AbstractContextManager[None]: ...
+    def eagerly(self, why: str, place: str | None = None) -> None: ...
+    def live_of(self, source: Source) -> Tensor | None: ...
+    def tensor_now(self, source: Source) -> Tensor: ...
+
+
+@dataclass(eq=False)
+class _Shared:
+    """Memory that Python has.
+
+    Args:
+        memory: that.
+        before: what was in it when it was looked at last.
+        source: the result of which it is a copy; None of memory of live tensors.
+        is_foreign: who has it is not known.
+    """
+
+    memory: Tensor
+    before: Tensor
+    source: Made | Given | None
+    is_foreign: bool
+
+    @property
+    def is_had(self) -> bool:
+        """Whether somebody may have it."""
+        return self.is_foreign or not private.is_memory_its_own(self.memory, self.source is None)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether Python has written there."""
+        return not _are_alike(self.memory, self.before)
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Whether a tensor's memory came from outside of torch, or NumPy has been given it."""
+    return _is_plain(tensor) and not tensor.untyped_storage().resizable()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
+
+
+class Holders:
+    """Of which tensors of the module somebody has the memory, as far as that was asked.
+
+    Args:
+        names: gives those of the module's tensors, by ``id``.
+
+    Attributes:
+        names: as they were when they were needed last.
+    """
+
+    def __init__(self, names: Callable[[], dict[int, str]]) -> None:
+        self.names: dict[int, str] = {}
+        self._names = names
+        self._had: dict[int, weakref.ref[Tensor]] = {}
+
+    def becomes_torchs(self, tensor: Tensor) -> bool:
+        """Whether nobody has a tensor's memory; then it is torch's now."""
+        self.names = self.names or self._names()
+        known = self._had.get(id(tensor))
+        if id(tensor) not in self.names or known is not None and known() is tensor:
+            return False
+        if private.is_memory_its_own(tensor) and not _is_in_python(tensor):
+            tensor.data = tensor.detach().clone()
+            return True
+        self._had[id(tensor)] = weakref.ref(tensor)
+        return False
+
+
+class Memory:
+    """What memory of one step Python has.
+
+    Args:
+        step: the step.
+        holders: what is known of it from earlier steps.
+
+    Attributes:
+        is_shared: there is some.
+    """
+
+    def __init__(self, step: _Step, holders: Holders) -> None:
+        self._step, self._holders = step, holders
+        self._shared: dict[Any, _Shared] = {}
+        self._pairs: list[tuple[Tensor, _Shared]] = []
+        self.is_shared = False
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        with self._step.beside(), private.no_torch_functions(), torch.no_grad():
+            yield
+
+    # ------------------------------------------------------------------ which memory
+    def _root(self, source: Source) -> Source:
+        return self._step.notes[source.depth].roots[source.index][0] if type(source) is Made else source
+
+    def _key(self, source: Source) -> Any:
+        """The same of all tensors with one memory."""
+        root = self._root(source)
+        live = None if type(root) is Made else self._step.live_of(root)
+        return root if live is None else private.storage_of(live)
+
+    def _add(self, key: Any, memory: Tensor, source: Made | Given | None, *, foreign: bool) -> None:
+        self.is_shared = True
+        known = self._shared.get(key)
+        if known is None:
+            self._shared[key] = _Shared(memory, memory.clone(), source, foreign)
+        else:
+            known.is_foreign |= foreign
+
+    def _add_live(self, tensor: Tensor, *, foreign: bool) -> None:
+        self._step.on_values()
+        self._add(private.storage_of(tensor), _whole(tensor), None, foreign=foreign)
+
+    def _meets(self, tensor: Tensor) -> None:
+        """The step meets a tensor from outside whose memory may be somebody's."""
+        with self._beside():
+            if self._holders.becomes_torchs(tensor):
+                return
+            known = sum(shared.memory.nbytes for shared in self._shared.values())
+            if known + tensor.untyped_storage().nbytes() <= MOST:
+                self._add_live(tensor, foreign=True)
+                return
+        self._step.eagerly(
+            "the memory of a large tensor may be an array's as well; give it a copy, torch.tensor(array)"
+        )
+
+    # ------------------------------------------------------------------ it is handed out
+    def hand_out(self, tensor: Tensor) -> None:
+        """That of a live tensor, by a pointer or the like."""
+        if _is_plain(tensor):
+            with self._beside():
+                self._add_live(tensor, foreign=True)
+
+    def live(self, tensor: Tensor) -> Tensor | None:
+        """The live tensor that one is, or is a view of; None of what the step has computed."""
+        source = self._step.sources.get(id(tensor))
+        if source is None:
+            return tensor.detach() if _is_plain(tensor) else None
+        live = self._step.live_of(self._root(source))
+        if live is None or not _is_plain(live):
+            return None
+        if type(source) is not Made:
+            return live.detach()
+        note = self._step.notes[source.depth]
+        (_, offset), spec = note.roots[source.index], note.specs[source.index]
+        is_all = offset == 0 and spec.stride == live.stride() and tensor.shape == live.shape
+        if is_all and spec.dtype == live.dtype:
+            return live.detach()
+        if tensor.shape != spec.shape or note.at is not None or spec.dtype != live.dtype:
+            raise _Elsewhere
+        return live.detach().as_strided(spec.shape, spec.stride, live.storage_offset() + offset)
+
+    def array(self, tensor: Tensor, args: Sequence[Any], kwargs: Any) -> tuple[Any] | None:
+        """An array of live memory, in a tuple; None where there is none.
+
+        Args:
+            tensor: live, or a view of what is.
+            args: of ``numpy``, but for the tensor.
+            kwargs: likewise.
+        """
+        step = self._step
+        try:
+            with self._beside():
+                live = self.live(tensor)
+            if live is None or live.dtype.is_complex:
+                return None
+            key = private.storage_of(live)
+            if any(key == self._key(written) for note in step.notes for written in note.writes):
+                raise _Elsewhere
+        except _Elsewhere:
+            step.eagerly("an array of a tensor into which the step has written, or of a part of one")
+            return None
+        with self._beside():
+            self._add_live(live, foreign=False)
+            return (_array_of(live, *args, **kwargs),)
+
+    def array_of_copy(self, source: Source | None, value: Tensor, args: Sequence[Any], kwargs: Any) -> Any:
+        """An array of a copy of a result.
+
+        Args:
+            source: the result.
+            value: the copy, which nobody else has.
+            args: of ``numpy``, but for the tensor.
+            kwargs: likewise.
+        """
+        with self._beside():
+            value = value.detach()
+            if isinstance(source, (Made, Given)):
+                self._add((self._key(source), len(self._shared)), value, source, foreign=False)
+            return _array_of(value, *args, **kwargs)
+
+    # ------------------------------------------------------------------ it is looked at
+    def look(self, operands: Any = None) -> bool:
+        """A call comes that may read memory into which Python has written; whether the step is eager now.
+
+        Args:
+            operands: of the call; None: a graph runs, or Python is done.
+        """
+        keys: set[Any] | None = None
+        if operands is not None:
+            keys = set()
+            for tensor in tensors_in(operands):
+                source = self._step.sources.get(id(tensor))
+                if source is not None:
+                    if self.is_shared:
+                        keys.add(self._key(source))
+                elif _is_plain(tensor):
+                    key = private.storage_of(tensor)
+                    keys.add(key)
+                    if key not in self._shared and is_foreign(tensor):
+                        self._meets(tensor)
+        if self._shared and not self._step.is_eager:
+            with self._beside():
+                found = {key: s for key, s in self._shared.items() if _is_in(key, keys) and s.has_changed}
+                unused = [shared for key, shared in found.items() if shared.source is None and self._user(key) is None]
+                for shared in unused:
+                    shared.before.copy_(shared.memory)
+            if len(unused) < len(found):
+                key, shared = first((pair for pair in found.items() if pair[1] not in unused), "changed memory")
+                user = self._user(key if shared.source is None else key[0])
+                what = "an array is written into behind a call that reads the tensor whose memory it is"
+                self._step.eagerly(what, None if user is None else user.source)
+        return self._step.is_eager
+
+    def _user(self, key: Any) -> Note | None:
+        """The last call of the step that has met memory."""
+        for note in reversed(self._step.notes):
+            if any(key == self._key(source) for source in (*sources_in((note.args, note.kwargs)), *note.made)):
+                return note
+        return None
+
+    def refuses(self, note: Note) -> bool:
+        """Whether a call writes into memory that somebody may have."""
+        if not self._shared or not note.writes:
+            return False
+        written = {self._key(source) for source in note.writes}
+        with self._beside():
+            return any(_is_in(key, written) and shared.is_had for key, shared in self._shared.items())
+
+    def has(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether somebody may have memory of one of these tensors from outside."""
+        return bool(self._shared) and any(private.storage_of(tensor) in self._shared for tensor in tensors)
+
+    def let_go(self) -> None:
+        """Python is done; of arrays of results is known yet whose they are."""
+        self._pairs.clear()
+        self._shared = {key: shared for key, shared in self._shared.items() if shared.source is not None}
+
+    def of_kept(self, source: Source, value: Tensor) -> Tensor:
+        """A value that a result gets which somebody keeps: in the memory of an array of it, if there is one."""
+        for shared in self._shared.values():
+            if shared.source == source and shared.is_had and shared.memory.stride() == value.stride():
+                return shared.memory
+        return value
+
+    # ------------------------------------------------------------------ a step runs for good
+    @contextlib.contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Live memory is what the calls so far have read; then it is what Python has written."""
+        with private.no_torch_functions(), private.disable_dispatch_modes():
+            live = [s for s in self._shared.values() if s.source is None and s.has_changed]
+            now = [shared.memory.clone() for shared in live]
+            for shared in live:
+                shared.memory.copy_(shared.before)
+        yield
+        with private.no_torch_functions(), private.disable_dispatch_modes():
+            for shared, value in zip(live, now, strict=True):
+                shared.memory.copy_(value)
+
+    def for_good(self) -> None:
+        """Results have memory now, of copies of which somebody has arrays."""
+        copies = [(shared.source, shared) for shared in self._shared.values() if shared.source is not None]
+        with private.no_torch_functions(), private.disable_dispatch_modes():
+            self._pairs = [(self._step.tensor_now(of), s) for of, s in copies if s.is_had or s.has_changed]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether tensors of a step that runs for good, and arrays of them, are to be kept alike."""
+        return bool(self._pairs)
+
+    def sync(self) -> None:
+        """What is written into arrays is in the tensors, and the other way round; autograd does not hear of it."""
+        with private.no_torch_functions(), private.disable_dispatch_modes(), torch.no_grad():
+            for tensor, shared in self._pairs:
+                if shared.has_changed:
+                    tensor.data.copy_(shared.memory)
+                elif not _are_alike(tensor, shared.before):
+                    shared.memory.copy_(tensor)
+                else:
+                    continue
+                shared.before.copy_(shared.memory)
+
+
+class _Elsewhere(Exception):
+    """Control flow: what an array is asked of is not in live memory as it is now."""
+
+
+def _is_in(key: Any, keys: set[Any] | None) -> bool:
+    return keys is None or (key[0] if isinstance(key, tuple) else key) in keys
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All memory of which a tensor has a part."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit."""
+    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(one, other)
+
+
+class _Holder:
+    """Shows memory to NumPy, and keeps it."""
+
+    def __init__(self, memory: Tensor, kind: str) -> None:
+        self._memory = memory
+        strides = [step * memory.element_size() for step in memory.stride()]
+        self.__array_interface__: dict[str, Any] = {
+            "data": (memory.data_ptr(), False),
+            "shape": tuple(memory.shape),
+            "strides": tuple(strides),
+            "typestr": kind,
+            "version": 3,
+        }
+
+
+def _array_of(memory: Tensor, dtype: Any = None, **_: Any) -> Any:
+    """``memory.numpy()``, or ``memory.__array__(dtype)``, that leaves no mark on the memory."""
+    kind: Any = torch.empty(0, dtype=memory.dtype).numpy().dtype
+    found = sys.modules["numpy"].asarray(_Holder(memory.detach(), kind.str))
+    return found if dtype is None else found.astype(dtype, copy=False)
+
+
+def _is_in_python(tensor: Tensor) -> bool:
+    """Whether an object of Python's that is no tensor has some of a tensor's memory: an array, a buffer, a file's."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return True
+    mine = _array_of(_whole(tensor))
+    leaves: list[Any] = gc.get_referents(*gc.get_objects())
+    for frame in sys._current_frames().values():  # noqa: SLF001 - the only way to all threads' variables
+        at: Any = frame
+        while at is not None:
+            leaves += at.f_locals.values()
+            at = at.f_back
+    have_memory: dict[type, bool] = {bytes: False, str: False, type(mine): True}
+    for leaf in leaves:
+        kind = type(leaf)
+        found = have_memory.get(kind)
+        if found is None:
+            found = have_memory[kind] = _shows_memory(leaf)
+        if found and leaf is not mine and numpy.may_share_memory(mine, _as_array(numpy, leaf)):
+            return True
+    return False
+
+
+def _as_array(numpy: Any, leaf: Any) -> Any:
+    try:
+        return leaf if isinstance(leaf, numpy.ndarray) else numpy.asarray(memoryview(leaf))
+    except Exception:  # released, or of a format that NumPy has not
+        return numpy.empty(0)
+
+
+def _shows_memory(leaf: Any) -> bool:
+    try:
+        memoryview(leaf)
+    except Exception:  # also: a released memoryview, which is of a kind that has memory
+        return isinstance(leaf, memoryview)
+    return True
