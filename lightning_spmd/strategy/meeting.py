@@ -23,6 +23,7 @@ from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementErro
 from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
+from lightning_spmd.stages.capture.follow.memory import array_of
 from lightning_spmd.stages.capture.follow.tripwires import Tripwires
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
@@ -426,7 +427,7 @@ class Fingerprints:
         is_known, now = reference is not None and reference() is tensor, private.version_of(tensor)
         if is_known and (0 <= now == version or tensor.nbytes > _LARGE):
             return found
-        found = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found = zlib.crc32(array_of(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
         self._known[id(tensor)] = weakref.ref(tensor), now, found
         if len(self._known) > _MOST_KNOWN:
             self._known = {k: v for k, v in self._known.items() if v[0]() is not None}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.messages import tell, warn
+from lightning_spmd.stages.capture.follow.memory import array_of
 from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.strategy.random_state import RandomState, pack_random_state, restore_random_state
 
@@ -150,7 +151,7 @@ def _look(batch: Any) -> str | None:
     def add(tensor: Tensor) -> Tensor:
         seen.append(True)
         found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(array_of(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
         return tensor
 
     try:

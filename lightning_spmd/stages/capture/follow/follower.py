@@ -478,13 +478,13 @@ class Step(TorchFunctionMode):
         self._draws = False
         self._just_told: Sequence[int] | None = None
         self.memory = Memory(self, follower.holders)
-        if any(map(is_foreign, follower.bound.values())):
-            follower.forget_objects()
 
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Calls inside are followed."""
+        if not self.memory.begin(self.follower.bound.values()):
+            self.follower.forget_objects()
         self._layers = private.dispatch_layers()
         packed = PackedSequences(self)
         private.UNSEEN.begin(self, self.saved)

@@ -15,7 +15,7 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,11 +98,16 @@ class Holders:
         self._names = names
         self._had: dict[int, weakref.ref[Tensor]] = {}
 
-    def becomes_torchs(self, tensor: Tensor) -> bool:
-        """Whether nobody has a tensor's memory; then it is torch's now."""
+    def becomes_torchs(self, tensor: Tensor, *, is_kept: bool = False) -> bool:
+        """Whether nobody has a tensor's memory; then it is torch's now.
+
+        Args:
+            tensor: which is not looked at closely, but if it is of the module.
+            is_kept: or if it has been there in earlier steps.
+        """
         self.names = self.names or self._names()
         known = self._had.get(id(tensor))
-        if id(tensor) not in self.names or known is not None and known() is tensor:
+        if not (is_kept or id(tensor) in self.names) or known is not None and known() is tensor:
             return False
         if private.is_memory_its_own(tensor) and not _is_in_python(tensor):
             tensor.data = tensor.detach().clone()
@@ -158,6 +163,7 @@ class Memory:
     def _meets(self, tensor: Tensor) -> None:
         """The step meets a tensor from outside whose memory may be somebody's."""
         with self._beside():
+            self._step.on_values()
             if self._holders.becomes_torchs(tensor):
                 return
             known = sum(shared.memory.nbytes for shared in self._shared.values())
@@ -167,6 +173,13 @@ class Memory:
         self._step.eagerly(
             "the memory of a large tensor may be an array's as well; give it a copy, torch.tensor(array)"
         )
+
+    def begin(self, known: Iterable[Tensor]) -> bool:
+        """Whether none of the tensors from outside that earlier steps have met is anybody else's now."""
+        found = [tensor for tensor in known if is_foreign(tensor)]
+        if found:
+            self._step.on_values()
+        return all(self._holders.becomes_torchs(tensor, is_kept=True) for tensor in found)
 
     # ------------------------------------------------------------------ it is handed out
     def hand_out(self, tensor: Tensor) -> None:
@@ -216,7 +229,7 @@ class Memory:
             return None
         with self._beside():
             self._add_live(live, foreign=False)
-            return (_array_of(live, *args, **kwargs),)
+            return (array_of(live, *args, **kwargs),)
 
     def array_of_copy(self, source: Source | None, value: Tensor, args: Sequence[Any], kwargs: Any) -> Any:
         """An array of a copy of a result.
@@ -231,7 +244,7 @@ class Memory:
             value = value.detach()
             if isinstance(source, (Made, Given)):
                 self._add((self._key(source), len(self._shared)), value, source, foreign=False)
-            return _array_of(value, *args, **kwargs)
+            return array_of(value, *args, **kwargs)
 
     # ------------------------------------------------------------------ it is looked at
     def look(self, operands: Any = None) -> bool:
@@ -369,7 +382,7 @@ class _Holder:
         }
 
 
-def _array_of(memory: Tensor, dtype: Any = None, **_: Any) -> Any:
+def array_of(memory: Tensor, dtype: Any = None, **_: Any) -> Any:
     """``memory.numpy()``, or ``memory.__array__(dtype)``, that leaves no mark on the memory."""
     kind: Any = torch.empty(0, dtype=memory.dtype).numpy().dtype
     found = sys.modules["numpy"].asarray(_Holder(memory.detach(), kind.str))
@@ -381,7 +394,7 @@ def _is_in_python(tensor: Tensor) -> bool:
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return True
-    mine = _array_of(_whole(tensor))
+    mine = array_of(_whole(tensor))
     leaves: list[Any] = gc.get_referents(*gc.get_objects())
     for frame in sys._current_frames().values():  # noqa: SLF001 - the only way to all threads' variables
         at: Any = frame
