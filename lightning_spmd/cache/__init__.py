@@ -1,4 +1,4 @@
-"""What is kept on disk between runs: bytes by content, sealed, in a folder of the user's own."""
+"""Files kept between runs: bytes by content, sealed, in a folder of the user's own."""
 
 from lightning_spmd.cache.store import Counts, Store, the_store
 

@@ -1,4 +1,4 @@
-"""Bytes on disk, by kind and key, that only the user's own processes can have written.
+"""Bytes on disk by kind and key, which only the user's own processes can have written.
 
 An entry is a file: a line of format, a line of versions, a seal, the content. The seal is the HMAC-SHA256 of everything
 else, of kind and key too, with a secret that lies beside the entries. So an entry that was cut, changed, renamed or

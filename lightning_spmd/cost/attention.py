@@ -1,4 +1,4 @@
-"""Which way keys travel in attention over pieces of a sequence.
+"""Chooses how keys travel in attention over pieces of a sequence.
 
 =============  ===========================================  ====================================================
 way            bytes that a rank sends, forward / backward  beside computation

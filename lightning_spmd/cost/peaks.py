@@ -1,4 +1,4 @@
-"""What a device of this machine could compute at most: a GPU by its maker, a CPU by what large products reach."""
+"""Peak speed of a device of this machine: the maker's number for a GPU, a measured large product for a CPU."""
 
 from __future__ import annotations
 

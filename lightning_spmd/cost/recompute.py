@@ -1,4 +1,4 @@
-"""What it costs to compute a value again, in bytes of memory traffic that take as long.
+"""The cost of recomputing a value, in bytes of memory traffic that take as long.
 
 Operators that move memory cost what they read and write, normalizations and other reductions half as much again;
 products cost their arithmetic, attention twice that, for its kernels reach less of a device's peak. Operators that

@@ -1,4 +1,4 @@
-"""The first of many: never with a bare ``next``, whose StopIteration Lightning's loops take for the end of the data."""
+"""``next`` with a default: Lightning's loops would take a StopIteration for the end of the data."""
 
 from __future__ import annotations
 

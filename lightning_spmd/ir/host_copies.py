@@ -1,4 +1,4 @@
-"""Operators that keep a tensor of a GPU in the host's memory for a while: copies on streams of their own.
+"""Operators that keep a GPU's tensor in host memory for a while: copies on streams of their own.
 
     host = offload(x)                   x may go: the copy is under way, and its memory is used again only behind it
     y = fetch(host, device)             memory for it, and a copy into it that begins now

@@ -1,4 +1,4 @@
-"""Numbers that Python reads from tensors while a graph runs, and what Python decided with them.
+"""Numbers that Python reads from tensors while a graph runs, and its decisions on them.
 
     if loss > 1: ...        read = _local_scalar_dense(loss); holds(read > 1, True, "model.py:12", (0,), read)
 

@@ -1,4 +1,4 @@
-"""Whether two captured graphs of one step do the same, node for node, and where they first differ.
+"""Whether two captured graphs of a step are equal, node for node, and where they first differ.
 
 Numbers of the host are compared by structure first and then by value: a number that one capture keeps as an input may
 be a constant behind a guard in the other, and then only its value now decides. Tensors that the code reaches from

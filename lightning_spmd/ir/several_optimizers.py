@@ -1,4 +1,4 @@
-"""All optimizers of a module that optimizes manually, as one: what reads groups and state needs to know of no other.
+"""All optimizers of a module with manual optimization, presented as one.
 
 Groups are numbered through, and a parameter's state is in the optimizer that has the parameter.
 """

@@ -1,4 +1,4 @@
-"""Shapes of results where torch's own shape functions fall short of the kernels; everything else asks torch.
+"""Shape functions where torch's own disagree with its kernels; for everything else torch is asked.
 
 ``_grouped_mm`` (mixture of experts): torch's function knows bfloat16 alone and asks for a GPU, and the kernel itself on
 zeros of the global batch's size would take the memory that capture is there to avoid.

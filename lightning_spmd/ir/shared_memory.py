@@ -1,4 +1,4 @@
-"""Which live tensors have elements in common."""
+"""Which live tensors overlap in memory."""
 
 from __future__ import annotations
 

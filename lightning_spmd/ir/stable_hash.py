@@ -1,4 +1,4 @@
-"""A hash that is the same in every process, which Python's own is not."""
+"""A hash that is equal in every process, unlike Python's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every artefact: checked between stages and after every pass.
+"""Invariants of every artefact, checked between stages and after every pass.
 
 * the graph is in topological order, its placeholders and outputs are those of the signature, every node has its facts;
 * nothing moved across a write to the storage that it reads (:func:`stamp_writes` remembers which side it was on);

@@ -1,1 +1,1 @@
-"""How the ranks are laid out and what lies where: knows mesh axes and roles, not graphs or Lightning."""
+"""The mesh of ranks and what each holds: knows mesh axes and roles, not graphs or Lightning."""

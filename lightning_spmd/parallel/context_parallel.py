@@ -1,4 +1,4 @@
-"""Context parallelism: every rank works on its part of each sequence, and only attention looks at the others' parts.
+"""Context parallelism: every rank works on its part of each sequence; only attention needs the others' parts.
 
 All ranks of the axis get the same whole batch (token numbers are small). Activations are cut where data of the batch
 first meets parameters, and stay cut; the parameters are whole on every rank, so their gradients are partial sums, as on

@@ -1,4 +1,4 @@
-"""The device mesh: which rank stands where, and the process groups of its axes.
+"""The device mesh: the coordinates of each rank, and the process groups of its axes.
 
 A mesh is an ordered tuple of named axes; :mod:`lightning_spmd.parallel.axes` lists their kinds, in the order in which
 ranks are laid out and in that of graphs. Under hybrid sharding the data axis consists of neighbourhoods: chunks lie

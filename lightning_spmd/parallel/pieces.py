@@ -1,4 +1,4 @@
-"""Tensors in pieces: from the whole to what one rank of a mesh holds, and back. Placements in the mesh's order.
+"""Cuts tensors into what each rank of a mesh holds, and puts them together. Placements are in the mesh's order.
 
 A piece lies in memory as the whole does, dimension by dimension, except that a chunk's dimension is the outermost: so
 chunks are one range each of what a collective sends, and parameter, gradient and state have theirs alike.

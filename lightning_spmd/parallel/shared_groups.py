@@ -1,4 +1,4 @@
-"""Process groups that the Trainers of one process share, so that the thousandth fit holds no more than the first.
+"""Process groups shared by the Trainers of a process, so that many fits hold no more than one.
 
 A group costs three threads, five sockets (gloo, two ranks) and 20 ms, and cannot end with its Trainer: sharded
 parameters stay DTensors on its mesh. So the groups of a layout are kept as long as the default process group, and

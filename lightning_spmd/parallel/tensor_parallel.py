@@ -1,4 +1,4 @@
-"""Tensor parallelism by plan: module path patterns → styles → how every parameter lies on the tensor axis.
+"""Tensor parallelism by plan: module path patterns → styles → the placement of every parameter.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What a training will do, before anything pays for it: ``lightning-spmd plan``.
+"""``lightning-spmd plan``: predicts a training before it runs.
 
 ::
 

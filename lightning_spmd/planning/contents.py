@@ -1,4 +1,4 @@
-"""What lies in a rank's memory while a graph runs, by what it is: ``cost/memory.py`` counted, here it is named."""
+"""What a rank's memory holds while a graph runs, by kind; ``cost/memory.py`` counts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layout will cost, from the captured graph alone: rough, for the order in which layouts are built."""
+"""A rough cost of a layout from the captured graph alone, to order the layouts before they are built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An outlook as plain data: what ``--json`` writes, and what tables and the page show."""
+"""A plan as plain data: what ``--json`` writes, and what tables and the page show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices and links of one's own, from a YAML file: what it names is taken in place of the table's numbers.
+"""Devices and links of the user's own, from a YAML file, on top of the table's.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The graphs that a rank of many would run, without the others: a mesh on paper, and the stages on it."""
+"""The graphs of one rank of many, without the others: a mesh on paper, and the stages on it."""
 
 from __future__ import annotations
 

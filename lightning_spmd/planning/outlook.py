@@ -1,4 +1,4 @@
-"""All that a plan says, as plain data: what is printed, drawn and written comes from here."""
+"""All that a plan says, from which output is printed, drawn and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of a training, ranked: which of those that fit takes the least time for the same global batch.
+"""Ranks layouts of a training: which of those that fit takes the least time for the same global batch.
 
 Every way to fill the ranks (data, context and tensor axis, ``replicate``, ``zero2``, ``zero3``) gets an estimate from
 the captured graph alone (``estimate.py``). Then the graphs of the most promising ones are built and played, as for a

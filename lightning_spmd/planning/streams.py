@@ -1,4 +1,4 @@
-"""When a rank computes and when it communicates: the graphs of an iteration, played with times instead of tensors.
+"""When a rank computes and communicates: the graphs of an iteration, played with times instead of tensors.
 
 The host issues one operator after the other; on a GPU the device runs them in a stream behind it, on a CPU the host is
 the device. A collective begins when it is issued, its operand is there and the one before it in its group has ended; a

@@ -1,4 +1,4 @@
-"""A plan in the terminal."""
+"""Prints a plan in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of every node of a graph: the roofline for what computes, latency and bandwidth for what communicates."""
+"""Time of every node of a graph: roofline for computation, latency and bandwidth for communication."""
 
 from __future__ import annotations
 

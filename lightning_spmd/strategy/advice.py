@@ -1,4 +1,4 @@
-"""What a user can do about errors whose words are torch's."""
+"""Advice for errors whose messages are torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before the first graph is built: versions, and settings that change numbers."""
+"""What must be equal on all ranks before the first graph is built: versions, and settings that change numbers."""
 
 from __future__ import annotations
 

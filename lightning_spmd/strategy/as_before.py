@@ -1,4 +1,4 @@
-"""What a step that counts for nothing changed of its module, put back: attributes, plain containers, random numbers.
+"""Puts back what an abandoned step changed of its module: attributes, plain containers, random states.
 
 Such a step has run on placeholders and cannot go on, or was another rank's. What it changed elsewhere (a file, a
 global) stays; whoever runs one says so.

@@ -1,4 +1,4 @@
-"""The first rank says whom it waits for: ``num_nodes=2`` started on one node alone would be half an hour of silence."""
+"""Rank 0 names the ranks that it waits for: ``num_nodes=2`` started on one node would be half an hour of silence."""
 
 from __future__ import annotations
 

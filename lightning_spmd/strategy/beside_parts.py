@@ -1,4 +1,4 @@
-"""Whole tensors beside sharded tensors, in hooks that take all gradients in one list (a norm, clipping)."""
+"""Mixed placements in hooks that take all gradients in one list (a norm, clipping): whole beside sharded tensors."""
 
 from __future__ import annotations
 

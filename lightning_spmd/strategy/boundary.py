@@ -1,4 +1,4 @@
-"""What may leave this package: no exception that Lightning swallows, none that hides which rank is gone."""
+"""Exceptions that leave this package: none that Lightning swallows, none that hides which rank is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While a graph is built: the progress bar says what that is at; where nobody sees a bar, one line if it takes long."""
+"""Progress of building a graph: in the progress bar, or without one a line if it takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State to checkpoints and back, whatever of it a rank holds.
+"""State to checkpoints and back, whichever part of it a rank holds.
 
 A *single file* holds whole tensors under plain names and integer parameter ids, as any Trainer writes it: every plan
 and every number of devices reads it, and so does a process that has never heard of this package. A *distributed* one is

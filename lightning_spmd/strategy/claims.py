@@ -1,4 +1,4 @@
-"""One run at a time writes checkpoints into a folder: another one that is alive is noticed before anything is trained.
+"""Folder locks: only one run at a time writes checkpoints into a folder, and a second one notices before it trains.
 
 Lightning numbers the folders of runs by what is there already, so two that begin at once get the same, and each
 replaces or deletes the other's files. The mark is a lock of the system's, which ends with its process.

@@ -1,4 +1,4 @@
-"""What torch, Python and NumPy draw where a run of several ranks begins: what one device would draw there.
+"""The random states with which a run on several ranks begins: those of one device.
 
 Lightning's strategies seed anew whenever a Trainer starts its processes. So a module that was built with drawn numbers,
 a data set that was split with them, or a fit behind another one, goes on with numbers that were drawn before, and with

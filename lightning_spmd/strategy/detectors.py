@@ -1,4 +1,4 @@
-"""How a feature of a run is noticed at setup: one function a feature, told of in the user's own names."""
+"""Detects the features of a run at setup: one function a feature, which answers in the user's own names."""
 
 from __future__ import annotations
 

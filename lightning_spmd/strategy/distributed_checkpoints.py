@@ -1,4 +1,4 @@
-"""Distributed checkpoints: folders into which every rank writes its part; ``checkpoints`` says what they are.
+"""Distributed checkpoints: folders into which every rank writes its part.
 
 Imported where one is written or read: ``torch.distributed.checkpoint`` would be a quarter of the time to import this
 package.

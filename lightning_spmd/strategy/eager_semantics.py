@@ -1,4 +1,4 @@
-"""What eager training on several ranks is not: one device's. Said where training goes on eagerly."""
+"""How eager training on several ranks differs from one device, said where training goes on eagerly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation, test and predict steps as graphs: forward alone, captured, expanded and run as a training iteration is.
+"""Validation, test and predict steps as graphs: the forward pass alone, captured, expanded and run as in training.
 
 Where parameters are replicated, evaluation runs eagerly on each rank's rows, as Lightning does it everywhere. Where no
 rank has whole parameters it cannot; there a step is a graph on the global batch (``strategy.evaluating`` decides):

@@ -1,4 +1,4 @@
-"""What a row of the support matrix says, and what was found of it in a run."""
+"""A row of the support matrix, and what was detected of it in a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks between batches, while the last iteration's end is still to be done: whoever looks at a weight finds it done.
+"""Hooks between batches while work of the last iteration is pending: it is finished before they look at a weight.
 
 A hook that runs between batches may read weights, or write them, or do neither; nobody can tell before it has run. So
 it runs behind a fence: a mode of torch functions and one of the dispatcher see every operation on a tensor that pending

@@ -1,4 +1,4 @@
-"""Makes what an optimizer would make in its first step, so that no graph of its own is built for that step."""
+"""Creates the optimizer state of a first step beforehand, so that no graph of its own is built for that step."""
 
 from __future__ import annotations
 

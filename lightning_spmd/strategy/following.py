@@ -1,4 +1,4 @@
-"""Steps that are followed: the user's Python runs, once, and what it computes is left to a graph."""
+"""Steps that are followed: the user's Python runs, once, and a graph computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one, and whether all of it is as it was written: asked before a run goes on from it.
+"""Checks that a checkpoint is one and is as it was written, before a run resumes from it.
 
 ``torch.load`` does not look at the sums that a file has of its parts, and a folder's shards have none: a flipped bit
 would be trained on. A file's are checked by rank 0; a folder has a list of its files with sizes and sums

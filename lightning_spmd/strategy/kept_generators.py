@@ -1,4 +1,4 @@
-"""Random numbers of a module's own in checkpoints: generators that it and its submodules keep as attributes.
+"""Random states of generators that a module and its submodules keep as attributes, in checkpoints.
 
     self.rng = np.random.default_rng(3)     random.Random, np.random.RandomState, torch.Generator
 

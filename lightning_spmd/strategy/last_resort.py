@@ -1,4 +1,4 @@
-"""What happens where a step of training cannot be a graph."""
+"""What happens when a training step cannot be a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a graph of a run finds the values of its inputs, and what these mean for how it is built."""
+"""Where a graph of a run finds the live values of its inputs, and what these mean for how it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks in one step whose Python runs on each of them: one batch for all, and where they meet.
+"""Several ranks run the Python of one step on the global batch: when and where they meet.
 
 They meet where Python reads a value, where a step goes on eagerly, and where Python is done. Each says which path it is
 on, so nobody begins what needs the others while these do something else.

@@ -1,4 +1,4 @@
-"""How parameters and state lie in memory: what cannot be trained is refused, what would come out wrong is put right.
+"""Memory layouts of parameters and state: some are refused, some are converted.
 
 Eager training is silent about this: a fused optimizer walks over gaps, or past the end of an expanded parameter.
 """

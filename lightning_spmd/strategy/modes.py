@@ -1,4 +1,4 @@
-"""How a fit runs: decided by all ranks together, told in every fit, and again where hooks that came late change it."""
+"""The mode of a fit: decided by all ranks together, and again when hooks are added later."""
 
 from __future__ import annotations
 

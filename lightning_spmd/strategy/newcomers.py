@@ -1,4 +1,4 @@
-"""Parameters and buffers that come after the start of a run: a layer that a hook replaces, a head that grows.
+"""New parameters and buffers during a run: a layer that a hook replaces, a head that grows.
 
 Each rank initialises its own, and unless all ranks draw the same numbers there these differ. What is on one device the
 layer is on several the layer of rank 0, as at the start of the run.

@@ -1,4 +1,4 @@
-"""Why there is no graph of a step; all ranks raise these together."""
+"""Why a step has no graph; all ranks raise these errors together."""
 
 from __future__ import annotations
 

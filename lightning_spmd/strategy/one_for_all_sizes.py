@@ -1,4 +1,4 @@
-"""Makes one graph for batches of many sizes, in place of the graph of one of them.
+"""Makes one graph for batches of many sizes, in place of the graph of one size.
 
 The step is traced once more with symbols in place of the sizes that vary (``stages/capture/symbolic_batch.py``). That
 gives formulas, and a condition under which they hold. Then final graphs are made for a few sizes that nobody has seen

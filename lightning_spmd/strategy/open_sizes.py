@@ -1,4 +1,4 @@
-"""Which sizes of batches vary, as batches come, and which of them a graph should leave open."""
+"""Which sizes of batches vary, and which of them a graph should leave open."""
 
 from __future__ import annotations
 

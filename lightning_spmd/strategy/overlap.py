@@ -1,4 +1,4 @@
-"""Whether the end of an iteration may run inside the next one: who could look at the weights in between.
+"""Whether the end of an iteration may run inside the next one: which code could look at the weights in between.
 
 Deferred work is done before anybody can see that it is missing: before validation, checkpoints, the end of an epoch, an
 exception's handlers. Hooks that run between any two batches, and are not known to leave weights alone, run behind a

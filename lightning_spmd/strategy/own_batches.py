@@ -1,4 +1,4 @@
-"""Whether the ranks have one batch together or a batch each, and what is said of it: ``SPMDStrategy(batch=...)``."""
+"""``SPMDStrategy(batch=...)``: whether the ranks' batches form a global one or are local, and the messages about it."""
 
 from __future__ import annotations
 

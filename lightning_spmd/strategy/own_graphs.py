@@ -1,4 +1,4 @@
-"""Graphs of this rank's own batches: chosen by each rank for itself, built while the others wait, never in step.
+"""Graphs of local batches: each rank chooses its own; one rank may build while the others wait.
 
 When the Python of a step is done the ranks exchange whether one of them has to build a graph, and a hash of what
 they will exchange in it. Mostly nobody has: then each runs its own. Otherwise all of them meet; those that have their

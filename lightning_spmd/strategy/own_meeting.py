@@ -1,4 +1,4 @@
-"""Several ranks in one step on a batch of each rank's own: where they meet, and what becomes all ranks'.
+"""Several ranks run the Python of one step on local batches: where they meet, and what they share.
 
 Each rank follows its own Python and has graphs of its own. What Python reads is of this rank's batch, so nobody else
 need know; the ranks meet where a step goes on eagerly, and where Python is done.

@@ -1,4 +1,4 @@
-"""Hooks on gradients, in an iteration that pauses before its update: gradients are made for those who look at them.
+"""Hooks on gradients in an iteration that pauses before its update: gradients are made when a hook looks at them.
 
 ``on_after_backward`` and ``on_before_optimizer_step`` may read gradients, or change them, or do neither; nobody can
 tell before they have run. So they run in a pause of the iteration's graph, behind a fence: a mode of torch functions

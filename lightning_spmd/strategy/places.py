@@ -1,4 +1,4 @@
-"""Where in the run a rank is, as its exchanges with the others say it, and what it means if they are elsewhere.
+"""Where in the run a rank is, as its exchanges say it, and the error if others are elsewhere.
 
 Lightning gives every rank a loop of its own. Ranks whose loops end at different times meet nowhere by themselves: one
 goes on to the next batch, the other validates, and both wait. So each batch's exchange says whether it is the last one,

@@ -1,4 +1,4 @@
-"""The ranks of a run: their mesh, their process groups, what they say to one another, the plan by which they share."""
+"""The ranks of a run: their mesh, process groups and messages, and the plan by which they share work."""
 
 from __future__ import annotations
 

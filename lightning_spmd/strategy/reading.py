@@ -1,4 +1,4 @@
-"""What Python reads in a step of several ranks before there is a graph of it: all of them run what comes before."""
+"""Values that Python reads on several ranks before the step has a graph: all ranks run the beginning of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that look for the first one at its port, where something else may listen that never answers them.
+"""Ranks connect to rank 0's port, where another program may listen that never answers them.
 
 torch's client of a store waits for an answer without a limit once it is connected, whatever its timeout.
 """

@@ -1,4 +1,4 @@
-"""Sharded parameters are other tensors than the user's: who holds the user's would hold what nobody trains.
+"""Sharding replaces parameters: references to the user's tensors would be to tensors that are not trained.
 
 An optimizer that was made in ``__init__`` gets the parts. A step that computes with the whole one (from a list, from a
 closure) is an error, and so are hooks on it, which autograd would have called.

@@ -1,4 +1,4 @@
-"""What is asked of a run from outside: to end (SIGTERM), or to go back to SLURM's queue."""
+"""Requests to a run from outside: to end (SIGTERM), or to go back to SLURM's queue."""
 
 from __future__ import annotations
 

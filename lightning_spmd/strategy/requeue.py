@@ -1,4 +1,4 @@
-"""SLURM says that the time of a job is nearly over: a checkpoint between two batches, and back to the queue.
+"""Near the end of a SLURM job's time: a checkpoint between two batches, and back to the queue.
 
 Lightning answers the signal in its handler, wherever the process is: in a graph, in a collective, in a trace. Ranks
 that are at different places then wait for each other until SLURM ends them. Here the handler notes the signal, every

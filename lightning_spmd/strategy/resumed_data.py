@@ -1,4 +1,4 @@
-"""The place in the data of a run that ends in the middle of an epoch and goes on there.
+"""The place in the data of a run that ends mid-epoch and is resumed.
 
 Lightning counts the batches and gives the data anew from the first one, unless a loader keeps its place itself. Here
 the checkpoint says what random numbers the order was drawn from, and what the first batch was. A run that goes on makes

@@ -1,4 +1,4 @@
-"""What a fit is and was: how it runs and why, where its first step's time went, how many steps it took."""
+"""Account of a fit: how it runs and why, where its first step's time went, how many steps it took."""
 
 from __future__ import annotations
 

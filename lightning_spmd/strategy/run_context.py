@@ -1,4 +1,4 @@
-"""What the graphs of one run are made in, and what asks for one."""
+"""The context in which a run's graphs are built, and the requests to build one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Lightning builds, saves and restores through a strategy: modules, weights, optimizer state, random state."""
+"""The part of the strategy about state: what Lightning builds, saves and restores."""
 
 from __future__ import annotations
 

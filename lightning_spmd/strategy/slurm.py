@@ -1,4 +1,4 @@
-"""What goes wrong between a SLURM script and a Trainer, said before the ranks wait for each other in vain."""
+"""Mistakes between a SLURM script and a Trainer, reported before the ranks wait for each other in vain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows how a training runs: a table where somebody looks at a terminal, else one line of the log."""
+"""Shows how a training runs: a table on a terminal, else one line of the log."""
 
 from __future__ import annotations
 

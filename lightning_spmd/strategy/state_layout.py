@@ -1,4 +1,4 @@
-"""How a module and its optimizers' state are sharded over the ranks, how they are seen whole, what is saved."""
+"""How the state of a module and its optimizers is sharded over the ranks, shown whole, and saved."""
 
 from __future__ import annotations
 

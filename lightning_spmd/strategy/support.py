@@ -1,4 +1,4 @@
-"""The support matrix: what this strategy does with each Lightning feature, and how it knows at setup.
+"""The support matrix: what this strategy does with each Lightning feature, and how it detects it at setup.
 
 One row a feature: *compiled* (one graph), *split* (a graph up to ``p.grad``, the user's hooks, a graph from there),
 *eager* (plain autograd, gradients averaged over the ranks as DDP does; only with replicated parameters) or *rejected*.

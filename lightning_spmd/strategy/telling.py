@@ -1,4 +1,4 @@
-"""What users are told while the graphs of a run are built: each thing once."""
+"""Notices to users while a run's graphs are built, each given once."""
 
 from __future__ import annotations
 

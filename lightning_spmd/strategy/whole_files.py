@@ -1,4 +1,4 @@
-"""Checkpoints are there or not: what is being written bears another name, and takes its own in one step.
+"""Checkpoints are written under another name and put into place in one step.
 
 Lightning writes a file into the folder for temporary files and moves it: on another file system that is a copy, and a
 process that dies in the middle of it, or a disk that is full, leaves half a file in the place of a good one.

@@ -1,4 +1,4 @@
-"""No checkpoint of half a step: what callbacks save when training ends with an exception is whole, or is not written.
+"""No checkpoint of half a step: callbacks that save on exceptions write complete state or nothing.
 
 A graph updates weights one after the other. Where it ends in the middle (Ctrl-C, a rank that is gone, no memory), some
 are of this step and some of the one before, and a checkpoint of that would take the place of a good ``last.ckpt``.

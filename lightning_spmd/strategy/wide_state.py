@@ -1,4 +1,4 @@
-"""Optimizer state in float32 beside bfloat16 weights: as checkpoints bring it, and as a graph expects it."""
+"""Float32 optimizer state beside bfloat16 weights: converted between checkpoints and graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums in which partial sums meet whole values: the partial sums are added up first, and reduced once.
+"""Sums of partial sums and whole values: the partial sums are added first and reduced once.
 
 Before (the gradient of what a post-norm block's query, key and value read; each ``+`` reduces)::
 

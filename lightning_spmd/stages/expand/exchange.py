@@ -1,4 +1,4 @@
-"""Split dimensions in front of a collective and behind it: which elements are which rank's.
+"""Split dimensions before and after a collective: which elements belong to which rank.
 
 Collectives cut and join the first dimension of a tensor in equal pieces, one a rank. Here a split dimension becomes
 that: ``(before, ranks · length, after) → (ranks, before, length, after)``, and back. On a folded axis a rank's piece is

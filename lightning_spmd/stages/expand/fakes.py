@@ -1,4 +1,4 @@
-"""What calls of a program produce: remembered (``ir/known_results``), or found by making them on fake tensors.
+"""Results of a program's calls: remembered (``ir/known_results``), or computed on fake tensors.
 
 A program is written once for every size that a rank's piece has, and again where the ranks found a difference: nearly
 all of its calls are known by then. Fake tensors are made where a call is new.

@@ -1,4 +1,4 @@
-"""Parts that come to lie whole: gathers of pieces, of blocks of unequal size, and of chunks."""
+"""Gathers of pieces, of blocks of unequal size, and of chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that look at how their operands lie in memory: they get them as the captured graph has them.
+"""Operators that depend on the memory layout of their operands: they get the captured one.
 
 Most operators take tensors as they are, and expansion need not care how a gathered or reduced value lies. Some do
 look (and ``as_strided``, which addresses the storage behind its operand: ``storage.py``):

@@ -1,4 +1,4 @@
-"""The placements known so far along one mesh axis: how a value lies, what a layout costs, what a write changes."""
+"""The placements known so far along one mesh axis: of each value, the cost of a layout, the effect of a write."""
 
 from __future__ import annotations
 

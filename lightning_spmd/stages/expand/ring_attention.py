@@ -1,4 +1,4 @@
-"""Attention in which keys and values go round: each rank works on one rank's keys while the next ones travel.
+"""Ring attention: each rank works on one rank's keys and values while the next ones travel.
 
 Ring attention (arXiv:2310.01889). Rank r begins with its own keys and hands on what it holds to rank r + 1; after N - 1
 hops it has seen all. Results are merged as they come; backward the gradients of keys travel with them, one hop behind,

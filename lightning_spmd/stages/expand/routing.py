@@ -1,4 +1,4 @@
-"""Rows that are sorted, worked on and put back: mixture-of-experts routing, done by every rank on its own rows.
+"""Mixture-of-experts routing: rows are sorted, worked on and put back by every rank on its own.
 
 ::
 

@@ -1,4 +1,4 @@
-"""One cast for all that read it, so that what the ranks hold of it is gathered once.
+"""One cast for all its readers, so that its result is gathered once.
 
 Before (autocast, sequence parallel; each cast is gathered for itself)::
 

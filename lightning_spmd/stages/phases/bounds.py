@@ -1,4 +1,4 @@
-"""How much may be under way: some collectives are waited earlier than their results are needed, to free memory.
+"""Bounds what is in flight: some collectives are waited for earlier than their results are needed, to free memory.
 
 A reduce-scatter holds its operand, whole gradients, until it is waited, and gives a rank's share of it. Waited at the
 end of the backward pass all of them would be in memory at once, which is what sharding is there to avoid. Three buckets

@@ -1,4 +1,4 @@
-"""An iteration that pauses before its update, for hooks that may look at gradients, and rarely do.
+"""An iteration that pauses before its update, for hooks that may look at gradients.
 
 Before, the graph that would do without hooks, with ``p.grad`` among its outputs::
 

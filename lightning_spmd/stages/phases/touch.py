@@ -1,4 +1,4 @@
-"""What the parts of an iteration read and write of the state that outlives it, by name and not by node.
+"""What the parts of an iteration read and write of the state that outlives it, by name.
 
 Names let the end of one iteration be compared with the beginning of the next one, which may be another graph.
 """

@@ -1,4 +1,4 @@
-"""All ranks have built the same graph, or all of them learn where theirs begin to differ, and whose fault it is."""
+"""All ranks have built the same graph, or an error shows where theirs begin to differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is under way while the user's Python is: it hands over what Python reads, and goes on when Python does."""
+"""A run that is interleaved with the user's Python: it hands over values that Python reads, then goes on."""
 
 from __future__ import annotations
 

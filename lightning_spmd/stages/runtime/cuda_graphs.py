@@ -1,4 +1,4 @@
-"""CUDA graphs of the final graphs: what can be recorded is, and launched as one; the rest runs between the recordings.
+"""CUDA graphs of the final graphs: what can be recorded is launched as a whole, the rest runs between recordings.
 
 A recording is kernels with their addresses. So that replaying it is what the graph would compute now:
 

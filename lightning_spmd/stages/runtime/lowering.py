@@ -1,4 +1,4 @@
-"""What a final graph becomes: one callable. Here a backend (Inductor regions, CUDA graphs) takes the place of Python.
+"""Turns a final graph into a callable: Python, or a backend (Inductor regions, CUDA graphs).
 
 The first runs of a graph go node by node, for layouts and for measurements; only what runs from then on is lowered.
 """

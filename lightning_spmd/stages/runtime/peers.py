@@ -1,4 +1,4 @@
-"""The other processes of a run: which of them is gone, and what those that failed said before.
+"""The other processes of a run: which of them is gone, and the notes that failed ones left.
 
 When a process ends, its peers' collectives fail with a line about a socket. Who it was is known elsewhere: a rank that
 raises leaves a note in the store through which the process groups met, and of a process on this machine the kernel

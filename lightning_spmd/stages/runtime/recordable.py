@@ -1,4 +1,4 @@
-"""Which nodes of a graph a CUDA graph can hold, and where the graph is cut into what is recorded and what is not.
+"""Which nodes of a graph a CUDA graph can hold, and where the graph is cut.
 
 A recording repeats kernels on the same memory with the same numbers. So it cannot hold what depends on a number of this
 step (a learning rate), what the host takes part in (step counters, copies from and to it, operators that wait for the

@@ -1,4 +1,4 @@
-"""How the pieces of a graph run: gaps as Python, the others as recordings on memory of their own."""
+"""Runs the pieces of a graph: gaps as Python, the others as recordings with memory of their own."""
 
 from __future__ import annotations
 

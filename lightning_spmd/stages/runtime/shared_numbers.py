@@ -1,4 +1,4 @@
-"""Small exchanges among ranks of one machine, through memory that they share.
+"""Small exchanges among ranks of one machine, through shared memory.
 
 A message through a socket wakes a thread at each end, and each of them wants a core that somebody computes on. Ranks of
 one machine write their numbers into a page of memory instead, and whoever needs them looks there: where all have come

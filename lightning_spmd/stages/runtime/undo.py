@@ -1,4 +1,4 @@
-"""What a run of a graph changes beside parameters, kept until the run has ended well."""
+"""What a run changes besides parameters, kept so that the run can be undone."""
 
 from __future__ import annotations
 
