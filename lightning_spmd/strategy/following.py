@@ -563,6 +563,7 @@ class Following:
         wants.update((want, len(wants) + index) for index, want in enumerate(parts))
         # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
         role = OutputRole.STEP_OUTPUT if self._evaluates else OutputRole.LOGGED
+        queue.let_go()
         for made in step.kept():
             wants.setdefault(Want(made, role), len(wants))
         free, is_own = frozenset(step.numbers), meeting is not None and meeting.is_own

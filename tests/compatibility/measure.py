@@ -78,7 +78,7 @@ def train(row: Row, strategy: str | dict[str, Any], ranks: int) -> Run:
     run = Run()
     L.seed_everything(3, verbose=False)
     module, samples, collate = row.make()
-    with warnings.catch_warnings(record=True) as caught, _watching(run):
+    with warnings.catch_warnings(record=True) as caught, watching(run):
         warnings.simplefilter("always")
         chosen: Any = strategy if isinstance(strategy, str) else lightning_spmd.SPMDStrategy(**strategy)
         if not isinstance(chosen, str):
@@ -113,7 +113,7 @@ def _note(run: Run, event: Any) -> None:
 
 
 @contextmanager
-def _watching(run: Run) -> Iterator[None]:
+def watching(run: Run) -> Iterator[None]:
     """Note what expanded graphs move, and what is told."""
     dump, handler, logger = GraphBuilder._dump, _Said(run), logging.getLogger(_LOGGERS[1])
     level, outer = logger.level, logging.getLogger(_LOGGERS[0])

@@ -12,7 +12,7 @@ from tests.compatibility.rows import ROWS, STEPS, Made, Row, generator, without_
 COUNT = ROWS * STEPS
 
 
-def _forecasting(name: str, settings: dict[str, Any]) -> Made:
+def forecasting(name: str, settings: dict[str, Any]) -> Made:
     """Time series: 20 windows of a table of three series."""
     import numpy
     import pandas
@@ -147,10 +147,10 @@ def _anomalies() -> Made:
 _HOOK = "a hook looks at gradients: a graph up to there and one for the update"
 _ROWS: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
     ("TemporalFusionTransformer", "pytorch_forecasting", "time series",
-     lambda: _forecasting("TemporalFusionTransformer", {"hidden_size": 8, "attention_head_size": 2}),
+     lambda: forecasting("TemporalFusionTransformer", {"hidden_size": 8, "attention_head_size": 2}),
      {"note": _HOOK}),
     ("NBeats", "pytorch_forecasting", "time series",
-     lambda: _forecasting("NBeats", {"widths": [16, 16], "num_blocks": [1, 1], "backcast_loss_ratio": 0.1}),
+     lambda: forecasting("NBeats", {"widths": [16, 16], "num_blocks": [1, 1], "backcast_loss_ratio": 0.1}),
      {"note": _HOOK}),
     ("MPNN", "chemprop", "molecules", _molecules, {}),
     ("SCVI", "scvi", "cells", _cells, {}),
@@ -165,6 +165,8 @@ _ROWS: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
 
 def rows() -> list[Row]:
     """All of them."""
+    from tests.compatibility.fields import MORE  # which uses what is here
+
     return [
         Row(
             f"{needs}.{name}",
@@ -173,5 +175,5 @@ def rows() -> list[Row]:
             needs=needs,
             **{**more, "note": ", ".join(part for part in (field, more.get("note", "")) if part)},
         )
-        for name, needs, field, make, more in _ROWS
+        for name, needs, field, make, more in [*_ROWS, *MORE]
     ]

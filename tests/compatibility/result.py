@@ -19,6 +19,9 @@ GRAPHS = ("compiled", "split")
 _REASON = re.compile(r"strategy='spmd' (?:runs this training eagerly|trains eagerly from here on)(?: \([^)]*\))?: (.*)")
 
 
+_EAGER_STEPS = re.compile(r"(\d+) steps? eager")
+
+
 @dataclass(frozen=True)
 class Result:
     """Three runs of a row.
@@ -56,6 +59,12 @@ class Result:
         return ""
 
     @property
+    def eager_steps(self) -> int:
+        """The largest number of steps of a run that were no graphs."""
+        told = [text for run in (self.alone, self.ranks[0]) for text in run.told]
+        return max((int(found[1]) for text in told if (found := _EAGER_STEPS.search(text))), default=0)
+
+    @property
     def error(self) -> str:
         """What ended one of the runs."""
         return next((run.error for run in (self.eager, self.alone, *self.ranks) if run.error), "")
@@ -77,6 +86,8 @@ class Result:
             found.append(f"moves activations: {self.ranks[0].moved}")
         if not compiled and not self.row.eager:
             found.append(f"runs eagerly: {self.reason}")
+        elif self.eager_steps and not self.row.eager:
+            found.append(f"{self.eager_steps} steps are no graphs")
         return found
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from tests.compatibility.measure import Run, watching
 from tests.helpers.ranks import RankPool
-from tests.helpers.training import InOrder, assert_equals_one_device
+from tests.helpers.training import InOrder, Result, assert_equals_one_device
 from tests.strategy.small import ROWS, Quiet, assert_as_eager, rows, run
 
 
@@ -118,6 +120,20 @@ class MetricLoss(Quiet):
         return loss
 
 
+class Measured(Quiet):
+    """Gives a metric what it predicts, and has nothing else of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        self.metrics(scores, batch[1])
+        self.log_dict(self.metrics)
+        return F.cross_entropy(scores, batch[1])
+
+
 class TwoLosses(MetricLoss):
     def __init__(self) -> None:
         super().__init__(Both)
@@ -130,6 +146,19 @@ def test_a_loss_that_is_a_metric_is_of_all_ranks_in_a_step_that_runs_eagerly(
     reference = run(make, "auto", data=in_order, max_epochs=1, limit_train_batches=2)
     results = two_ranks.run(run, make, "spmd", 2, data=in_order, max_epochs=1, limit_train_batches=2)
     assert results[0].captures == 0
+    assert_equals_one_device(results, reference)
+
+
+def with_moved(make: type[Quiet]) -> tuple[Result, list[str]]:
+    with watching(noted := Run()):
+        result = run(make, "spmd", 2, data=in_order, max_epochs=1)
+    return result, noted.moved
+
+
+def test_what_a_metric_is_given_stays_on_its_rank(two_ranks: RankPool) -> None:
+    reference = run(Measured, "auto", data=in_order, max_epochs=1)
+    results, moved = zip(*two_ranks.run(with_moved, Measured), strict=True)
+    assert moved == ([], [])
     assert_equals_one_device(results, reference)
 
 

@@ -257,6 +257,11 @@ class Queue:
         self.is_open, calls, self.calls = False, self.calls, []
         return calls
 
+    def let_go(self) -> None:
+        """Python is done, and asks for no value before it is known: what metrics were given is nobody's through them."""
+        for result in self._results:
+            vars(result)["_now"] = None
+
     def done(self, results: Sequence[Any]) -> None:
         """The calls were made, with these results."""
         for result in self._results:
