@@ -46,7 +46,7 @@ from lightning_spmd.strategy.run_context import Ran, RunContext, StepRequest
 from lightning_spmd.strategy.shared_leaves import check_shared
 
 MOST_BEGINNINGS = 256
-"""Graphs of beginnings of steps that are kept: one for each value that steps read, until the step has a graph that tells it."""
+"""Graphs of beginnings of steps that are kept: one for each value that a step reads, until its graph tells them."""
 
 
 class EagerOnce(Exception):

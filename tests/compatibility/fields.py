@@ -1,4 +1,4 @@
-"""More LightningModules of packages on PyPI, several of a field; small, with random data in the package's own batches."""
+"""More LightningModules of packages on PyPI, several of a field; small, with random data in their own batches."""
 
 from __future__ import annotations
 
@@ -159,12 +159,9 @@ def as_lightning() -> None:
 
     if "pytorch_lightning" in sys.modules and sys.modules["pytorch_lightning"] is not pl:
         return
-    for name in ("", ".callbacks", ".loggers", ".strategies", ".utilities", ".trainer", ".tuner", ".utilities.rank_zero",
-                 ".utilities.types", ".utilities.exceptions", ".callbacks.progress", ".trainer.states", ".core"):  # fmt: skip
-        try:
-            sys.modules[f"pytorch_lightning{name}"] = importlib.import_module(f"lightning.pytorch{name}")
-        except ImportError:
-            pass
+    for name in ("", ".callbacks", ".callbacks.progress", ".core", ".loggers", ".strategies", ".trainer", ".tuner",
+                 ".utilities", ".utilities.exceptions", ".utilities.rank_zero", ".utilities.types"):  # fmt: skip
+        sys.modules[f"pytorch_lightning{name}"] = importlib.import_module(f"lightning.pytorch{name}")
 
 
 def _nixtla(name: str, settings: dict[str, Any]) -> Made:
@@ -472,6 +469,6 @@ MORE: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
     ("GIN", "torch_geometric", "graphs", _graphs, {}),
     *[(name, "disent", "factors of pictures", lambda n=name: _factors(n),
        {"draws": "draws noise, other numbers on each rank", **couples})
-      for name, couples in [("BetaVae", {}), ("DipVae", {"couples": "the covariance of factors is taken over the batch"})]],
+      for name, couples in [("BetaVae", {}), ("DipVae", {"couples": "the covariance of factors is the batch's"})]],
     *[(name, "replay", "recommendations", lambda n=name: _items(n), {}) for name in ("SasRec", "Bert4Rec")],
 ]  # fmt: skip

@@ -258,7 +258,7 @@ class Queue:
         return calls
 
     def let_go(self) -> None:
-        """Python is done, and asks for no value before it is known: what metrics were given is nobody's through them."""
+        """Python is done and asks for no value before it is known: what metrics were given is not kept for that."""
         for result in self._results:
             vars(result)["_now"] = None
 
