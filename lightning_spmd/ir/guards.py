@@ -69,10 +69,12 @@ class Guards:
     Args:
         values: flags and structures.
         predicate: decisions on numbers.
+        at_reads: of them, for each read of a value, those that are made before it and behind the one before.
     """
 
     values: list[ValueGuard] = field(default_factory=list[ValueGuard])
     predicate: PredicateGuard | None = None
+    at_reads: Sequence[PredicateGuard | None] = ()
 
     def failure(self, graph_inputs: Callable[[], Sequence[Any]]) -> str | None:
         """First reason why the graph may not be used now, or None.
@@ -80,7 +82,19 @@ class Guards:
         Args:
             graph_inputs: gives the values of the graph's inputs; called only if a predicate needs them.
         """
+        return self._failure(self.predicate, graph_inputs)
+
+    def failure_at(self, read: int, graph_inputs: Callable[[], Sequence[Any]]) -> str | None:
+        """The same for a value that Python reads while the rest of its numbers are not known yet.
+
+        Args:
+            read: how often it has read in this step.
+            graph_inputs: as above.
+        """
+        return self._failure(self.at_reads[read] if read < len(self.at_reads) else None, graph_inputs)
+
+    def _failure(self, predicate: PredicateGuard | None, graph_inputs: Callable[[], Sequence[Any]]) -> str | None:
         for guard in self.values:
             if (reason := guard.failure()) is not None:
                 return reason
-        return None if self.predicate is None else self.predicate.failure(graph_inputs())
+        return None if predicate is None else predicate.failure(graph_inputs())

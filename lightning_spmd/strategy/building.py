@@ -69,6 +69,12 @@ class Beginning:
     executable: Executable
     run: Callable[[StepRequest, str | None], Sequence[Tensor]]
 
+    def fits(self, request: StepRequest) -> bool:
+        """Whether it is the beginning of a step: an optimizer's state and the step's numbers may be others."""
+        tensors = [] if request.batch is None else request.batch.tensor_values
+        inputs = functools.partial(self.executable.inputs, tensors)
+        return self.executable.captured.guards.failure(inputs) is None
+
     def values(self, request: StepRequest, place: str | None) -> Sequence[Tensor]:
         """What Python reads of a step; nothing is changed.
 

@@ -221,6 +221,7 @@ class _Talk:
         known: the graphs that ran last, by the first call that read.
         live: what graphs take of this step.
         begin: starts one.
+        tensors: of the batch.
         meeting: of the ranks; None on one device.
         run_beginning: gives what a program that ends where Python reads wants; it is read at ``file:line``.
         infers: graphs run in torch's inference mode.
@@ -233,6 +234,7 @@ class _Talk:
         known: Mapping[int, Likely],
         live: Live,
         begin: Callable[[Executable], Conversation],
+        tensors: Sequence[Tensor],
         meeting: Meeting | None,
         run_beginning: Callable[[Program, str], Sequence[Tensor]],
         infers: bool,
@@ -240,7 +242,7 @@ class _Talk:
     ) -> None:
         self._run_beginning, self._infers, self._logs = run_beginning, infers, logs
         self._step, self._known, self._live, self._begin = step, known, live, begin
-        self._meeting = meeting
+        self._tensors, self._meeting, self._reads = tensors, meeting, 0
         self._likely: Likely | None = None
         self._is_over, self._same = False, 0  # so many calls are those of the likely graph
         self.conversation: Conversation | None = None
@@ -259,7 +261,7 @@ class _Talk:
 
     def _values(self) -> Sequence[Tensor] | None:
         first = self.conversation is None
-        gives = not self._is_over and (self._can_begin() if first else self._takes_its_path())
+        gives = not self._is_over and (self._can_begin() if first else self._takes_its_path()) and self._decides_alike()
         if self._meeting is not None:
             gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
         if not gives or self._likely is None:
@@ -301,15 +303,24 @@ class _Talk:
         likely = self._likely = self._known.get(notes[-1].number)
         if likely is None or not likely.executable.can_talk:
             return False
-        program, executable = likely.program, likely.executable
+        program = likely.program
         if not self._takes_its_path() or any(number >= len(self._step.outside) for number in _unnamed(program)):
             return False
         last = max((i + 1 for i, log in enumerate(program.logs) if log.has_number), default=0)
-        if last and program.logs[:last] != self._logs()[:last]:  # a number that is logged later is not known yet
+        # a number that is logged later is not known yet
+        return not last or program.logs[:last] == self._logs()[:last]
+
+    def _decides_alike(self) -> bool:
+        """Whether the likely graph does the same as far as is known: a value that it gives is that of this step."""
+        if self._likely is None:
             return False
-        self._live.outside = self._step.outside
-        self._live.numbers = self._step.numbers_between(0, len(notes))
-        return not any(guard.failure() is not None for guard in executable.captured.guards.values)
+        executable, read = self._likely.executable, self._reads
+        self._reads += 1
+        if not read:
+            self._live.outside = self._step.outside
+        self._live.numbers = self._step.numbers_between(0, len(self._step.notes))
+        inputs = functools.partial(executable.inputs, self._tensors)
+        return executable.captured.guards.failure_at(read, inputs) is None
 
     def _takes_its_path(self) -> bool:
         notes, program = self._step.notes, None if self._likely is None else self._likely.program
@@ -489,7 +500,7 @@ class Following:
         def logs() -> tuple[Log, ...]:
             return logs_of(queue.calls, list(wants), self._live)
 
-        talk = _Talk(step, known, self._live, begin, meeting, run_beginning, self.graphs_infer, logs)
+        talk = _Talk(step, known, self._live, begin, tensors, meeting, run_beginning, self.graphs_infer, logs)
 
         def before_eager() -> None:
             talk.drop()

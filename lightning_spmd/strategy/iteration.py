@@ -81,7 +81,7 @@ class TrainingIteration:
         self._met = self._told_of_sizes = False
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
-        self._beginnings: dict[Any, Beginning] = {}
+        self._beginnings: dict[Any, list[Beginning]] = {}
         self.share_layers: Callable[[CapturedStep], Sequence[tuple[Tensor, Tensor]]] | None = None
         """Lets ranks share layers as they find fit for a graph; None where they do, or never will."""
         self._own = OwnGraphs(context, self._builder, GraphTable(context.trainer, self.gradients), self.flush)
@@ -247,15 +247,19 @@ class TrainingIteration:
         request = dataclasses.replace(request, program=program)
         key = (program.key, None if meeting is None else meeting.split, self.table.find(request, ()).key)
         try:
-            known = self._beginnings.get(key)
-            guards = () if known is None else known.executable.captured.guards.values
-            fits = known is not None and all(guard.failure() is None for guard in guards)  # as an optimizer's state
-            if agreed(self.context.control, 0 if fits else None) is None:
-                split = () if meeting is None else meeting.split
-                self._beginnings[key] = self._builder.beginning(request, split)
-                while len(self._beginnings) > MOST_BEGINNINGS:
-                    del self._beginnings[first(self._beginnings, "beginning of a step")]
-            return self._beginnings[key].values(request, place)
+            known = self._beginnings.get(key, [])
+            fitting = next((index for index, one in enumerate(known) if one.fits(request)), None)
+            index = agreed(self.context.control, fitting)
+            if index is not None:
+                return known[index].values(request, place)
+            built = self._builder.beginning(request, () if meeting is None else meeting.split)
+            self._beginnings.setdefault(key, []).append(built)
+            while sum(map(len, self._beginnings.values())) > MOST_BEGINNINGS:
+                oldest = first(self._beginnings, "beginning of a step")
+                self._beginnings[oldest] = self._beginnings[oldest][1:]
+                if not self._beginnings[oldest]:
+                    del self._beginnings[oldest]
+            return built.values(request, place)
         except SPMDError as error:
             raise CannotBeFollowed(str(error)) from error
 

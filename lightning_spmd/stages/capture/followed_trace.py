@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -87,6 +88,7 @@ class _FollowedTrace(IterationTrace):
         self._batch: list[Tensor] = []
         self._outside: dict[int, Tensor] = {}
         self._reads = 0
+        self._decided: list[int] = []  # so many decisions had been made at each read
         self._note: Note | None = None  # that is made
         self.recorder.data_sizes = DataSizes(
             lambda func, *args, **kwargs: self.recorder.__torch_dispatch__(func, (), args, kwargs),
@@ -214,6 +216,7 @@ class _FollowedTrace(IterationTrace):
         live, numbers = self.program.live, self.program.numbers_behind(note)
         target = HandOver(self._reads, functools.partial(_numbers, live, numbers), counts)
         self._reads += 1
+        self._decided.append(len(self.recorder.decisions))
         sources = [self.recorder.argument(t) for t in tensors]
         graph = self.recorder.graph
         node = graph.call_function(target, tuple(sources))
@@ -364,6 +367,8 @@ class _FollowedTrace(IterationTrace):
     def _packed(self) -> CapturedStep:
         recorder, graph = self.recorder, self.recorder.graph
         decisions = decision_program(graph, recorder.decisions)
+        stretches = itertools.pairwise((0, *self._decided))
+        before_reads = [decision_program(graph, recorder.decisions[begin:end]) for begin, end in stretches]
         graph.output(self.outputs.packed(by_hand=self.by_hand is not None)).meta["val"] = None
         simplify_strided_gradients(graph)
         share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
@@ -374,14 +379,16 @@ class _FollowedTrace(IterationTrace):
         self.inputs.drop_unused(keep=decisions.inputs if decisions else ())
         graph.lint()
         inputs = self.inputs.in_order()
-        predicate = decisions.guard([node for node, _ in inputs]) if decisions else None
+        placeholders = [node for node, _ in inputs]
+        predicate = decisions.guard(placeholders) if decisions else None
+        at_reads = [program and program.guard(placeholders) for program in before_reads]
         wanted: list[Any] = [OutputRef(self._positions[i]) for i in range(len(self.program.wants))]
         if self.own is not None:
             wanted += self._of_all_ranks
         return CapturedStep(
             private.GraphModule(nn.Module(), graph),
             Signature(with_mutations(graph, inputs), tuple(self.outputs.entries)),
-            Guards(self.guards(), predicate),
+            Guards(self.guards(), predicate, at_reads),
             [self._readers.get(i) or functools.partial(_itself, t) for i, t in enumerate(recorder.constants)],
             returned=wanted,
             variant=self.request.variant,
