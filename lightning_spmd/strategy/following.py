@@ -35,6 +35,7 @@ from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
 from lightning_spmd.stages.capture.packing import parameter_names
 from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
+from lightning_spmd.strategy.alone import Alone, program_for, read_alone, told_by
 from lightning_spmd.strategy.last_resort import NoEagerWay, must_be_graphs
 from lightning_spmd.strategy.meeting import Call, Fingerprints, LookedAtRows, Meeting
 from lightning_spmd.strategy.own_meeting import logs_of, of_all_ranks
@@ -122,6 +123,11 @@ class FollowedStep:
         if self._talk is None or self.program is None:
             return None
         return self._talk.end(self.program, executable)
+
+    def help_out(self) -> None:
+        """Do what a rank needs that reads alone, once Python is done here."""
+        if self._talk is not None:
+            self._talk.help_out()
 
     def fill(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Give what somebody has its value; gives the values for the queue.
@@ -226,6 +232,7 @@ class _Talk:
         run_beginning: gives what a program that ends where Python reads wants; it is read at ``file:line``.
         infers: graphs run in torch's inference mode.
         logs: gives what was logged so far, on a rank's own batch, and puts its numbers where graphs take them.
+        known_alone: what ranks have read alone.
     """
 
     def __init__(
@@ -239,13 +246,30 @@ class _Talk:
         run_beginning: Callable[[Program, str], Sequence[Tensor]],
         infers: bool,
         logs: Callable[[], tuple[Log, ...]],
+        known_alone: dict[Any, Alone | None],
     ) -> None:
         self._run_beginning, self._infers, self._logs = run_beginning, infers, logs
         self._step, self._known, self._live, self._begin = step, known, live, begin
         self._tensors, self._meeting, self._reads = tensors, meeting, 0
+        self._known_alone = known_alone
         self._likely: Likely | None = None
         self._is_over, self._same = False, 0  # so many calls are those of the likely graph
         self.conversation: Conversation | None = None
+
+    def help_out(self) -> Sequence[Tensor] | None:
+        """Do what ranks that read alone need, all ranks together; what Python reads here, if this is one of them.
+
+        Raises:
+            CannotBeFollowed: on all ranks; they go on eagerly.
+        """
+        meeting = self._meeting
+        if meeting is None:
+            raise ValueError("one device reads nothing alone")
+        alone = meeting.alone(self._known_alone)
+        self.drop()
+        program = program_for(alone, self._step)
+        values = self._run_beginning(program, "a rank alone") if alone.wants else ()
+        return read_alone(alone, self._step, values) if meeting.rank in alone.ranks else None
 
     def values(self) -> Sequence[Tensor] | None:
         """What Python reads now, if a graph gives it.
@@ -264,6 +288,10 @@ class _Talk:
         gives = not self._is_over and (self._can_begin() if first else self._takes_its_path()) and self._decides_alike()
         if self._meeting is not None:
             gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
+            while self._meeting.is_apart:
+                if (alone := self.help_out()) is not None:
+                    return alone
+                gives = self._meeting.reads(self._step.mark, None)
         if not gives or self._likely is None:
             self.drop()
             return None if self._meeting is None or self._meeting.is_own else self._of_the_beginning()
@@ -404,6 +432,7 @@ class Following:
         self._samples: dict[int, list[tuple[int, ...]]] = {}
         self._counts: dict[int, Counts] = {}
         """Where graphs of each path put the counts that they find."""
+        self._known_alone: dict[Any, Alone | None] = {}
         self._taken: dict[Any, int] = {}
         """How often steps took each path."""
 
@@ -479,6 +508,8 @@ class Following:
             meeting.calls = lambda: self._calls_of(step)
             meeting.was_told_draws = lambda: step.was_told_draws
             meeting.fits, meeting.beside = step.fits, step.beside
+            if not (meeting.is_own or self._evaluates):
+                meeting.helps = (lambda: step.here.mark), (lambda: told_by(step))
         step.on_values, step.scaled = self._flush, self._scaled
         step.parameters = context.module.parameters
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
@@ -500,7 +531,8 @@ class Following:
         def logs() -> tuple[Log, ...]:
             return logs_of(queue.calls, list(wants), self._live)
 
-        talk = _Talk(step, known, self._live, begin, tensors, meeting, run_beginning, self.graphs_infer, logs)
+        alone, infers = self._known_alone, self.graphs_infer
+        talk = _Talk(step, known, self._live, begin, tensors, meeting, run_beginning, infers, logs, alone)
 
         def before_eager() -> None:
             talk.drop()

@@ -298,6 +298,9 @@ class TrainingIteration:
             ahead = None if followed.has_begun else self._run_ahead(done, tensors)
             if ahead is not None:
                 return ahead
+            while done.result().index is None and meeting.is_apart:
+                followed.help_out()
+                done = meeting.done(followed.mark, self.table.find(request, meeting.split))
             if done.result().index is None:
                 meeting.find_shared()
                 self._share_layers(following, followed, request, meeting.split)

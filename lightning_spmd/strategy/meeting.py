@@ -1,7 +1,7 @@
 """Several ranks run the Python of one step on the global batch: when and where they meet.
 
 They meet where Python reads a value, where a step goes on eagerly, and where Python is done. Each says which path it is
-on, so nobody begins what needs the others while these do something else.
+on, so nobody begins what needs the others while these do something else. One that reads alone is helped (``alone.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementError
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
@@ -27,6 +28,7 @@ from lightning_spmd.stages.capture.follow.memory import array_of
 from lightning_spmd.stages.capture.follow.tripwires import Tripwires
 from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
+from lightning_spmd.strategy.alone import MOST_KNOWN, Alone, Told, helped
 from lightning_spmd.strategy.graph_table import Found
 from lightning_spmd.strategy.reading import whole_batch
 from lightning_spmd.strategy.replay import log_global
@@ -68,6 +70,8 @@ class Meeting:
         fits: says whether the step so far could be one on a batch of other sizes.
         beside: entered where what is called is none of the user's calls.
         shared: paths of tensors of the batch that turned out to be the same for every sample: Python must run again.
+        helps: ranks that read alone are helped by the others (``alone.py``); gives the path, and tells its calls.
+        is_apart: the ranks have met in different places of the step, and somebody is to be helped.
     """
 
     is_own = False
@@ -93,6 +97,8 @@ class Meeting:
         self.runs_again, self.looked, self.shared = False, "", set[str]()
         self.fits: Callable[[Sequence[Tensor]], bool] = lambda _: True
         self.beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.helps: tuple[Callable[[], int], Callable[[], list[Told]]] | None = None
+        self.is_apart, self._reads = False, False
         self.is_new = self._searches = is_new
         self._raised = False
         self.wires = Tripwires(self._looks)
@@ -153,6 +159,11 @@ class Meeting:
             live = [self._batch.is_shared(index) for index in self._batch.tensors]
             self._whole = [t if is_live else t.clone() for t, is_live in zip(found, live, strict=True)]
         return self._whole
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._control.rank
 
     @property
     def has_others_rows(self) -> bool:
@@ -230,6 +241,7 @@ class Meeting:
         """
         if self.is_eager:
             return False
+        self._reads = True
         return self.met(self.cast(_READS, mark, graph))
 
     def goes_eagerly(self, reason: str) -> None:
@@ -257,6 +269,7 @@ class Meeting:
             mark: of the path.
             found: the graph that this rank would run.
         """
+        self._reads = False
         return Done(found, self.cast(DONE, mark, found.index), self.met)
 
     def cast(self, why: int, mark: int, graph: int | None, reason: str = "") -> Callable[[], Any]:
@@ -265,7 +278,7 @@ class Meeting:
         return self._control.cast(self._place, graph, why, mark)
 
     def met(self, count: Callable[[], Any]) -> bool:
-        """All ranks are here; whether they have the same graph.
+        """All ranks are here; whether they have the same graph. Where they have come apart see :attr:`is_apart`.
 
         Args:
             count: gives what they said.
@@ -275,10 +288,36 @@ class Meeting:
         """
         vote = count()
         fewest, most = vote.rows
-        if most == _EAGER or fewest != most or vote.shape[0] != vote.shape[1]:
-            told = self._meet_eagerly(None)
-            raise CannotBeFollowed(told or self._difference())
-        return not vote.missing and vote.graph[0] == vote.graph[1]
+        self.is_apart = fewest != most or vote.shape[0] != vote.shape[1]
+        if most == _EAGER or (self.is_apart and self.helps is None):
+            raise self._ended()
+        return not self.is_apart and not vote.missing and vote.graph[0] == vote.graph[1]
+
+    def alone(self, known: dict[Any, Alone | None]) -> Alone:
+        """The ranks have come apart: who is helped.
+
+        Args:
+            known: what came of such meetings before, on all ranks alike.
+
+        Raises:
+            CannotBeFollowed: on all ranks; their steps are different ones.
+        """
+        if self.helps is None:
+            raise ValueError("nobody is helped")
+        path, calls = self.helps
+        places = tuple(self._control.gather((self._reads, path())))
+        if places not in known:
+            while len(known) >= MOST_KNOWN:
+                del known[first(known, "meeting")]
+            known[places] = helped(self._control.gather((self._reads, calls())))
+        self.is_apart, found = False, known[places]
+        if found is None:
+            raise self._ended()
+        return found
+
+    def _ended(self) -> CannotBeFollowed:
+        told = self._meet_eagerly(None)
+        return CannotBeFollowed(told or self._difference())
 
     def _meet_eagerly(self, reason: str | None, looked: str = "") -> str:
         """All ranks are here and learn why one of them cannot be followed."""

@@ -96,10 +96,6 @@ class Alone(Usual):
         self.logger.log_metrics({"norm": self.last.weight.norm().item()})
 
 
-@pytest.mark.xfail(
-    reason="ranks that call different things train eagerly: what a function for rank zero calls is not its own yet",
-    strict=False,
-)
 def test_functions_for_rank_zero_leave_the_graph_to_all_ranks(two_ranks: RankPool) -> None:
     _, expected = told(Alone, "auto", max_epochs=1, data=lambda: InOrder(rows(), ROWS, shuffle=False))
     found = two_ranks.run(told, Alone, "spmd", 2, max_epochs=1)
@@ -121,10 +117,9 @@ class AsksForItsRank(Quiet):
         return loss
 
 
-def test_a_step_that_calls_torch_on_one_rank_alone_is_eager_and_says_so(two_ranks: RankPool) -> None:
+def test_a_step_that_calls_torch_on_one_rank_alone_is_a_graph(two_ranks: RankPool) -> None:
     found = two_ranks.run(told, AsksForItsRank, "spmd", 2, max_epochs=1)
-    assert [result.mode for result, _ in found] == ["eager", "eager"]
-    assert any("the ranks call different things" in text and "kept_calls.py" in text for text in found[0][0].warnings)
+    assert_compiled(*[result for result, _ in found])
     assert [len(mine[0][0]) > 0 for _, mine in found] == [True, False]
 
 

@@ -478,6 +478,7 @@ class Step(TorchFunctionMode):
         self._draws = False
         self._just_told: Sequence[int] | None = None
         self.memory = Memory(self, follower.holders)
+        self._own_calls: tuple[int, Values] | None = None
 
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
@@ -1011,6 +1012,7 @@ class Step(TorchFunctionMode):
         self._complete(note, known)
         given = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
         operands, draws = tensors_in(given), recording.below.draws
+        versions = list(map(_version_of, operands))
         before, count, known_kind = (
             [TensorSpec.of(t) for t in operands],
             recording.below.count,
@@ -1043,6 +1045,7 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed(f"what {note.name} returns is as large as the data say") from error
         except Exception as error:  # the user's own mistake shows when it runs for good
             raise CannotBeFollowed(f"{note.name} could not be recorded ({_first_line(error)})") from error
+        note.writes = versions != list(map(_version_of, operands))
         if before != [TensorSpec.of(t) for t in operands]:
             raise CannotBeFollowed(f"{note.name} changes the size of a tensor in place")
         if isinstance(out, torch.nn.utils.rnn.PackedSequence) or any(
@@ -1480,13 +1483,53 @@ class Step(TorchFunctionMode):
             args, kwargs = self._true((args, kwargs), writable=func is private.reduced or is_array)  # memory is kept
         except CannotBeFollowed as error:
             self.eagerly(str(error))
-        if is_array and not self.is_eager and not args[0].is_complex():
+        is_alone = self._take_out()
+        if is_array and not (is_alone or self.is_eager or args[0].is_complex()):
             return self.memory.array_of_copy(source, args[0], args[1:], kwargs)
         with self.beside():
             found = func(*args, **kwargs)
         if func in _TEXTS and history is not None and not self.is_eager:
             found = found.replace("requires_grad=True", f"grad_fn=<{history}>")
         return found
+
+    def leaves_path(self, calls: int, told: Mapping[Source, Tensor]) -> Sequence[Tensor]:
+        """Python reads what it has called for itself: that is no part of the step. Gives the values.
+
+        Args:
+            calls: so many calls of the step are before that.
+            told: values of what these gave.
+        """
+        values = Values(lambda source: told[source] if source in told else self.tensor_of(source))
+        values.made.update({source: value for source, value in told.items() if type(source) is Made})
+        *own, read = self.notes[calls:]
+        with self.beside(), private.disable_dispatch_modes(), torch.no_grad():
+            for note in own:
+                values.run(note, self._numbers_of(note))
+        self._own_calls = calls, values
+        return [values.of(source) for source in sources_in((read.args, read.kwargs))]
+
+    def _take_out(self) -> bool:
+        """Calls that Python made for itself are taken out; what they gave are tensors like any others."""
+        if self._own_calls is None:
+            return False
+        (calls, values), self._own_calls = self._own_calls, None
+        own = self.notes[calls:]
+        del self.notes[calls:]
+        root = self.follower.root() if self.tree is None else self.tree.root
+        self.here = self.notes[-1] if calls else root
+        with self.beside(), torch.no_grad():
+            for note in own:
+                self.held.pop(note.depth, None)
+                for index, placeholder in enumerate(note.handed):
+                    del self.sources[id(placeholder)]
+                    private.exchange(placeholder, values.made[Made(note.depth, index)].detach())
+                note.handed.clear()
+        met = min((number for note in own for number in note.met), default=len(self.outside))
+        for tensor in self.outside[met:]:
+            del self.sources[id(tensor)]
+        del self.outside[met:]
+        self._recording = None
+        return True
 
     def _read_note(self, func: Any, args: Any, kwargs: Any) -> Note:
         for note in reversed(self.here.children):

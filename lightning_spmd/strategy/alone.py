@@ -1,0 +1,126 @@
+"""What one rank reads while the others do not: ``if self.global_rank == 0: print(loss.item())``, ``@rank_zero_only``.
+
+Ranks that meet in different places say how they came there. The one that is least far and reads is helped: all ranks
+run what their steps have in common up to there, and it goes on by itself with the values. What it called on the way to
+its read, and the others did not, is its own: it is no part of the step, which stays the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.stable_hash import stable_hash
+from lightning_spmd.stages.capture.follow.engine import EngineCall
+from lightning_spmd.stages.capture.follow.follower import Step
+from lightning_spmd.stages.capture.follow.notes import Made, Note, Outside, Source, sources_in
+from lightning_spmd.stages.capture.follow.program import Live, Program, Want
+
+MOST_KNOWN = 64
+"""Meetings in different places whose outcome is kept."""
+
+
+class Told(NamedTuple):
+    """A call of a step as the other ranks are told of it.
+
+    Args:
+        words: what was called and with what.
+        sources: of its tensors.
+        met: tensors from outside that the step had met before it.
+        may_be_alone: whether it changes nothing that the step has, so that a rank may make it for itself.
+    """
+
+    words: str
+    sources: tuple[Source, ...]
+    met: int
+    may_be_alone: bool
+
+
+class Alone(NamedTuple):
+    """What all ranks do for those that read alone.
+
+    Args:
+        ranks: they.
+        calls: so many calls the steps of all ranks have in common.
+        wants: what of these the ranks take.
+    """
+
+    ranks: tuple[int, ...]
+    calls: int
+    wants: tuple[Source, ...]
+
+
+def told_by(step: Step) -> list[Told]:
+    """The calls of a step so far."""
+    found: list[Told] = []
+    met = 0
+    for note in step.notes:
+        sources = tuple(sources_in((note.args, note.kwargs)))
+        found.append(Told(note.in_words(), sources, met, _may_be_alone(note, step)))
+        met = max([met, *(number + 1 for number in note.met)])
+    return found
+
+
+def _may_be_alone(note: Note, step: Step) -> bool:
+    in_parts = any(isinstance(step.outside[number], DTensor) for number in note.met)
+    return not (in_parts or note.writes or note.draws or note.counts or isinstance(note.func, EngineCall))
+
+
+def helped(sides: Sequence[tuple[bool, Sequence[Told]]]) -> Alone | None:
+    """Who reads alone, and what is done for them; None if the ranks' steps are different ones.
+
+    Args:
+        sides: by rank, whether it reads, and its calls.
+    """
+    readers = sorted((len(calls), rank) for rank, (reads, calls) in enumerate(sides) if reads)
+    if not readers:
+        return None
+    calls = sides[readers[0][1]][1]
+    words = [call.words for call in calls]
+    ranks = tuple(r for r, (reads, its) in enumerate(sides) if reads and [call.words for call in its] == words)
+    others = [its for rank, (_, its) in enumerate(sides) if rank not in ranks]
+    common = min((_in_common(words, its) for its in others), default=len(words))
+    own = calls[common:]
+    if not own or not all(call.may_be_alone for call in own):
+        return None
+    wants = [
+        source
+        for call in own
+        for source in call.sources
+        if not (type(source) is Made and source.depth >= common)
+        and not (type(source) is Outside and source.number >= own[0].met)
+    ]
+    return Alone(ranks, common, tuple(dict.fromkeys(wants)))
+
+
+def _in_common(words: Sequence[str], calls: Sequence[Told]) -> int:
+    """So many first calls are the same."""
+    count = 0
+    while count < min(len(words), len(calls)) and words[count] == calls[count].words:
+        count += 1
+    return count
+
+
+def program_for(alone: Alone, step: Step) -> Program:
+    """What gives the values: the beginning that the step has in common with those of the other ranks."""
+    notes, numbers = step.notes[: alone.calls], step.numbers_between(0, alone.calls)
+    live = Live(step.outside, numbers)
+    wants = tuple(Want(source, OutputRole.LOGGED) for source in alone.wants)
+    number = stable_hash((notes[-1].mark if notes else 0, repr(alone.wants)))
+    return Program(notes, number, wants, None, frozenset(numbers), live, is_beginning=True)
+
+
+def read_alone(alone: Alone, step: Step, values: Sequence[Tensor]) -> Sequence[Any]:
+    """What a step reads by itself, whose calls behind the common ones are taken out of it.
+
+    Args:
+        alone: as the ranks have agreed.
+        step: the step, on one of the ranks that read.
+        values: of what they want.
+    """
+    told: Mapping[Source, Tensor] = dict(zip(alone.wants, values, strict=True))
+    return step.leaves_path(alone.calls, told)
