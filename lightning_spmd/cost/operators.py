@@ -31,6 +31,8 @@ _REDUCTIONS = re.compile(
 _ALLOCATING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _PICKING = frozenset({"embedding", "index_select", "gather", "index"})
 """What they read of a table is as much as they write."""
+_SCATTERING = frozenset({"scatter_", "scatter_add_", "index_put_", "index_add_"})
+"""What they touch of a table is as much as they are given."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def _traffic(node: fx.Node, name: str, results: list[TensorSpec]) -> float:
     writes = fresh + sum(_extent(s) for n in written for s in specs_in(n.meta.get("val")))
     if name in _PICKING and results:
         return 2.0 * fresh
+    if name in _SCATTERING:
+        return float(sum(3 * _extent(s) for n in node.all_input_nodes[1:] for s in specs_in(n.meta.get("val"))))
     return float(reads + writes)
 
 

@@ -16,7 +16,7 @@ from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, ShownGradients
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
-from lightning_spmd.stages.expand import LOSS_CHUNKS, announce, chunk_losses, expand
+from lightning_spmd.stages.expand import LOSS_CHUNKS, announce, chunk_losses, expand, what_chunks_would_save
 from lightning_spmd.stages.expand.auto_plan import find_plan
 from lightning_spmd.stages.passes import OFFLOAD_ACTIVATIONS, PASSES, REMATERIALIZE, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
@@ -131,11 +131,13 @@ def _hidden_gradients(captured: CapturedStep, passed: ShardedStep) -> ShownGradi
 def _in_chunks(
     step: ShardedStep, options: BuildOptions, state: PassState, on_result: Callable[[str, ShardedStep], None]
 ) -> ShardedStep:
-    """The step with its losses in chunks, if that is asked for."""
+    """The step with its losses in chunks, if that is asked for; else a note if it would help."""
     if options.loss_chunks is not None or options.loss_bytes is not None:
         state.notes[LOSS_CHUNKS] = chunk_losses(step, options.loss_chunks, options.loss_bytes)
         verify_sharded(step)
         on_result(LOSS_CHUNKS, step)
+    elif hint := what_chunks_would_save(step):
+        state.notes[LOSS_CHUNKS] = hint
     return step
 
 

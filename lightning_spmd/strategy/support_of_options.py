@@ -55,6 +55,12 @@ OPTIONS: tuple[Feature, ...] = (
         "tests/stages/passes/test_offload_activations.py::test_training_keeps_its_bits",
     ),
     Feature(
+        "loss_chunks=",
+        Mode.COMPILED,
+        "equal up to rounding; a message says why a loss stays whole; does nothing in the eager path",
+        "tests/strategy/test_loss_chunks.py::test_training_on_one_device",
+    ),
+    Feature(
         "rematerialize=, torch.utils.checkpoint in the module",
         Mode.COMPILED,
         "one or both; the strategy's option does nothing in the eager path",

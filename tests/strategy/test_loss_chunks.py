@@ -43,7 +43,7 @@ class Model(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.5, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
 def fit(
@@ -120,13 +120,18 @@ def test_a_recipe_takes_it_on_the_command_line(capsys: pytest.CaptureFixture[str
         assert yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]["init_args"]["loss_chunks"] == meant
 
 
-@pytest.mark.parametrize("plan", ["replicate", "zero2", "zero3"])
-def test_training_on_two_ranks(two_ranks: RankPool, plan: str) -> None:
-    for said in two_ranks.run(both, {"data_parallel": plan}, {}, 2):
-        assert not said or "in 4 chunks" in said[0]
-
-
-def test_shared_layers(two_ranks: RankPool) -> None:
-    options = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"head": "loss", "table": "embedding"}}
-    for said in two_ranks.run(both, options, {}, 2):
+@pytest.mark.parametrize(
+    ("options", "trainer", "rows"),
+    [
+        ({"overlap_iterations": True}, {}, 14),
+        ({"data_parallel": "zero3", "rematerialize": 0.9}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 8),
+        ({"tensor_parallel_size": 2, "tensor_parallel_plan": {"head": "loss", "table": "embedding"}}, {}, 8),
+        ({"context_parallel_size": 2}, {}, 8),
+    ],
+    ids=["replicated, uneven chunks", "sharded and accumulated", "split classes", "split sequences"],
+)
+def test_training_on_two_ranks(
+    two_ranks: RankPool, options: dict[str, Any], trainer: dict[str, Any], rows: int
+) -> None:
+    for said in two_ranks.run(both, options, trainer, 2, rows):
         assert not said or "in 4 chunks" in said[0]

@@ -17,6 +17,6 @@ shared_casts, emit < expand``; ``emit < row_chains < row_chunks``, which splits 
 
 from lightning_spmd.stages.expand.expand import announce, expand
 from lightning_spmd.stages.expand.row_chunks import NAME as LOSS_CHUNKS
-from lightning_spmd.stages.expand.row_chunks import chunk_losses
+from lightning_spmd.stages.expand.row_chunks import chunk_losses, what_chunks_would_save
 
-__all__ = ["LOSS_CHUNKS", "announce", "chunk_losses", "expand"]
+__all__ = ["LOSS_CHUNKS", "announce", "chunk_losses", "expand", "what_chunks_would_save"]

@@ -68,6 +68,11 @@ _GROUP = "chunks of rows"
 _MIB = 2**20
 _ATTEMPTS = 6
 """Products that are looked at."""
+_USUAL = 8
+"""How many chunks are proposed."""
+_WORTH_A_WORD = 64 * _MIB
+_SHARE = 0.1
+"""What logits must take of the peak, and chunks save of it, to be proposed."""
 _SUMMED_IN = torch.float32
 _LARGE = 2**16
 """Bytes from which on a sum is made in place."""
@@ -123,6 +128,30 @@ def chunk_losses(step: ShardedStep, wanted: int | None, budget: int | None = Non
     stamp_writes(graph)
     step.graph_module = private.GraphModule(step.graph_module, graph)
     return "; ".join(done)
+
+
+def what_chunks_would_save(step: ShardedStep) -> str:
+    """What to tell users whose logits are the peak of a training step; empty where they are not."""
+    graph = step.graph_module.graph
+    wide = products(graph)[:1]
+    if not wide or spec_of(wide[0]).bytes < _WORTH_A_WORD or not any(map(_is_backward, graph.nodes)):
+        return ""
+    whole = peak_bytes(graph)
+    if spec_of(wide[0]).bytes < _SHARE * whole:
+        return ""
+    trial = ShardedStep(step.graph_module, step.signature, step.axes)
+    chunk_losses(trial, _USUAL)
+    ours = peak_bytes(trial.graph_module.graph)
+    if ours > (1 - _SHARE) * whole:
+        return ""
+    return (
+        f"logits are the peak; SPMDStrategy({NAME}={_USUAL}) would bring what a step keeps at once from "
+        f"{whole / _MIB:.0f} to {ours / _MIB:.0f} MiB, with losses equal up to rounding"
+    )
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return info_of(node).section is Section.BACKWARD
 
 
 def _attempt(

@@ -136,6 +136,25 @@ def test_tied_heads_and_biases(head: dict[str, bool]) -> None:
     assert "4 chunks" in sides(captured(LOSSES["mean"], **head))[2]
 
 
+def test_two_heads() -> None:
+    class Two(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Any:
+            h = torch.tanh(self.layer(self.table(x)))
+            return self.head(h), self.other(h)
+
+    def step(m: Two, x: Tensor, y: Tensor) -> Tensor:
+        one, other = m(x)
+        return flat(one, y) + 0.5 * flat(other[:, :-1].reshape(-1, CLASSES), y[:, 1:].reshape(-1))
+
+    torch.manual_seed(0)
+    made = capture_module(Two(), step, [torch.randint(CLASSES, (8, LENGTH)) for _ in range(2)])
+    assert sides(made)[2].count("in 4 chunks") == 2
+
+
 def test_uneven_chunks() -> None:
     assert "4 chunks" in sides(captured(LOSSES["ignored"], rows=7))[2]
 
@@ -194,3 +213,20 @@ def test_a_layer_inside_a_network_is_no_loss() -> None:
     made = capture_module(network, step, [torch.randn(16, 8)])[0]
     (remark,) = build(made, (), BuildOptions(loss_chunks=4)).remarks
     assert "stays whole" in remark or "chunks" in remark
+
+
+def test_where_logits_are_the_peak_chunks_are_proposed() -> None:
+    """On paper: nothing runs. Chunks that were asked for need no proposal."""
+
+    def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(m(x), y)
+
+    made = capture_module(nn.Linear(8, 40_000), step, [torch.zeros(512, 8), torch.zeros(512, dtype=torch.long)])[0]
+    (remark,) = build(made, (), BuildOptions()).remarks
+    assert re.match(
+        r"loss_chunks: logits are the peak; SPMDStrategy\(loss_chunks=8\) would .* from \d+ to \d+ MiB", remark
+    )
+    (remark,) = build(made, (), BuildOptions(loss_chunks=8)).remarks
+    assert "is computed in 8 chunks" in remark
+    small = captured(LOSSES["mean"])[0]
+    assert build(small, (), BuildOptions()).remarks == ()
