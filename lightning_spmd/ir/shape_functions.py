@@ -15,6 +15,9 @@ gradient has no shape function.
 
 ``_pin_memory`` copies into memory that GPUs read; torch's fake tensors refuse it.
 
+``native_batch_norm`` and its gradient lie on CPUs as the memory format of the input says, and torch's functions think
+as the input does, or as its gradient.
+
 ``batch_norm_stats`` and its kind, which ``torch.nn.SyncBatchNorm`` is made of, have kernels for GPUs and nothing else.
 """
 
@@ -88,6 +91,24 @@ def statistics(_: Any, x: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
 
 def _channels(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def normalized(op: Any, x: Tensor, *others: Any, **more: Any) -> tuple[Tensor, ...]:
+    """A normalized tensor and its statistics."""
+    out, *statistics = op(x, *others, **more)
+    return _as_kernel(out, x), *statistics
+
+
+def normalized_backward(op: Any, gradient: Tensor, x: Tensor, *others: Any, **more: Any) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight and bias."""
+    out, *sums = op(gradient, x, *others, **more)
+    return _as_kernel(out, x), *sums
+
+
+def _as_kernel(out: Tensor | None, x: Tensor) -> Any:
+    if out is None or x.device.type != "cpu":
+        return out
+    return torch.empty_like(x, dtype=out.dtype, memory_format=private.suggested_memory_format(x))
 
 
 def like_first(_: Any, x: Tensor, *__: Any, **___: Any) -> Tensor:
@@ -186,6 +207,9 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
         "_thnn_fused_lstm_cell": lstm_cell,
         "_thnn_fused_gru_cell": gru_cell,
         "_thnn_fused_gru_cell_backward": gru_cell_backward,
+        "native_batch_norm": normalized,
+        "_native_batch_norm_legit": normalized,
+        "native_batch_norm_backward": normalized_backward,
         "batch_norm_stats": statistics,
         "batch_norm_gather_stats_with_counts": statistics,
         "batch_norm_elemt": like_first,

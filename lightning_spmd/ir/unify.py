@@ -226,7 +226,7 @@ class _Unification:
             raise Apart("a number is of another kind for other sizes")
         if isinstance(first, (Size, SizeFloat)) and self.fits.agrees(first.formula, values):
             return first
-        if len(set(values)) == 1:
+        if len(set(values)) == 1 or all(v != v for v in values):  # NaN
             return values[0]
         return sized(values[0], self.fits.formula(values), self.fits.sizes)
 

@@ -441,7 +441,9 @@ MORE: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
           ("PatchTST", {"hidden_size": 8, "n_heads": 2, "linear_hidden_size": 16, "encoder_layers": 1, "patch_len": 4}),
           ("TCN", {"encoder_hidden_size": 8, "decoder_hidden_size": 8}),
       ]],
-    *[(kind, "lightly", "self-supervised vision", lambda k=kind: _views(k), _VIEWS)
+    *[(kind, "lightly", "self-supervised vision", lambda k=kind: _views(k),
+       {**_VIEWS, "eager": "the package's update_momentum assigns tensor.data"
+        if kind in ("MoCo", "BYOL", "DINO") else ""})
       for kind in ("SimCLR", "MoCo", "BYOL", "SimSiam", "BarlowTwins", "VICReg", "NNCLR", "DINO", "SwAV")],
     ("PEAKVI", "scvi", "cells", _accessible, {}),
     ("LinearSCVI", "scvi", "cells", _linear_cells, {}),
@@ -470,5 +472,6 @@ MORE: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
     *[(name, "disent", "factors of pictures", lambda n=name: _factors(n),
        {"draws": "draws noise, other numbers on each rank", **couples})
       for name, couples in [("BetaVae", {}), ("DipVae", {"couples": "the covariance of factors is the batch's"})]],
-    *[(name, "replay", "recommendations", lambda n=name: _items(n), {}) for name in ("SasRec", "Bert4Rec")],
+    *[(name, "replay", "recommendations", lambda n=name: _items(n), couples)
+      for name, couples in [("SasRec", {}), ("Bert4Rec", {"couples": "hidden places are picked from all rows"})]],
 ]  # fmt: skip

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from lightning_spmd._private_api import FakeTensorMode
+from lightning_spmd.ir.shape_functions import empty_result
 from tests.compatibility.measure import Run, watching
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_equals_one_device
@@ -62,6 +64,16 @@ class Counting(Quiet):
         sums = scores.new_zeros(4, 3).index_add(0, batch[1], scores)
         table = torch.zeros((batch[1].max() + 1, 3)).index_add_(0, batch[1], scores)
         return F.cross_entropy(scores, batch[1]) + sums[positions].mean() ** 2 + (table**2).mean()
+
+
+class Masking(Quiet):
+    """NaN among so many rows as the data say."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        chosen = scores[batch[1] > 0]
+        positive = chosen.masked_fill(chosen < 0, float("nan"))
+        return F.cross_entropy(scores, batch[1]) + positive.nanmean().nan_to_num(0.0)
 
 
 class Weighted(Metric):
@@ -149,6 +161,18 @@ def test_a_loss_that_is_a_metric_is_of_all_ranks_in_a_step_that_runs_eagerly(
     assert_equals_one_device(results, reference)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
+def test_batch_norm_lies_as_its_kernel_leaves_it(order: tuple[int, ...]) -> None:
+    x, vector, aten = torch.randn(4, 7, 7).permute(order), torch.ones(7), torch.ops.aten
+    forward = x, vector, vector, vector, vector, True, 0.1, 1e-5
+    backward = torch.ones(()).expand_as(x), x, *[vector] * 5, True, 1e-5, [True] * 3
+    for op, given in ((aten.native_batch_norm.default, forward), (aten.native_batch_norm_backward.default, backward)):
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(t) if isinstance(t, Tensor) else t for t in given]
+            found = empty_result(op, fakes, {})[0].stride()
+        assert found == op(*given)[0].stride()
+
+
 def with_moved(make: type[Quiet]) -> tuple[Result, list[str]]:
     with watching(noted := Run()):
         result = run(make, "spmd", 2, data=in_order, max_epochs=1)
@@ -166,7 +190,7 @@ def in_order() -> InOrder:
     return InOrder(rows(), ROWS)
 
 
-@pytest.mark.parametrize("make", [Adding, Inferring, Counting])
+@pytest.mark.parametrize("make", [Adding, Inferring, Counting, Masking])
 def test_a_step_is_a_graph(make: type[Quiet], two_ranks: RankPool) -> None:
     reference = assert_as_eager(make, data=in_order, max_epochs=1)
     results = two_ranks.run(run, make, "spmd", 2, data=in_order, max_epochs=1)
