@@ -447,7 +447,7 @@ MORE: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
       for kind in ("SimCLR", "MoCo", "BYOL", "SimSiam", "BarlowTwins", "VICReg", "NNCLR", "DINO", "SwAV")],
     ("PEAKVI", "scvi", "cells", _accessible, {}),
     ("LinearSCVI", "scvi", "cells", _linear_cells, {}),
-    ("SCANVI", "scvi", "cells", _labelled_cells, {}),
+    ("SCANVI", "scvi", "cells", _labelled_cells, {"couples": "all rows are repeated for each label in turn"}),
     *[(name, "torchgeo", "satellite pictures", lambda n=name: _earth(n), _NORM)
       for name in ("ClassificationTask", "RegressionTask")],
     ("ReverseDistillation", "anomalib", "anomalies",
