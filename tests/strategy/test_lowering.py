@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ def close(ours: Any, reference: Any) -> None:
 
 
 @pytest.fixture
-def trusted_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+def trusted_instructions() -> Iterator[None]:
     """Inductor builds six libraries to see which vector instructions work; here it need not."""
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "vec_isa_ok", True)
+    with config.patch({"cpp.vec_isa_ok": True}):
+        yield
 
 
 @needs_compiler

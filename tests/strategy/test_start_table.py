@@ -55,7 +55,7 @@ def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         assert part in table
     assert not any("trains: training_step" in text for text in said)
     (end,) = [text for text in said if "ends: 3 steps" in text]
-    assert "ms (median), " in end
+    assert "s (median), " in end
     assert " built" in end
     assert "eager" not in end
 

@@ -1012,7 +1012,6 @@ class Step(TorchFunctionMode):
         self._complete(note, known)
         given = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
         operands, draws = tensors_in(given), recording.below.draws
-        versions = list(map(_version_of, operands))
         before, count, known_kind = (
             [TensorSpec.of(t) for t in operands],
             recording.below.count,
@@ -1045,7 +1044,6 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed(f"what {note.name} returns is as large as the data say") from error
         except Exception as error:  # the user's own mistake shows when it runs for good
             raise CannotBeFollowed(f"{note.name} could not be recorded ({_first_line(error)})") from error
-        note.writes = versions != list(map(_version_of, operands))
         if before != [TensorSpec.of(t) for t in operands]:
             raise CannotBeFollowed(f"{note.name} changes the size of a tensor in place")
         if isinstance(out, torch.nn.utils.rnn.PackedSequence) or any(

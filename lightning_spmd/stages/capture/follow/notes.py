@@ -180,7 +180,6 @@ class Note:
         met: tensors from outside that a step meets here for the first time, by number.
         reads: whether Python gets values by this call.
         draws: whether it draws random numbers.
-        writes: whether it writes into tensors that it is given.
         module: path of the module whose ``forward`` called.
         source: ``file:line`` of the user's code.
 
@@ -226,7 +225,6 @@ class Note:
     met: dict[int, Kind] = field(default_factory=dict[int, Kind])
     reads: bool = False
     draws: bool = False
-    writes: bool = False
     module: str = ""
     source: str = ""
     number: int = field(default_factory=_numbers.__next__)
