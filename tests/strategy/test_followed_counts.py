@@ -90,7 +90,19 @@ class Repeats(Telling):
         return losses.mean() + both.square().mean() + torch.outer(again, again).mean()
 
 
-WAYS = {Experts: 2, Sizes: 2, Writes: 2, EachFound: 12, Repeats: 2}
+class Bins(Telling):
+    """Classes counted, with and without weights, and more than the least number of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = F.cross_entropy(self(x), y, reduction="none")
+        near = (x[:, 0].abs() * 3).to(torch.uint8)
+        sums = torch.bincount(near, x[:, 1].double(), minlength=3)
+        TOLD.append((torch.bincount(y, minlength=3).tolist(), sums.shape, torch.bincount(y[:0], minlength=2).tolist()))
+        return (losses / torch.bincount(near)[near.long()]).mean()
+
+
+WAYS = {Bins: 2, Experts: 2, Sizes: 2, Writes: 2, EachFound: 12, Repeats: 2}
 
 
 @pytest.mark.parametrize("make", WAYS)
@@ -103,7 +115,7 @@ def test_one_graph_for_all_sizes(make: type[Telling]) -> None:
     assert ours.captures <= WAYS[make]  # SGD with momentum has a first step of its own
 
 
-@pytest.mark.parametrize("make", [Experts, Sizes, Writes, Repeats])
+@pytest.mark.parametrize("make", [Bins, Experts, Sizes, Writes, Repeats])
 def test_they_are_those_of_all_ranks(make: type[Telling], two_ranks: RankPool) -> None:
     ours = two_ranks.run(run, make, "spmd", 2)
     assert_compiled(ours[0])

@@ -1,4 +1,4 @@
-"""Operators whose results are as large as their data say: ``nonzero``, ``x[mask]``, ``unique``, lengths of CTC.
+"""Operators whose results are as large as their data say: ``nonzero``, ``x[mask]``, ``unique``, ``bincount``, CTC.
 
 The size is a number that is read from a tensor (``reads``), for which the graph then holds, and the operator is
 recorded in a form that has this size as an argument. Eager goes the same way: it counts, makes room, and ``x[mask]`` is
@@ -78,6 +78,7 @@ class DataSizes:
             aten.index.Tensor: self._index,
             aten.repeat_interleave.Tensor: self._repeat_interleave,
             _UNIQUE: self._unique,
+            aten.bincount.default: self._bincount,
             aten.equal.default: self._equal,
             aten.allclose.default: self._allclose,
             _CTC_OF_TENSORS: self._ctc_loss,
@@ -193,6 +194,22 @@ class DataSizes:
         self.slot += 1
         size = self._number(self._call(aten.sum.default, repeats)) if output_size is None else output_size
         return self._call(aten.repeat_interleave.Tensor, repeats, output_size=size)
+
+    def _bincount(self, source: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        self.slot += 1
+        call, device = self._call, source.device
+        summed: Any = weights
+        if weights is None:
+            summed = call(aten.ones.default, list(source.shape), dtype=torch.int64, device=device)
+        elif weights.dtype != torch.float32:
+            summed = call(aten._to_copy.default, weights, dtype=torch.float64)  # noqa: SLF001 - as below
+        places = call(aten._to_copy.default, source, dtype=torch.int64)  # noqa: SLF001 - an operator's public name
+        size = minlength
+        if source.shape[0]:
+            end = call(aten.add.Tensor, call(aten.max.default, places), 1)
+            size = self._number(call(aten.clamp_min.default, end, minlength))
+        bins = call(aten.zeros.default, [size], dtype=summed.dtype, device=device)
+        return call(aten.index_add.default, bins, 0, places, summed)
 
     def _unique(
         self, source: Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False

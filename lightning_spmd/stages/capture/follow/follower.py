@@ -90,8 +90,11 @@ _DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 _MEMORY = {Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
            Tensor.__dlpack_device__, Tensor.share_memory_, Tensor.set_}  # fmt: skip
 """What hands out the memory of a tensor, or exchanges it."""
+_CHECK = torch.ops.aten._linalg_check_errors.default  # noqa: SLF001 - an operator's public name
+"""Raises an error if a decomposition found that a matrix has none."""
 _READ_OPERATORS = {
-    getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")
+    _CHECK,
+    *(getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")),
 }
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
@@ -101,6 +104,10 @@ _POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
 
 class CannotBeFollowed(Exception):
     """Control flow: the step goes on eagerly."""
+
+
+class _Checks(Exception):
+    """Control flow: a call raises an error by values, which the user's code may catch."""
 
 
 class HandStep(Protocol):
@@ -329,7 +336,7 @@ class _FakeBelow(private.TorchDispatchMode):
     def __init__(self, mode: Any) -> None:
         super().__init__()
         self._calls = FakeCalls(mode)
-        self.count = self.draws = 0
+        self.count = self.draws = self.checks = 0
         self.written = list[Tensor]()
         self._known, self._held = KnownValues(), list[Tensor]()
         self.asked: Tensor | None = None  # for its value
@@ -338,6 +345,7 @@ class _FakeBelow(private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         self.draws += torch.Tag.nondeterministic_seeded in func.tags
+        self.checks += func is _CHECK
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - an operator's public name
             self.asked = args[0]
@@ -781,6 +789,9 @@ class Step(TorchFunctionMode):
             return self._about_history(func, args, kwargs)
         if kind == "copy":
             return self._deepcopy(func, args, kwargs)
+        if kind == "checks":  # operator by operator: one of them is a read
+            with private.no_torch_functions():
+                return func(*args, **kwargs)
         if kind == "by hand" and self.by_hand is not None:
             return self.by_hand.called(func, args, kwargs)
         return self._set(func, args, kwargs) if kind == "set" else self.called(func, args, kwargs)
@@ -834,6 +845,10 @@ class Step(TorchFunctionMode):
             self._failed = func, args, kwargs
             self.eagerly(str(error))
             return self.for_good(func, args, kwargs)
+        except _Checks:
+            self._unmet(known)
+            self.follower.kinds[func] = "checks"
+            return self._otherwise("checks", func, args, kwargs)
         except private.DataDependentOutputException:
             self._unmet(known)
             if len(self.follower.numbers.get(func, ())) > places:
@@ -1011,7 +1026,7 @@ class Step(TorchFunctionMode):
         note = Note(len(self.notes), func, mapped(self._noted, args), mapped(self._noted, kwargs), around)
         self._complete(note, known)
         given = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
-        operands, draws = tensors_in(given), recording.below.draws
+        operands, draws, checks = tensors_in(given), recording.below.draws, recording.below.checks
         before, count, known_kind = (
             [TensorSpec.of(t) for t in operands],
             recording.below.count,
@@ -1031,7 +1046,9 @@ class Step(TorchFunctionMode):
                 recording.below.sized.begin(told)
                 with self.beside(), recording.active():
                     out = recording.values.call(func, *given)
-        except CannotBeFollowed:
+            if recording.below.checks != checks and not isinstance(func, EngineCall):
+                raise _Checks
+        except (CannotBeFollowed, _Checks):
             raise
         except private.DataDependentOutputException:
             numbers = [p for p, v in leaves_by_place(given) if v is recording.below.asked and v.ndim == 0]
