@@ -433,7 +433,9 @@ MORE: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
           ("patch_tst.PatchTSTEstimator", {"patch_len": 4, "d_model": 8, "nhead": 2, "dim_feedforward": 16}),
           ("tide.TiDEEstimator", {"freq": "D"}),
       ]],
-    *[(name, "neuralforecast", "time series", lambda n=name, s=settings: _nixtla(n, s), {})
+    *[(name, "neuralforecast", "time series", lambda n=name, s=settings: _nixtla(n, s),
+       {"note": "with a pandas Index in the batch: batches of each rank's own",
+        "draws": "its batch norm is each rank's own" if name == "PatchTST" else ""})
       for name, settings in [
           ("NHITS", {"mlp_units": 3 * [[16, 16]]}),
           ("MLP", {"hidden_size": 16}),
