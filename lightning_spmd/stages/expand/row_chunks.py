@@ -125,7 +125,6 @@ def chunk_losses(step: ShardedStep, wanted: int | None, budget: int | None = Non
         graph, found = trial, [copies[p] for p in found if p in copies]
     if not done:
         return refused[0] if refused else "no layer makes more of a row than twice what it reads"
-    stamp_writes(graph)
     step.graph_module = private.GraphModule(step.graph_module, graph)
     return "; ".join(done)
 
@@ -172,9 +171,14 @@ def _attempt(
         trial, copies = _copy(graph)
         try:
             note = _Loop(trial, copies[product], axes, dim).write(rows[dim], wanted, budget)
-            return trial, {old: new for old, new in copies.items() if new.graph is trial}, note
+            stamp_writes(trial)
         except NoChain as error:
             refused = refused or error
+        except Exception as error:  # the graph that is there is as good as ever
+            refused = refused or NoChain(f"a defect of lightning_spmd, {type(error).__name__}: {error}")
+        else:
+            kept = set(trial.nodes)
+            return trial, {old: new for old, new in copies.items() if new in kept}, note
     raise refused or NoChain("it has one row")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Callable
@@ -230,3 +231,17 @@ def test_where_logits_are_the_peak_chunks_are_proposed() -> None:
     assert "is computed in 8 chunks" in remark
     small = captured(LOSSES["mean"])[0]
     assert build(small, (), BuildOptions()).remarks == ()
+
+
+def test_a_defect_of_the_search_leaves_the_graph_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise IndexError("out of range")
+
+    module = importlib.import_module("lightning_spmd.stages.expand.row_chunks")
+    monkeypatch.setattr(module, "gradients_in_place", fails)
+    made = captured(LOSSES["mean"])
+    step = build(made[0], (), BuildOptions(loss_chunks=4))
+    assert "stays whole: a defect of lightning_spmd, IndexError: out of range" in step.remarks[0]
+    plain = build(made[0], (), BuildOptions())
+    for got, wanted in zip(run(step.main, made[1]), run(plain.main, made[1]), strict=True):
+        assert torch.equal(got, wanted)
