@@ -5,7 +5,8 @@
 Prints medians, their ratio to a step that makes all scores at once, what a step takes at its highest above what is
 there before it (counted, and by the resident set), and how far the losses are from those of the whole. The first steps
 of every round (capture, the second trace, allocator warm-up) are left out. Memory is given back to the system at once,
-so that it can be measured; ``--plain`` leaves the allocator as it is, for times.
+so that it can be measured; ``--plain`` leaves the allocator as it is, for times. ``--cpu-seconds``: times on the
+processor, for machines that are shared.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import statistics
+import time
 from typing import Any
 
 import lightning as L
@@ -51,10 +53,22 @@ class _GPT(GPT2):
         """Nothing to check: tokens are drawn."""
 
 
+class _OnProcessor(Watch):
+    """Seconds on the processor: what else runs on the machine does not count."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        super().on_train_batch_start(trainer)
+        self._begun = time.process_time()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs)
+        self.seconds[-1] = time.process_time() - self._begun
+
+
 def one_round(chunks: int | str | None, options: argparse.Namespace) -> tuple[Watch, int]:
     """Train some steps; also gives the bytes counted on paper."""
     L.seed_everything(1, verbose=False)
-    watch, strategy = Watch(), SPMDStrategy(loss_chunks=chunks)
+    watch, strategy = (_OnProcessor if options.cpu_seconds else Watch)(), SPMDStrategy(loss_chunks=chunks)
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="auto",
@@ -84,6 +98,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--cpu-seconds", action="store_true")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--chunks", type=int, nargs="+", default=[8])
     options = parser.parse_args()
