@@ -756,8 +756,10 @@ class Following:
             self.ended = reason
 
     def ran_eagerly(self, reason: str) -> None:
-        """A step could not be followed, and its Python runs once more."""
+        """A step could not be followed, and its Python runs once more; on one device that of no step does again."""
         self._count_eager(reason)
+        if self._context.mesh is None:
+            self.ended = reason
 
     def graph_failed(self, reason: str) -> None:
         """There is no graph of a step that was followed."""

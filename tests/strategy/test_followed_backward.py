@@ -362,5 +362,47 @@ class Transforms(Noted):
         return self.loss_of(h, y) + 0.1 * penalty
 
 
-def test_transforms_of_torch_func_are_followed_below_them() -> None:
-    assert_same(Transforms)
+class Curvature(Noted):
+    """Second derivatives forward over reverse, of layers with a bias: torch asks for sizes on the meta device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        note(batch_idx)
+        curved = torch.func.vmap(torch.func.hessian(lambda row: self(row).logsumexp(-1)))(x[:2])
+        return self.loss_of(self.hidden(x), y) + 0.01 * curved.square().mean()
+
+
+class Resized(Noted):
+    """Results that become views of themselves, one of which is kept."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.hidden(x) * 1.5
+        doubled = (h * 2).unsqueeze_(0)
+        turned = doubled.squeeze_().t_()
+        note((h.unsqueeze_(1).shape, doubled.shape, turned.stride()))
+        self.last = turned.detach()
+        note(turned.mean().item() if batch_idx % 2 else batch_idx)
+        return self.loss_of(turned.transpose_(0, 1), y) + 0.1 * h.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Transforms, Curvature, Resized])
+def test_transforms_of_torch_func_are_followed_below_them(kind: type[Noted]) -> None:
+    assert_same(kind)
+
+
+class SparseInTransform(Noted):
+    """What cannot be followed, within a transform: it would hold tensors without values."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        chosen = torch.eye(len(x)).to_sparse()
+
+        def energy(x: Tensor) -> Tensor:
+            return torch.sparse.mm(chosen, self.hidden(x)).square().sum()
+
+        return self.loss_of(self.hidden(x), y) + 0.01 * torch.func.grad(energy)(x).norm()
+
+
+def test_a_step_that_goes_on_eagerly_in_a_transform_runs_again() -> None:
+    assert_same(SparseInTransform, 0)

@@ -96,6 +96,18 @@ _READ_OPERATORS = {
     _CHECK,
     *(getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")),
 }
+_VIEWED_IN_PLACE = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in ("squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims")
+}
+_VIEWED_IN_PLACE |= {
+    getattr(getattr(torch.ops.aten, f"{name}_"), overload): getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("squeeze", "unsqueeze", "transpose", "t")
+    for overload in getattr(torch.ops.aten, f"{name}_").overloads()
+    if overload in getattr(torch.ops.aten, name).overloads()
+}
+"""What makes a tensor a view of itself, and what gives that view."""
+_NOWHERE = torch.device("meta")
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 _OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
@@ -376,6 +388,8 @@ class _Below(private.TorchDispatchMode):
             args, kwargs = mapped(step.current, args), mapped(step.current, kwargs)
         if step.is_apart or step.is_eager or func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
+        if kwargs.get("device") == _NOWHERE or any(t.is_meta for t in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)  # torch asks how large a result is
         reads = func in _READ_OPERATORS and step.concerns(args[0])
         if not reads and not any(step.concerns(t) for t in tensors_in((args, kwargs))):
             return func(*args, **kwargs)
@@ -392,14 +406,12 @@ class _Below(private.TorchDispatchMode):
         if func.namespace == "c10d":  # what torch.distributed does cannot be tried out, and computes nothing
             step.eagerly(f"torch.distributed's {func.name().partition('::')[2].strip('_')} in the step")
             return func(*mapped(step.current, args), **mapped(step.current, kwargs))
+        if func in _VIEWED_IN_PLACE:
+            return step.viewed_in_place(func, args, kwargs)
         if not step.has_transforms:
             return step.called(func, args, kwargs)
         out = step.called(func, args, kwargs)
-        if not step.is_eager:
-            return step.fresh(out)
-        if any(t.requires_grad for t in tensors_in(out)):
-            raise RuntimeError(f"{step.reason} within a transform of torch.func, which goes on without gradients of it")
-        return out
+        return out if step.is_eager else step.fresh(out)
 
 
 class Step(TorchFunctionMode):
@@ -767,6 +779,8 @@ class Step(TorchFunctionMode):
             kind = "copy"
         elif func in _MEMORY:
             kind = "set"
+        elif func in _VIEWED_IN_PLACE:
+            kind = "in place"
         elif name == "__get__" and owner in _PROPERTIES or name in _SIZES or name == "_set_grad_enabled":
             kind = "about"
         elif name == "__set__" or name in ("requires_grad_", "register_hook", "retain_grad", "backward", "grad"):
@@ -789,6 +803,8 @@ class Step(TorchFunctionMode):
             return self._about_history(func, args, kwargs)
         if kind == "copy":
             return self._deepcopy(func, args, kwargs)
+        if kind == "in place":
+            return self.viewed_in_place(func, args, kwargs)
         if kind == "checks":  # operator by operator: one of them is a read
             with private.no_torch_functions():
                 return func(*args, **kwargs)
@@ -857,6 +873,24 @@ class Step(TorchFunctionMode):
         if note is None:
             return self._about_history(func, args, kwargs)
         return self.take(note, args, kwargs)
+
+    def viewed_in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A result of the step becomes a view of itself: a call gives the view, and the result is that from now on."""
+        tensor = args[0]
+        before = self.sources.get(id(tensor))
+        if type(before) is not Made:
+            return self.called(func, args, kwargs)
+        view = self.called(_VIEWED_IN_PLACE[func], args, kwargs)
+        if self.is_eager:
+            return func(*args, **kwargs)
+        with self.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
+            func(*args, **kwargs)
+        after: Any = self.sources.pop(id(view))
+        note = self.notes[before.depth]
+        note.handed[before.index] = note.moulds[before.index].detach()
+        self.notes[after.depth].handed[after.index] = tensor
+        self.sources[id(tensor)] = after
+        return tensor
 
     def _index(self, index: Any) -> Any:
         """An index as torch takes it: one number as Python's, lists of them as a tensor, and not one number each."""
@@ -1655,6 +1689,10 @@ class Step(TorchFunctionMode):
         """
         self.reason = why, place or user_location()
         self.before_eager()
+        if self.has_transforms and (
+            self.is_below or private.in_transforms()
+        ):  # they hold placeholders, and what they know of these
+            raise Abandoned(f"{why} within a transform of torch.func ({self.reason[1]})")
         self._forget()
         if self._generators is not None:
             _put(self._generators)
