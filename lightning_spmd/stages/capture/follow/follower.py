@@ -1689,9 +1689,8 @@ class Step(TorchFunctionMode):
         """
         self.reason = why, place or user_location()
         self.before_eager()
-        if self.has_transforms and (
-            self.is_below or private.in_transforms()
-        ):  # they hold placeholders, and what they know of these
+        # a transform holds placeholders, and what autograd has saved of them, out of reach
+        if self.has_transforms and (self.is_below or private.in_transforms()):
             raise Abandoned(f"{why} within a transform of torch.func ({self.reason[1]})")
         self._forget()
         if self._generators is not None:
