@@ -31,11 +31,11 @@ from lightning_spmd.errors import (
     SPMDError,
     VerificationError,
 )
-from lightning_spmd.strategy.foreign_lightning import explain_in_pytorch_lightning
-from lightning_spmd.strategy.requeue import leave_signals_to_other_strategies
-from lightning_spmd.strategy.run_context import BuildEvent
+from lightning_spmd.strategy.graphs.run_context import BuildEvent
+from lightning_spmd.strategy.notices.step_statistics import StepStatistics
+from lightning_spmd.strategy.ranks.requeue import leave_signals_to_other_strategies
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
-from lightning_spmd.strategy.step_statistics import StepStatistics
+from lightning_spmd.strategy.support.foreign_lightning import explain_in_pytorch_lightning
 
 __version__ = "0.1.0"
 

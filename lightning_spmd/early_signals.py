@@ -2,8 +2,8 @@
 
 The package imports this file before anything else. Unless somebody listens the signal ends a process, and the imports
 of a slow start take long. Under SLURM it is noted here, and nothing else happens in the handler; what is done about it
-is in ``strategy/requeue.py``, at the end of a batch. It is blocked as well, because SLURM sends it to every process of
-a task: a child process inherits that, and would inherit no handler.
+is in ``strategy/ranks/requeue.py``, at the end of a batch. It is blocked as well, because SLURM sends it to every
+process of a task: a child process inherits that, and would inherit no handler.
 """
 
 import contextlib

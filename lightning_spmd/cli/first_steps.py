@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from lightning_spmd.errors import ConfigurationError, RankLostError, SPMDError, VerificationError, own_line
-from lightning_spmd.strategy.intact import damaged, why_unreadable
+from lightning_spmd.strategy.checkpoints.intact import damaged, why_unreadable
 
 _OF_VALUES = (ValueError, TypeError, LookupError, ImportError)
 _HOOKS = frozenset(

@@ -26,16 +26,16 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep, Variant
-from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.bf16_updates import Updates
+from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.once import FollowedOnce
-from lightning_spmd.stages.capture.packing import parameter_names
-from lightning_spmd.stages.capture.reads import UnknownValueError
+from lightning_spmd.stages.capture.optimizer.bf16_updates import Updates
+from lightning_spmd.stages.capture.record.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest
-from lightning_spmd.strategy.detectors import Context, needs_closure
-from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.run_context import RunContext
+from lightning_spmd.stages.capture.rewrites.reads import UnknownValueError
+from lightning_spmd.strategy.graphs.run_context import RunContext
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
+from lightning_spmd.strategy.support.detectors import Context, needs_closure
+from lightning_spmd.strategy.support.feature import Mode
 
 Build = Callable[[Any], tuple[L.Trainer, L.LightningModule, Any]]
 """Makes (Trainer, module, data) with the strategy that it is given; the Trainer has one device of the host."""

@@ -18,7 +18,7 @@ from lightning_spmd.parallel.axes import DATA
 from lightning_spmd.parallel.mesh import REPLICA, SHARD, Mesh, batch_coordinates, mesh_sizes, shard_size
 from lightning_spmd.planning.capturing import Capture, Part
 from lightning_spmd.stages import BuildOptions, build, finish
-from lightning_spmd.strategy.ranks import Ranks
+from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
 SecondsOf = Callable[[ShardedStep], Mapping[str, float]]
@@ -214,5 +214,5 @@ def _build_part(
 
 
 def _without_rows(axis: ShardAxis) -> ShardAxis:
-    """The axis where there is no batch (``strategy/building.py`` gives no split there)."""
+    """The axis where there is no batch (``strategy/graphs/building.py`` gives no split there)."""
     return dataclasses.replace(axis, split=(1,) * axis.size) if axis.name == DATA.name else axis

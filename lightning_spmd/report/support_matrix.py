@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 
-from lightning_spmd.strategy.feature import Feature, Mode
-from lightning_spmd.strategy.support import FEATURES
+from lightning_spmd.strategy.support.feature import Feature, Mode
+from lightning_spmd.strategy.support.matrix import FEATURES
 
 _HEADER = """# Support matrix
 
-What `strategy="spmd"` does with each Lightning feature. Generated from `lightning_spmd/strategy/support.py`, which also
-decides at run time; do not edit by hand.
+What `strategy="spmd"` does with each Lightning feature. Generated from
+`lightning_spmd/strategy/support/matrix.py`, which also decides at run time; do not edit by hand.
 
 * **compiled**: the whole iteration is one graph.
 * **split**: a graph up to `p.grad`, the user's hooks on real gradients, a graph for the update.

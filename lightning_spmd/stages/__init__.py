@@ -21,7 +21,7 @@ from lightning_spmd.stages.expand.auto_plan import find_plan
 from lightning_spmd.stages.passes import OFFLOAD_ACTIVATIONS, PASSES, REMATERIALIZE, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
 from lightning_spmd.stages.phases.pause import check_unwritten, hide_gradients, pausing
-from lightning_spmd.stages.runtime.lowering import Company, Lowering, as_python
+from lightning_spmd.stages.runtime.lowering import Lowering, LoweringContext, as_python
 from lightning_spmd.stages.runtime.random_streams import switch_streams
 
 __all__ = ["BuildOptions", "announce", "build", "find_plan", "finish", "lowering"]
@@ -182,7 +182,7 @@ def finish(
     return graphs
 
 
-def lowering(mode: str, company: Company, last: Lowering = as_python) -> Lowering:
+def lowering(mode: str, company: LoweringContext, last: Lowering = as_python) -> Lowering:
     """The lowering that ``SPMDStrategy(lowering=mode)`` asks for.
 
     Args:

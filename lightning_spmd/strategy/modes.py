@@ -5,10 +5,10 @@ from __future__ import annotations
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
-from lightning_spmd.strategy.detectors import Context, gradient_hooks
-from lightning_spmd.strategy.eager_semantics import averaged
-from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.support import classify
+from lightning_spmd.strategy.support.detectors import Context, gradient_hooks
+from lightning_spmd.strategy.support.eager_semantics import averaged
+from lightning_spmd.strategy.support.feature import Mode
+from lightning_spmd.strategy.support.matrix import classify
 
 _IN_WORDS = {
     Mode.COMPILED: "as one graph",

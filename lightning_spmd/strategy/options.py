@@ -15,7 +15,7 @@ import torch
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages import BuildOptions
-from lightning_spmd.stages.capture.bf16_updates import KINDS, Updates
+from lightning_spmd.stages.capture.optimizer.bf16_updates import KINDS, Updates
 from lightning_spmd.stages.passes import (
     KNOWN_PASSES,
     OFFLOAD_ACTIVATIONS,
@@ -26,7 +26,7 @@ from lightning_spmd.stages.passes import (
     select,
 )
 from lightning_spmd.stages.runtime.lowering import MODES
-from lightning_spmd.strategy.own_batches import BATCH_MODES, BatchMode
+from lightning_spmd.strategy.steps.own_batches import BATCH_MODES, BatchMode
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")\s*")

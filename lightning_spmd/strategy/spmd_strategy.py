@@ -1,4 +1,4 @@
-"""The strategy: Lightning's hooks in, hooks out. Which graph runs is decided in ``strategy.iteration``."""
+"""The strategy: Lightning's hooks in, hooks out. Which graph runs is decided in ``strategy.steps.iteration``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,9 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.parallel_plan import check_data_parallel
-from lightning_spmd.strategy.alike import check_same_tensors
-from lightning_spmd.strategy.beside_parts import whole_beside_parts
-from lightning_spmd.strategy.boundary import names_lost_ranks
-from lightning_spmd.strategy.evaluating import Evaluation
-from lightning_spmd.strategy.evaluation import EvaluationSteps
-from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.foreign_lightning import EXPLANATION
-from lightning_spmd.strategy.layer_sharing import LayerSharing
-from lightning_spmd.strategy.memory import begin_alike, check_initialized
+from lightning_spmd.strategy.checkpoints.saving import SavingStrategy
+from lightning_spmd.strategy.checkpoints.whole_state import save_as_ever, save_only_whole
+from lightning_spmd.strategy.graphs.run_context import BuildEvent, GraphSettings
 from lightning_spmd.strategy.options import (
     check_offload,
     check_processes,
@@ -41,16 +35,22 @@ from lightning_spmd.strategy.options import (
     checked_options,
     checked_updates,
 )
-from lightning_spmd.strategy.overlap import FinishPendingWork
-from lightning_spmd.strategy.places import leave_borders, meet_at_borders
-from lightning_spmd.strategy.ranks import Ranks
-from lightning_spmd.strategy.replaced_tensors import keeping_attributes
-from lightning_spmd.strategy.replay import StepsInGraphs
-from lightning_spmd.strategy.requeue import begin_requests, end_requests
-from lightning_spmd.strategy.run_context import BuildEvent, GraphSettings
-from lightning_spmd.strategy.saving import SavingStrategy
+from lightning_spmd.strategy.ranks.alike import check_same_tensors
+from lightning_spmd.strategy.ranks.boundary import names_lost_ranks
+from lightning_spmd.strategy.ranks.places import leave_borders, meet_at_borders
+from lightning_spmd.strategy.ranks.ranks import Ranks
+from lightning_spmd.strategy.ranks.requeue import begin_requests, end_requests
+from lightning_spmd.strategy.state.layer_sharing import LayerSharing
+from lightning_spmd.strategy.state.memory import begin_alike, check_initialized
+from lightning_spmd.strategy.state.mixed_placements import whole_beside_parts
+from lightning_spmd.strategy.state.replaced_tensors import keeping_attributes
+from lightning_spmd.strategy.steps.evaluating import Evaluation
+from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
+from lightning_spmd.strategy.steps.replay import StepsInGraphs
+from lightning_spmd.strategy.support.feature import Mode
+from lightning_spmd.strategy.support.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.training import Training
-from lightning_spmd.strategy.whole_state import save_as_ever, save_only_whole
+from lightning_spmd.strategy.user_hooks.overlap import FinishPendingWork
 
 
 class SPMDStrategy(SavingStrategy):

@@ -23,27 +23,27 @@ from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.parallel_plan import options_in_parts
-from lightning_spmd.stages.capture.optimizer_swap import has_step_of_its_own
-from lightning_spmd.stages.capture.packing import in_memory_order_of
-from lightning_spmd.strategy.beside_parts import whole_beside_parts
-from lightning_spmd.strategy.detectors import Context, own_optimizer
-from lightning_spmd.strategy.eager_path import add_gradients, average_gradients, synced
-from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.following import EndedByUser, RanEagerly
-from lightning_spmd.strategy.iteration import EagerOnce, TrainingIteration
-from lightning_spmd.strategy.layer_sharing import LayerSharing
-from lightning_spmd.strategy.memory import gradients_of, tensors_on_other_devices
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import has_step_of_its_own
+from lightning_spmd.stages.capture.record.packing import in_memory_order_of
+from lightning_spmd.strategy.graphs.run_context import FellBack, GraphSettings, Ran
 from lightning_spmd.strategy.modes import ModeOfRun
-from lightning_spmd.strategy.newcomers import Newcomers
-from lightning_spmd.strategy.overlapping import Overlapping
-from lightning_spmd.strategy.pauses import PATIENCE, Pauses, may_pause
-from lightning_spmd.strategy.places import compare_training_batches, meet_after_backward, meet_in_training
-from lightning_spmd.strategy.random_state import RandomState
-from lightning_spmd.strategy.replay import StepsInGraphs
-from lightning_spmd.strategy.run_account import Accounts
-from lightning_spmd.strategy.run_context import FellBack, GraphSettings, Ran
-from lightning_spmd.strategy.state_layout import StateLayout
-from lightning_spmd.strategy.wide_state import check_precision
+from lightning_spmd.strategy.notices.run_account import Accounts
+from lightning_spmd.strategy.ranks.places import compare_training_batches, meet_after_backward, meet_in_training
+from lightning_spmd.strategy.state.layer_sharing import LayerSharing
+from lightning_spmd.strategy.state.memory import gradients_of, tensors_on_other_devices
+from lightning_spmd.strategy.state.mixed_placements import whole_beside_parts
+from lightning_spmd.strategy.state.new_parameters import NewParameters
+from lightning_spmd.strategy.state.random_state import RandomState
+from lightning_spmd.strategy.state.state_layout import StateLayout
+from lightning_spmd.strategy.state.wide_state import check_precision
+from lightning_spmd.strategy.steps.eager_path import add_gradients, average_gradients, synced
+from lightning_spmd.strategy.steps.following import EndedByUser, RanEagerly
+from lightning_spmd.strategy.steps.iteration import EagerOnce, TrainingIteration
+from lightning_spmd.strategy.steps.replay import StepsInGraphs
+from lightning_spmd.strategy.support.detectors import Context, own_optimizer
+from lightning_spmd.strategy.support.feature import Mode
+from lightning_spmd.strategy.user_hooks.overlapping import Overlapping
+from lightning_spmd.strategy.user_hooks.pauses import PATIENCE, Pauses, may_pause
 
 
 class Training:
@@ -83,7 +83,7 @@ class Training:
         self._random = random
         self._modes = ModeOfRun()
         self._module: Any = None
-        self._newcomers: Newcomers | None = None
+        self._newcomers: NewParameters | None = None
         self._stepping = False
         self._ran_forward = False
         self._backward_passes = 0  # of the current batch, on the eager path
@@ -136,7 +136,7 @@ class Training:
             )
         self.iteration = None
         self._overlapping.take_away()
-        self._newcomers = None if self._ranks.control is None else Newcomers(module, self._ranks.control)
+        self._newcomers = None if self._ranks.control is None else NewParameters(module, self._ranks.control)
         if self.mode is Mode.EAGER:
             return
         overlaps, streams = self._overlapping.choose(module, self.mode), self._random.streams

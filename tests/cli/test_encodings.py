@@ -11,7 +11,7 @@ import pytest
 
 from lightning_spmd.cli.encodings import write_whatever_comes
 from lightning_spmd.cli.recipe_files import mistake_in_recipes
-from lightning_spmd.strategy.start_table import as_text
+from lightning_spmd.strategy.notices.start_table import as_text
 
 
 @pytest.mark.parametrize(("encoding", "errors"), [("ascii", "surrogateescape"), ("iso-8859-1", "strict")])

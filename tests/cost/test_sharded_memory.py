@@ -20,7 +20,7 @@ from lightning_spmd.ir.steps import ShardedStep, Variant
 from lightning_spmd.parallel.parallel_plan import data_parallel_plan
 from lightning_spmd.report.peak_memory import PeakMemory
 from lightning_spmd.stages import BuildOptions, build
-from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.batch.batch import Batch
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulated_training import SimulatedTraining, Step
 from tests.helpers.training import QUIET

@@ -33,18 +33,18 @@ from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.mesh import make_mesh, mesh_sizes
 from lightning_spmd.parallel.parallel_plan import ReplicatedPlan
 from lightning_spmd.stages import BuildOptions
-from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Step as FollowedStep
 from lightning_spmd.stages.capture.follow.notes import Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program
 from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.strategy.building import GraphBuilder
-from lightning_spmd.strategy.by_hand import held_gradients
-from lightning_spmd.strategy.following import program_of_beginning
-from lightning_spmd.strategy.ranks import Processes, Ranks
-from lightning_spmd.strategy.run_context import GraphSettings, StepRequest
-from lightning_spmd.strategy.state_layout import StateLayout
+from lightning_spmd.strategy.graphs.building import GraphBuilder
+from lightning_spmd.strategy.graphs.run_context import GraphSettings, StepRequest
+from lightning_spmd.strategy.ranks.ranks import Processes, Ranks
+from lightning_spmd.strategy.state.state_layout import StateLayout
+from lightning_spmd.strategy.steps.by_hand import held_gradients
+from lightning_spmd.strategy.steps.following import program_of_beginning
 from tests.cuda.models import MODELS
 from tests.cuda.steps import STEPS, Step, answer, on_gpu, optimize_by_hand
 from tests.helpers.modules import samples

@@ -45,7 +45,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "the guard on decisions is dropped",
         CAPTURE,
         "stages/capture/followed_trace.py",
-        "predicate = decisions.guard([node for node, _ in inputs]) if decisions else None",
+        "predicate = decisions.guard(placeholders) if decisions else None",
         "predicate = None",
         ("tests/strategy/test_guards.py", f"{ONE_DEVICE}::test_every_optimizer_is_bitwise"),
     ),
@@ -100,7 +100,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "what Python makes of a value that it reads is what it made in the step before",
         CAPTURE,
-        "strategy/following.py",
+        "strategy/steps/following.py",
         "        numbers = self._step.numbers_between(last.depth + 1, len(self._step.notes))\n",
         "        numbers = self._live.numbers\n",
         (FOLLOWED,),
@@ -116,7 +116,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "a first step that is not like the others is taken for one of them",
         CAPTURE,
-        "stages/capture/newborn_state.py",
+        "stages/capture/optimizer/newborn_state.py",
         "return first_difference(first, steady, births) is None",
         "return True",
         ("tests/strategy/test_first_step.py",),
@@ -386,7 +386,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "pending updates are forgotten where another graph cannot take them over",
         PHASES,
-        "strategy/iteration.py",
+        "strategy/steps/iteration.py",
         "        if self._pending is not None and not executable.can_follow(self._pending):\n"
         "            self.flush()\n",
         "        if self._pending is not None and not executable.can_follow(self._pending):\n"
@@ -396,7 +396,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "validation sees weights that are an update behind",
         PHASES,
-        "strategy/overlap.py",
+        "strategy/user_hooks/overlap.py",
         '        """Before validation, also in mid-epoch."""\n        self._flush()\n',
         '        """Before validation, also in mid-epoch."""\n',
         ("tests/strategy/test_overlap.py",),
@@ -404,7 +404,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "hooks between batches are not looked for",
         PHASES,
-        "strategy/overlap.py",
+        "strategy/user_hooks/overlap.py",
         "found += [(callback, hook) for hook in _CALLBACK_HOOKS if _may_read(callback, hook)]",
         "found += []",
         ("tests/strategy/test_overlap.py",),
@@ -412,7 +412,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "a fence sees kernels alone, and not what Python asks of a tensor",
         PHASES,
-        "strategy/fence.py",
+        "strategy/user_hooks/fence.py",
         "with _SeesFunctions(watch), _SeesOperators(watch):",
         "with _SeesOperators(watch):",
         ("tests/strategy/test_fence.py",),

@@ -85,7 +85,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "ranks run different graphs at a time",
         AGREEMENT,
-        "strategy/choice.py",
+        "strategy/graphs/choice.py",
         "same = not vote.missing and vote.graph[0] == vote.graph[1]",
         "same = not vote.missing",
         ("tests/strategy/test_guards.py", "tests/strategy/test_batches.py", "tests/strategy"),
@@ -93,7 +93,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "the vote on the number of rows is skipped",
         AGREEMENT,
-        "strategy/choice.py",
+        "strategy/graphs/choice.py",
         "    if vote.rows[0] != vote.rows[1]:\n",
         "    if vote.rows[1] < 0:\n",
         ("tests/strategy/test_features.py::test_ranks_with_different", "tests/strategy/test_batches.py"),
@@ -134,7 +134,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "the eager path adds gradients up instead of averaging them",
         STRATEGY,
-        "strategy/eager_path.py",
+        "strategy/steps/eager_path.py",
         "        flat /= world_size\n",
         "        flat /= 1 if world_size else 1\n",
         ("tests/strategy/test_features.py", "tests/strategy/test_more_features.py"),
@@ -142,7 +142,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "logged values of uneven batches weigh alike",
         STRATEGY,
-        "strategy/replay.py",
+        "strategy/steps/replay.py",
         '        said["batch_size"] = rows\n',
         '        said["batch_size"] = 1\n',
         ("tests/strategy/test_batches.py", "tests/strategy/test_features.py"),
@@ -150,7 +150,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "a rank returns predictions for the rows of all",
         STRATEGY,
-        "strategy/evaluation.py",
+        "strategy/steps/evaluation.py",
         "own[position] = value.narrow(0, axis.offset(axis.total), axis.split[axis.rank])",
         "own[position] = value",
         ("tests/strategy/test_predictions.py", "tests/strategy/test_evaluation.py"),
@@ -158,7 +158,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "evaluation draws from training's stream",
         STRATEGY,
-        "strategy/evaluation.py",
+        "strategy/steps/evaluation.py",
         "            self.context.streams.tick = stable_hash(place)\n",
         "            del place\n",
         ("tests/strategy/test_evaluation.py",),
@@ -166,7 +166,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "metrics are told to sync among ranks that share layers",
         STRATEGY,
-        "strategy/ranks.py",
+        "strategy/ranks/ranks.py",
         "                part.process_group = self.mesh.batch_group()\n",
         "                pass\n",
         (
@@ -203,7 +203,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "optimizer state is not resumed where it is sharded",
         CHECKPOINTS,
-        "strategy/checkpoints.py",
+        "strategy/checkpoints/state_dicts.py",
         '    return {**loaded, "state": parts}\n',
         '    return {**loaded, "state": {}}\n',
         ("tests/strategy/test_checkpoint.py", "tests/strategy/test_checkpoint_matrix.py"),
@@ -211,7 +211,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "a checkpoint holds weights without the pending update",
         CHECKPOINTS,
-        "strategy/saving.py",
+        "strategy/checkpoints/saving.py",
         "    def lightning_module_state_dict(self) -> dict[str, Any]:\n        self.flush()\n",
         "    def lightning_module_state_dict(self) -> dict[str, Any]:\n",
         ("tests/strategy/test_overlap.py", "tests/strategy/test_checkpoint.py"),
@@ -219,7 +219,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "the place in the random streams is not resumed",
         CHECKPOINTS,
-        "strategy/random_state.py",
+        "strategy/state/random_state.py",
         'streams.seed, streams.tick = state["streams"]["seed"], state["streams"]["tick"]',
         'streams.seed = state["streams"]["seed"]',
         ("tests/strategy/test_checkpoint.py", "tests/strategy/test_checkpoint_matrix.py"),
@@ -227,7 +227,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "random state of a resume in mid-epoch is restored too early",
         CHECKPOINTS,
-        "strategy/random_state.py",
+        "strategy/state/random_state.py",
         '        if self._resumed["within_epoch"] == within_epoch:\n',
         "        if not within_epoch:\n",
         ("tests/strategy/test_checkpoint.py",),
@@ -235,7 +235,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "a job that goes on begins its epoch's data anew",
         STRATEGY,
-        "strategy/resumed_data.py",
+        "strategy/checkpoints/resumed_data.py",
         "done = 0 if progress.is_last_batch else progress.current.ready",
         "done = 0",
         ("tests/strategy/test_requeue.py",),
@@ -243,7 +243,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "a validation that was interrupted counts as done",
         STRATEGY,
-        "strategy/requeue.py",
+        "strategy/ranks/requeue.py",
         "            private.validate_from_the_start(checkpoint)\n",
         "",
         ("tests/strategy/test_requeue.py",),
@@ -259,7 +259,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "another job's checkpoint is taken",
         STRATEGY,
-        "strategy/slurm.py",
+        "strategy/ranks/slurm.py",
         "if wrote == this or (",
         "if wrote or (",
         ("tests/strategy/test_slurm_settings.py", "tests/strategy/test_requeue.py"),

@@ -18,12 +18,12 @@ from lightning_spmd.ir.layout import in_layout
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep, Variant
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, data_parallel_plan
 from lightning_spmd.stages import BuildOptions, build
-from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.once import FollowedOnce
-from lightning_spmd.stages.capture.packing import parameter_names
+from lightning_spmd.stages.capture.record.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.runtime.live_state import LiveState
-from lightning_spmd.strategy.first_step import with_state
+from lightning_spmd.strategy.graphs.first_step import with_state
 from tests.helpers.simulate import meshes_for, run_ranks
 
 Clip = Callable[[Any], None]

@@ -18,8 +18,8 @@ from lightning_spmd.ir.guards import Guards
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep
-from lightning_spmd.stages.capture.around_trace import explained
-from lightning_spmd.stages.capture.recorder import Recorder
+from lightning_spmd.stages.capture.record.around_trace import explained
+from lightning_spmd.stages.capture.record.recorder import Recorder
 
 
 class TinyCapture:

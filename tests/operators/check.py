@@ -29,8 +29,8 @@ from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import verify_captured
 from lightning_spmd.parallel.tensor_parallel import ResolvedPlan, TensorParallelPlan
 from lightning_spmd.stages import build
-from lightning_spmd.stages.capture.packing import remove_dead_nodes
-from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
+from lightning_spmd.stages.capture.record.packing import remove_dead_nodes
+from lightning_spmd.stages.capture.rewrites.simplify import simplify_strided_gradients
 from lightning_spmd.stages.expand.expand import ReplicationWarning
 from lightning_spmd.stages.runtime.agreement import describe
 from lightning_spmd.stages.runtime.random_streams import RandomStreams

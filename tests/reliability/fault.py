@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lightning_spmd.parallel.parallel_plan import data_parallel_plan
-from lightning_spmd.strategy.checkpoints import is_distributed_checkpoint
+from lightning_spmd.strategy.checkpoints.state_dicts import is_distributed_checkpoint
 from tests.reliability.job import TIMEOUT, Job, Net, train
 from tests.reliability.ranks import Ended, Run
 
@@ -158,7 +158,7 @@ def nothing_lost(account: Account, job: Job) -> None:
 
 
 def _load_all(job: Job) -> None:
-    from lightning_spmd.strategy.distributed_checkpoints import Shelf, load_distributed
+    from lightning_spmd.strategy.checkpoints.distributed import Shelf, load_distributed
 
     for path in sorted(job.checkpoints.glob("*.ckpt")):
         if is_distributed_checkpoint(path):

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.strategy.evaluating import Evaluation
-from lightning_spmd.strategy.replay import StepsInGraphs
+from lightning_spmd.strategy.steps.evaluating import Evaluation
+from lightning_spmd.strategy.steps.replay import StepsInGraphs
 from tests.helpers.training import QUIET
 from tests.strategy.small import Quiet
 

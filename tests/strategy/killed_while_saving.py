@@ -33,7 +33,7 @@ class SaveTwice(L.Callback):
         if trainer.global_step == 4:
             where = (
                 "torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
-                "lightning_spmd.strategy.whole_files.put",
+                "lightning_spmd.strategy.checkpoints.whole_files.put",
             )
             if trainer.is_global_zero:
                 for name in where:

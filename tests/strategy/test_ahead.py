@@ -15,7 +15,7 @@ from lightning_spmd.ir.node_info import NodeInfo, Section
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
-from lightning_spmd.strategy.iteration import TrainingIteration
+from lightning_spmd.strategy.steps.iteration import TrainingIteration
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import Result, assert_bitwise
 from tests.strategy.small import Net, rows, run

@@ -9,8 +9,8 @@ import torch
 
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.stages.runtime.peers import Peers, Process
-from lightning_spmd.strategy.advice import advice_on
-from lightning_spmd.strategy.alike import check_alike, check_same_tensors, facts
+from lightning_spmd.strategy.notices.advice import advice_on
+from lightning_spmd.strategy.ranks.alike import check_alike, check_same_tensors, facts
 
 
 def test_ranks_that_are_alike_go_on() -> None:

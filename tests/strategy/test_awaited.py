@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_spmd.strategy import awaited
-from lightning_spmd.strategy.awaited import saying_whom
-from lightning_spmd.strategy.rendezvous import meet_first, not_come
+from lightning_spmd.strategy.ranks import missing_ranks as awaited
+from lightning_spmd.strategy.ranks.missing_ranks import saying_whom
+from lightning_spmd.strategy.ranks.rendezvous import meet_first, not_come
 from tests.helpers.ranks import free_port
 
 HERE, SOON = "127.0.0.1", timedelta(seconds=1)

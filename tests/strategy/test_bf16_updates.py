@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.stages.capture.bf16_updates import MASTER
-from lightning_spmd.strategy import telling
+from lightning_spmd.stages.capture.optimizer.bf16_updates import MASTER
+from lightning_spmd.strategy.notices import builds as telling
 from tests.helpers.modules import OPTIMIZERS, build_optimizer
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, fit

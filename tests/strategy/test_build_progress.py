@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning_utilities.core import rank_zero
 
 from lightning_spmd import messages
-from lightning_spmd.strategy import build_progress
-from lightning_spmd.strategy.build_progress import BuildProgress, printer_above
-from lightning_spmd.strategy.run_context import BuildEvent, RunContext
+from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext
+from lightning_spmd.strategy.notices import build_progress
+from lightning_spmd.strategy.notices.build_progress import BuildProgress, printer_above
 from tests.strategy.small import Quiet, loader_of, rows
 
 

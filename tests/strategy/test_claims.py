@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.strategy import claims
+from lightning_spmd.strategy.checkpoints import folder_locks as claims
 from tests.helpers.training import QUIET
 from tests.strategy.small import Quiet, loader_of, rows
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_spmd.stages.capture.comparisons import close_elements
+from lightning_spmd.stages.capture.record.comparisons import close_elements
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, assert_compiled, assert_equals_one_device, fit
 

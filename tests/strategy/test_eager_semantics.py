@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_spmd.strategy.eager_semantics import averaged
+from lightning_spmd.strategy.support.eager_semantics import averaged
 from tests.helpers.ranks import RankPool
 from tests.strategy.small import Quiet, run
 

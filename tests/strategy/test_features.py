@@ -1,4 +1,4 @@
-"""A test for each row of the support matrix (``strategy.support.FEATURES``): as eager, or rejected with the fix."""
+"""A test for each row of the support matrix (``support.matrix.FEATURES``): as eager, or rejected with the fix."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.strategy.detectors import Context
-from lightning_spmd.strategy.feature import Feature, Mode
-from lightning_spmd.strategy.support import FEATURES, classify
+from lightning_spmd.strategy.support.detectors import Context
+from lightning_spmd.strategy.support.feature import Feature, Mode
+from lightning_spmd.strategy.support.matrix import FEATURES, classify
 from tests.helpers.modules import ConvNet, samples
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import (

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd import _private_api as private
-from lightning_spmd.strategy.fence import Fence
-from lightning_spmd.strategy.overlap import data_that_knows
+from lightning_spmd.strategy.user_hooks.fence import Fence
+from lightning_spmd.strategy.user_hooks.overlap import data_that_knows
 from tests.helpers.modules import samples
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, TrainingCase, assert_bitwise, fit

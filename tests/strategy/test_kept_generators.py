@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_spmd.strategy.kept_generators import pack_kept_generators, restore_kept_generators
+from lightning_spmd.strategy.state.kept_generators import pack_kept_generators, restore_kept_generators
 from tests.helpers.training import InOrder, Result, assert_compiled, fit
 from tests.strategy.small import ROWS, Quiet, rows
 

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from lightning_spmd.strategy import telling
+from lightning_spmd.strategy.notices import builds as telling
 from tests.helpers.modules import OPTIMIZERS, build_optimizer
 from tests.helpers.training import InOrder, Result, assert_bitwise, fit
 from tests.strategy.small import ROWS, Quiet, rows

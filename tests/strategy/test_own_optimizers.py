@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.strategy.detectors import Context
-from lightning_spmd.strategy.feature import Mode
-from lightning_spmd.strategy.support import classify
+from lightning_spmd.strategy.support.detectors import Context
+from lightning_spmd.strategy.support.feature import Mode
+from lightning_spmd.strategy.support.matrix import classify
 from tests.helpers import by_hand
 from tests.helpers.modules import Lion
 from tests.helpers.ranks import RankError, RankPool

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.strategy.rendezvous import NoAnswerError, connected, meet_first
-from lightning_spmd.strategy.slurm import meet
+from lightning_spmd.strategy.ranks.rendezvous import NoAnswerError, connected, meet_first
+from lightning_spmd.strategy.ranks.slurm import meet
 from tests.helpers.ranks import free_port
 
 HERE, SOON = "127.0.0.1", timedelta(seconds=1)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_spmd import early_signals
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.strategy.slurm import SlurmLauncher
+from lightning_spmd.strategy.ranks.slurm import SlurmLauncher
 from tests.helpers.training import QUIET
 from tests.slurm.conftest import events, lines_of
 from tests.slurm.train import Data, Diary, Small

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.tree import leaves
-from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.batch.rows_of_rank import lists_of_tensors
 from lightning_spmd.stages.capture.follow.tripwires import Tripwires
-from lightning_spmd.stages.capture.rows_of_rank import lists_of_tensors
-from lightning_spmd.strategy.meeting import for_all_ranks
+from lightning_spmd.strategy.steps.meeting import for_all_ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET, Result, fit
 from tests.strategy.evaluations import InGraphs

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_spmd.errors import BatchError, CaptureError
-from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.strategy.shared_leaves import check_shared, find_shared
+from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.strategy.steps.shared_leaves import check_shared, find_shared
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
 from tests.strategy.small import loader_of

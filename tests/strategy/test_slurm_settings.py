@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 import lightning_spmd
 from lightning_spmd import early_signals
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.strategy.slurm import check_own_checkpoint, check_tasks, choose_port, job_name, meet
+from lightning_spmd.strategy.ranks.slurm import check_own_checkpoint, check_tasks, choose_port, job_name, meet
 
 STEP = {
     "SLURM_JOB_ID": "17",

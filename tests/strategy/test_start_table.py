@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from lightning_spmd.strategy.start_table import as_text
+from lightning_spmd.strategy.notices.start_table import as_text
 from tests.strategy.small import Quiet, loader_of, rows
 
 

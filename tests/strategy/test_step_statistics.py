@@ -70,7 +70,7 @@ def test_what_runs_eagerly_has_its_time_alone_and_says_so(
     strategy: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lightning_spmd.strategy.step_statistics.tell", said.append)
+    monkeypatch.setattr("lightning_spmd.strategy.notices.step_statistics.tell", said.append)
 
     class Reads(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

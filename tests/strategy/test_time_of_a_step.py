@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_spmd.strategy.run_account import milliseconds_or_seconds
+from lightning_spmd.strategy.notices.run_account import milliseconds_or_seconds
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from lightning_spmd.ir.sizes import Formula, Sizes
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.unify import Apart, unified
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.strategy import iteration
-from lightning_spmd.strategy.graph_table import GraphTable
+from lightning_spmd.strategy.graphs.graph_table import GraphTable
+from lightning_spmd.strategy.steps import iteration
 from tests.helpers.modules import Block
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET

@@ -16,9 +16,9 @@ import torch
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.errors import ConfigurationError, SPMDError
-from lightning_spmd.strategy import whole_files
-from lightning_spmd.strategy.intact import damage_of_file, damage_of_folder, seals_of, write_seals
-from lightning_spmd.strategy.whole_files import WholeFiles, name_beside, put
+from lightning_spmd.strategy.checkpoints import whole_files
+from lightning_spmd.strategy.checkpoints.intact import damage_of_file, damage_of_folder, seals_of, write_seals
+from lightning_spmd.strategy.checkpoints.whole_files import WholeFiles, name_beside, put
 from tests.helpers.training import QUIET
 from tests.reliability.loading import _cut, _flip
 from tests.strategy.small import Quiet, loader_of, rows
@@ -158,7 +158,7 @@ def test_a_part_that_could_not_be_written_says_what_the_system_said(tmp_path: Pa
     """The other ranks get the error without its context: torch's stream says "unexpected pos" around it."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from lightning_spmd.strategy.distributed_checkpoints import _Writer
+    from lightning_spmd.strategy.checkpoints.distributed import _Writer
 
     def write(*_: Any) -> Any:
         try:

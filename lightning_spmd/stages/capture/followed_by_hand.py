@@ -13,10 +13,10 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
-from lightning_spmd.stages.capture.accumulation import gradients_behind
-from lightning_spmd.stages.capture.inputs import InputTable
-from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwaps
-from lightning_spmd.stages.capture.recorder import Recorder, in_section
+from lightning_spmd.stages.capture.optimizer.accumulation import gradients_behind
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwaps
+from lightning_spmd.stages.capture.record.inputs import InputTable
+from lightning_spmd.stages.capture.record.recorder import Recorder, in_section
 
 
 class InGraph:

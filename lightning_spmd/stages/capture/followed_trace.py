@@ -20,9 +20,7 @@ from lightning_spmd.ir.reads import HandedCounts, HandOver
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
-from lightning_spmd.stages.capture.around_trace import explained, grad_mode, name_of_part, random_state_kept
-from lightning_spmd.stages.capture.data_sizes import DataSizes
-from lightning_spmd.stages.capture.decisions import decision_program
+from lightning_spmd.stages.capture.batch.own_batch import OwnBatch
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, tensors_in
 from lightning_spmd.stages.capture.follow.placeholders import place_of_gone, without_history
@@ -31,18 +29,20 @@ from lightning_spmd.stages.capture.follow.sizes import with_sizes
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import StepCall
 from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
-from lightning_spmd.stages.capture.host_scalar import HostScalar
-from lightning_spmd.stages.capture.inputs import global_spec
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace
-from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, is_torchs_own
-from lightning_spmd.stages.capture.own_backward import leaves_of
-from lightning_spmd.stages.capture.own_batch import OwnBatch
-from lightning_spmd.stages.capture.packing import remove_dead_nodes, with_mutations
-from lightning_spmd.stages.capture.reads import writes_apart
+from lightning_spmd.stages.capture.numbers.decisions import decision_program
+from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap, OptimizerSwaps, is_torchs_own
+from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
+from lightning_spmd.stages.capture.record.around_trace import explained, grad_mode, name_of_part, random_state_kept
+from lightning_spmd.stages.capture.record.inputs import global_spec
+from lightning_spmd.stages.capture.record.packing import remove_dead_nodes, with_mutations
 from lightning_spmd.stages.capture.request import CaptureRequest
-from lightning_spmd.stages.capture.simplify import simplify_strided_gradients
+from lightning_spmd.stages.capture.rewrites.reads import writes_apart
+from lightning_spmd.stages.capture.rewrites.simplify import simplify_strided_gradients
+from lightning_spmd.stages.capture.rewrites.weight_casts import share_weight_casts
+from lightning_spmd.stages.capture.sizes.data_sizes import DataSizes
 from lightning_spmd.stages.capture.user_code import located_at
-from lightning_spmd.stages.capture.weight_casts import share_weight_casts
 
 
 def capture_followed(request: CaptureRequest) -> CapturedStep:

@@ -13,22 +13,22 @@ from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.ir.layout import densely
 from lightning_spmd.ir.node_info import Section, TensorSpec
 from lightning_spmd.ir.signature import InputRole, OutputRole
-from lightning_spmd.stages.capture.bf16_updates import in_float32
-from lightning_spmd.stages.capture.inputs import InputTable
-from lightning_spmd.stages.capture.loss_scaling import LossScaling
-from lightning_spmd.stages.capture.optimizer_swap import OptimizerSwap, OptimizerSwaps, check_step
-from lightning_spmd.stages.capture.own_backward import check_backward
-from lightning_spmd.stages.capture.own_batch import OwnBatch
-from lightning_spmd.stages.capture.packing import Outputs, in_memory_order_of, parameter_names
-from lightning_spmd.stages.capture.recorder import Recorder, in_section
-from lightning_spmd.stages.capture.request import CaptureRequest
-from lightning_spmd.stages.capture.surroundings import (
+from lightning_spmd.stages.capture.batch.own_batch import OwnBatch
+from lightning_spmd.stages.capture.optimizer.bf16_updates import in_float32
+from lightning_spmd.stages.capture.optimizer.loss_scaling import LossScaling
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap, OptimizerSwaps, check_step
+from lightning_spmd.stages.capture.optimizer.own_backward import check_backward
+from lightning_spmd.stages.capture.record.inputs import InputTable
+from lightning_spmd.stages.capture.record.packing import Outputs, in_memory_order_of, parameter_names
+from lightning_spmd.stages.capture.record.recorder import Recorder, in_section
+from lightning_spmd.stages.capture.record.surroundings import (
     hooks_guard,
     settings_guard,
     submodules_guard,
     tensor_kinds_guard,
     trained_guard,
 )
+from lightning_spmd.stages.capture.request import CaptureRequest
 
 
 class IterationTrace:

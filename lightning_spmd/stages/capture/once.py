@@ -20,17 +20,17 @@ from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import speaking_of
-from lightning_spmd.stages.capture.around_trace import grad_mode, random_state_kept
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Follower, Step
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
 from lightning_spmd.stages.capture.followed_trace import capture_followed
-from lightning_spmd.stages.capture.inputs import global_spec
-from lightning_spmd.stages.capture.packing import parameter_names
-from lightning_spmd.stages.capture.reads import UnknownValueError
+from lightning_spmd.stages.capture.record.around_trace import grad_mode, random_state_kept
+from lightning_spmd.stages.capture.record.inputs import global_spec
+from lightning_spmd.stages.capture.record.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.rewrites.reads import UnknownValueError
 from lightning_spmd.stages.capture.user_code import location_of, user_location
 
 

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.steps import Variant
-from lightning_spmd.stages.capture.batch import Batch
-from lightning_spmd.stages.capture.bf16_updates import Updates
+from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.program import Program
-from lightning_spmd.stages.capture.symbolic_batch import OtherSizes
+from lightning_spmd.stages.capture.optimizer.bf16_updates import Updates
+from lightning_spmd.stages.capture.sizes.symbolic_batch import OtherSizes
 
 
 @dataclass

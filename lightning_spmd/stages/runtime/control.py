@@ -81,7 +81,7 @@ class StepVote:
         rows: (smallest, largest) number of rows in a rank's batch.
         shape: (smallest, largest) hash of everything else about the batch.
         ends: whether (all ranks, some rank) have no batch after this one.
-        told: the largest of what the ranks were told from outside (``strategy/requeue.py``); 0 is nothing.
+        told: the largest of what the ranks were told from outside (``strategy/ranks/requeue.py``); 0 is nothing.
     """
 
     missing: bool

@@ -27,7 +27,7 @@ MODES = ("auto", "inductor", "none")
 
 
 @dataclass(frozen=True)
-class Company:
+class LoweringContext:
     """What the lowering of a graph has to do with the rest of the run.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir import known_results
-from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat
+from lightning_spmd.stages.capture.record.fake_calls import FakeCalls, flat
 from tests.operators.cases import operators, samples
 
 

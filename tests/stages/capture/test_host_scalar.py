@@ -10,14 +10,14 @@ import torch
 from torch import fx
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.stages.capture.decisions import decision_program
-from lightning_spmd.stages.capture.host_scalar import (
+from lightning_spmd.stages.capture.numbers.decisions import decision_program
+from lightning_spmd.stages.capture.numbers.host_scalar import (
     HostScalar,
     scalar_of,
     sym_max,
     sym_min,
 )
-from lightning_spmd.stages.capture.recorder import Recorder
+from lightning_spmd.stages.capture.record.recorder import Recorder
 
 
 class Numbers:

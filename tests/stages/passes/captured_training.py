@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
-from lightning_spmd.stages.capture.batch import Batch
+from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.passes import KNOWN_PASSES, PassState, run_passes, select
 from tests.helpers.modules import samples
 from tests.helpers.simulate import expand_all

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_spmd.ir.node_info import NodeInfo, Section
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep, Variant
-from lightning_spmd.stages.capture.batch import Batch, memory_order
+from lightning_spmd.stages.capture.batch.batch import Batch, memory_order
 from lightning_spmd.stages.runtime.agreement import _explain, describe, describe_capture, stable_hash
 
 aten = torch.ops.aten

@@ -34,8 +34,8 @@ from lightning_spmd.stages.capture.follow.worlds import (
     as_tuple,
     places_of_numbers,
 )
-from lightning_spmd.stages.capture.optimizer_swap import is_torchs_own
-from lightning_spmd.stages.capture.own_backward import leaves_of
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import is_torchs_own
+from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 _SETTINGS = 2
 """Where the settings are among the arguments of a step."""

@@ -18,8 +18,8 @@ from lightning_spmd.ir.counted import CountFits
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Formula
 from lightning_spmd.ir.unify import Apart
-from lightning_spmd.stages.capture.data_sizes import DataSizes
 from lightning_spmd.stages.capture.follow.notes import Note
+from lightning_spmd.stages.capture.sizes.data_sizes import DataSizes
 
 Told = Mapping[int, Sequence[int]]
 """The numbers of one call, by slot (``DataSizes.slot``)."""

@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.follow.fitting import keeps_shapes
-from lightning_spmd.stages.capture.own_backward import leaves_of
+from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 OVER = -1
 """In place of where the engine arrived: it is done."""

@@ -26,7 +26,6 @@ from lightning_spmd.ir.shared_memory import shared
 from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.unify import Apart
-from lightning_spmd.stages.capture.fake_calls import FakeCalls, flat
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.counts import (
     CountsWanted,
@@ -65,8 +64,9 @@ from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.sizes import OpenTree, moved
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of, surroundings
 from lightning_spmd.stages.capture.follow.worlds import World
-from lightning_spmd.stages.capture.inputs import twin_of
-from lightning_spmd.stages.capture.known_values import KnownValues
+from lightning_spmd.stages.capture.record.fake_calls import FakeCalls, flat
+from lightning_spmd.stages.capture.record.inputs import twin_of
+from lightning_spmd.stages.capture.record.known_values import KnownValues
 from lightning_spmd.stages.capture.user_code import user_location
 
 _SPARE = 64

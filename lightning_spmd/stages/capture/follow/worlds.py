@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.stages.capture.accumulation import gradients_behind
+from lightning_spmd.stages.capture.optimizer.accumulation import gradients_behind
 
 Roots = tuple[Tensor, ...]
 Gradients = Sequence[Tensor | None]

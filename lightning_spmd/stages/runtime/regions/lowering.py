@@ -26,7 +26,7 @@ from lightning_spmd.cache import the_store
 from lightning_spmd.ir.source import function_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.messages import tell, warn
-from lightning_spmd.stages.runtime.lowering import Company, Lowering, Together, as_python, is_settled
+from lightning_spmd.stages.runtime.lowering import Lowering, LoweringContext, Together, as_python, is_settled
 from lightning_spmd.stages.runtime.profile import RUNS, Profile, agree
 from lightning_spmd.stages.runtime.regions.choice import fitting_regions, worthwhile
 from lightning_spmd.stages.runtime.regions.code import CODES, entry_of
@@ -50,7 +50,7 @@ class LoweredStep:
         last: what the graph runs as when its regions are chosen.
     """
 
-    def __init__(self, step: ShardedStep, mode: str, company: Company, last: Lowering = as_python) -> None:
+    def __init__(self, step: ShardedStep, mode: str, company: LoweringContext, last: Lowering = as_python) -> None:
         self.regions: dict[int, Region] = {}
         self.kinds: set[str] = set()
         """Keys of the regions that were chosen wherever they are."""
@@ -196,7 +196,7 @@ class RegionLowering(Together):
         last: what graphs run as when regions are chosen.
     """
 
-    def __init__(self, mode: str, company: Company, last: Lowering = as_python) -> None:
+    def __init__(self, mode: str, company: LoweringContext, last: Lowering = as_python) -> None:
         self._mode = mode
         self._company = company
         self._last = last

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_spmd.cache import the_store
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.stages.runtime.lowering import Company
+from lightning_spmd.stages.runtime.lowering import LoweringContext
 from lightning_spmd.stages.runtime.profile import RUNS
 from lightning_spmd.stages.runtime.regions import choice, code, trial
 from lightning_spmd.stages.runtime.regions.lowering import LoweredStep, RegionLowering
@@ -40,7 +40,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def test_regions_run_after_a_run_that_compares_them(compiler: Compiler) -> None:
     step, live = chain()
-    lowered = LoweredStep(step, "inductor", Company())
+    lowered = LoweredStep(step, "inductor", LoweringContext())
     right = expected(step, live)
     compiler.fault = lambda _inputs, outputs: [output * 1.00001 for output in outputs]
     assert same(run(lowered, live), right)  # compared, and not yet used
@@ -66,7 +66,7 @@ def test_a_region_with_wrong_results_stays_as_its_operators(compiler: Compiler, 
     compiler.fault = FAULTS[words]
     first: list[Any] = []
     compiler.only = lambda function: function is first[0] if first else not first.append(function)
-    lowered = LoweredStep(step, "inductor", Company())
+    lowered = LoweredStep(step, "inductor", LoweringContext())
     with pytest.warns(UserWarning, match=words) as caught:
         assert same(run(lowered, live), right)
     assert len(caught) == 1
@@ -86,18 +86,18 @@ def test_a_sum_that_is_nothing_but_roundings_is_no_difference(compiler: Compiler
         (inputs[-1].flip(0) * 1.0).sum(0) * 1e-3 if value.shape == (4,) else value for value in right
     ]
     compiler.fault = turned
-    lowered = LoweredStep(step, "inductor", Company())
+    lowered = LoweredStep(step, "inductor", LoweringContext())
     right = run(lowered, live)
     assert not torch.allclose(right[1], run(lowered, live)[1], rtol=1e-4, atol=0.0)
     compiler.fault = lambda inputs, right: [value + 0.01 for value in right]
     with pytest.warns(UserWarning, match="off by"):
-        run(LoweredStep(step, "inductor", Company()), live)
+        run(LoweredStep(step, "inductor", LoweringContext()), live)
 
 
 def test_results_that_share_storage_are_noticed(compiler: Compiler) -> None:
     step, live = chain()
     compiler.fault = lambda inputs, right: [inputs[0].view_as(v) if v.shape == inputs[0].shape else v for v in right]
-    lowered = LoweredStep(step, "inductor", Company())
+    lowered = LoweredStep(step, "inductor", LoweringContext())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(lowered, live)
@@ -109,7 +109,7 @@ def test_a_region_that_cannot_be_compiled_stays_as_its_operators(compiler: Compi
     step, live = chain()
     right = expected(step, live)
     compiler.refuses = True
-    lowered = LoweredStep(step, "inductor", Company())
+    lowered = LoweredStep(step, "inductor", LoweringContext())
     with pytest.warns(UserWarning, match="and 2 other regions as operators: RuntimeError: out of registers$") as caught:
         assert same(run(lowered, live), right)
     assert len(caught) == 1
@@ -121,7 +121,7 @@ def test_a_region_that_cannot_be_compiled_stays_as_its_operators(compiler: Compi
 def test_inputs_that_lie_otherwise_run_the_operators(compiler: Compiler) -> None:
     step, live = chain()
     right = expected(step, live)
-    lowered = LoweredStep(step, "inductor", Company())
+    lowered = LoweredStep(step, "inductor", LoweringContext())
     run(lowered, live)
 
     def asserts(_inputs: Sequence[Tensor], _right: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -147,7 +147,7 @@ def test_auto_keeps_what_is_faster(
     right = expected(step, live)
     monkeypatch.setattr(choice, "CALL", -1.0)  # every region promises to be worth it
     with_times(monkeypatch, seconds)
-    lowered = LoweredStep(step, "auto", Company())
+    lowered = LoweredStep(step, "auto", LoweringContext())
     assert same(run(lowered, live, RUNS), right)
     assert compiler.compiled == 0
     assert same(run(lowered, live), right)
@@ -158,7 +158,7 @@ def test_auto_keeps_what_is_faster(
 
 def test_auto_compiles_nothing_that_saves_less_than_compiling_takes(compiler: Compiler) -> None:
     step, live = chain()
-    lowered = LoweredStep(step, "auto", Company(steps_left=lambda: 10))
+    lowered = LoweredStep(step, "auto", LoweringContext(steps_left=lambda: 10))
     assert same(run(lowered, live, 5), expected(step, live))
     assert compiler.compiled == 0
 
@@ -167,12 +167,12 @@ def test_a_second_start_compiles_nothing_and_a_damaged_entry_is_made_anew(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, live = chain()
-    run(LoweredStep(step, "inductor", Company()), live)
+    run(LoweredStep(step, "inductor", LoweringContext()), live)
     kinds = compiler.compiled
     assert code.CODES.counts == code.Counts(compiled=kinds, seconds=code.CODES.counts.seconds)
 
     code.CODES.forget()
-    run(LoweredStep(step, "inductor", Company()), live)
+    run(LoweredStep(step, "inductor", LoweringContext()), live)
     assert code.CODES.counts == code.Counts(loaded=kinds)
 
     code.CODES.forget()
@@ -180,31 +180,31 @@ def test_a_second_start_compiles_nothing_and_a_damaged_entry_is_made_anew(
     assert folder is not None
     path = next((folder / f"{code.KIND}.entries").iterdir())
     path.write_bytes(path.read_bytes()[:-3])
-    run(LoweredStep(step, "inductor", Company()), live)
+    run(LoweredStep(step, "inductor", LoweringContext()), live)
     assert (code.CODES.counts.compiled, code.CODES.counts.loaded) == (1, kinds - 1)
 
 
 def test_code_that_cannot_be_loaded_is_made_anew(compiler: Compiler) -> None:
     step, live = chain()
-    run(LoweredStep(step, "inductor", Company()), live)
+    run(LoweredStep(step, "inductor", LoweringContext()), live)
     kinds = compiler.compiled
     code.CODES.forget()
     compiler.sources.clear()
-    run(LoweredStep(step, "inductor", Company()), live)
+    run(LoweredStep(step, "inductor", LoweringContext()), live)
     assert (code.CODES.counts.compiled, code.CODES.counts.loaded) == (kinds, 0)
 
 
 @pytest.mark.parametrize("change", ["threads", "torch", "settings"])
 def test_another_environment_is_another_entry(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     step, live = chain()
-    run(LoweredStep(step, "inductor", Company()), live)
+    run(LoweredStep(step, "inductor", LoweringContext()), live)
     kinds = compiler.compiled
     code.CODES.forget()
     if change == "torch":
         monkeypatch.setattr(torch, "__version__", "9.9.9")
     else:
         monkeypatch.setattr(code, "_settings", lambda _threads: f"other {change}")
-    run(LoweredStep(step, "inductor", Company()), live)
+    run(LoweredStep(step, "inductor", LoweringContext()), live)
     assert compiler.compiled == 2 * kinds
 
 
@@ -217,7 +217,7 @@ def test_graphs_that_follow_do_as_was_decided_and_ask_nobody(compiler: Compiler)
         asked.append(value)
         return [value]
 
-    lowering = RegionLowering("inductor", Company(gather=gather))
+    lowering = RegionLowering("inductor", LoweringContext(gather=gather))
     deciding = lowering(step)
     assert isinstance(deciding, LoweredStep)
     assert not deciding.is_settled
@@ -276,7 +276,7 @@ def test_what_one_rank_cannot_use_no_rank_uses(compiler: Compiler) -> None:
                 value = {**value, min(value): trial.Verdict("another one on this rank")}
             return gather(value)
 
-        lowered = LoweredStep(step, "inductor", Company(rank, told))
+        lowered = LoweredStep(step, "inductor", LoweringContext(rank, told))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert same(run(lowered, live, 2), right)
@@ -297,7 +297,7 @@ def test_the_slowest_rank_counts(compiler: Compiler, monkeypatch: pytest.MonkeyP
                 value = {number: trial.Verdict("", 1.0, 0.5 if rank == 0 else 1.5) for number in value}
             return gather(value)
 
-        lowered = LoweredStep(step, "auto", Company(rank, told))
+        lowered = LoweredStep(step, "auto", LoweringContext(rank, told))
         run(lowered, live, RUNS + 2)
         return lowered
 
@@ -310,7 +310,7 @@ def test_ranks_that_find_other_regions_use_none(compiler: Compiler) -> None:
         node.meta["random"] = "not for regions"
 
     def work(rank: int, gather: Callable[[Any], list[Any]]) -> LoweredStep:
-        lowered = LoweredStep((one, other)[rank], "inductor", Company(rank, gather))
+        lowered = LoweredStep((one, other)[rank], "inductor", LoweringContext(rank, gather))
         run(lowered, live, 2)
         return lowered
 

@@ -1,0 +1,4 @@
+"""Python numbers that are inputs of a graph.
+
+``host_scalar``  numbers with arithmetic that is recorded; ``decisions``: branches on them, as a guard
+"""

@@ -1,0 +1,64 @@
+"""Gradients as ``backward`` leaves them in ``p.grad``, made by ``torch.autograd.grad``.
+
+Autograd's own accumulation decides by reference counts whether ``p.grad`` is a copy, and whoever records holds
+references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.record.packing import in_memory_order_of
+
+
+def accumulated(leaf: Tensor, held: Tensor | None, gradient: Tensor, taken: set[int], *, in_place: bool) -> Tensor:
+    """What ``leaf.grad`` is behind a backward pass.
+
+    Args:
+        leaf: whose gradient it is.
+        held: what was there before.
+        gradient: what the pass gives.
+        taken: storages that are somebody's; the result's is one from here on.
+        in_place: what was there is written into.
+    """
+    if held is not None:
+        return held.add_(gradient) if in_place else held + gradient
+    owned = in_memory_order_of(leaf, gradient)
+    if private.storage_of(owned) in taken:  # somebody else's tensor, or two parameters' gradient
+        owned = owned.clone()
+    taken.add(private.storage_of(owned))
+    return owned
+
+
+def gradients_behind(
+    roots: Sequence[Tensor],
+    weights: Sequence[Tensor | None] | None,
+    leaves: Sequence[Tensor],
+    held: Sequence[Tensor | None],
+    taken: set[int],
+    *,
+    retain: bool,
+    create: bool,
+) -> tuple[Tensor | None, ...]:
+    """What ``.grad`` of the leaves is behind a backward pass.
+
+    Args:
+        roots: on what ``backward`` is called.
+        weights: gradients of the roots.
+        leaves: whose gradients are asked for.
+        held: what their ``.grad`` is before.
+        taken: storages that are somebody's.
+        retain: the graph is used again.
+        create: the gradients have a history of their own.
+    """
+    with torch.autograd.set_multithreading_enabled(False):  # other threads have no modes
+        found = torch.autograd.grad(roots, leaves, weights, retain, create, allow_unused=True)
+    made: list[Tensor | None] = []
+    with torch.set_grad_enabled(create):
+        for leaf, before, gradient in zip(leaves, held, found, strict=True):
+            made.append(before if gradient is None else accumulated(leaf, before, gradient, taken, in_place=not create))
+    return tuple(made)

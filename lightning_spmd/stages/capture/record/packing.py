@@ -1,0 +1,140 @@
+"""What a trace is packed of: outputs, names of parameters, gradients in their layout, a graph without dead nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.effects import draws_random
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.layout import densely, has_layout, row_major
+from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, spec_of
+from lightning_spmd.ir.reads import is_check
+from lightning_spmd.ir.signature import GraphInput, GraphOutput, OutputRole
+from lightning_spmd.messages import the_step
+from lightning_spmd.stages.capture.numbers.host_scalar import scalar_of
+from lightning_spmd.stages.capture.record.recorder import Recorder
+
+
+@dataclass
+class Outputs:
+    """Graph outputs in the order in which they were asked for."""
+
+    recorder: Recorder
+    nodes: list[Any] = field(default_factory=list)
+    entries: list[GraphOutput] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    _told: dict[int, tuple[fx.Node | None, bool]] = field(default_factory=dict[int, "tuple[fx.Node | None, bool]"])
+
+    def add(self, value: Any, role: OutputRole, key: tuple[Any, ...], name: str) -> int:
+        """Append an output; gives its position."""
+        self.nodes.append(self.recorder.argument(value))
+        self.values.append(value)
+        scalar = scalar_of(value)
+        seen = TensorSpec.of(value) if isinstance(value, Tensor) else value if scalar is None else scalar.value
+        self.entries.append(GraphOutput(role, key, name, seen))
+        return len(self.nodes) - 1
+
+    def add_as_it_is(self, value: Any, role: OutputRole, key: tuple[Any, ...], name: str, *, shared: bool) -> int:
+        """The same, of a value that is told as it is now: what writes into it afterwards is not seen.
+
+        Args:
+            value: of the output.
+            role: of it.
+            key: of it.
+            name: of it.
+            shared: what is told has the tensor's memory.
+        """
+        position = self.add(value, role, key, name)
+        if isinstance(value, Tensor):
+            self._told[position] = (
+                next((n for n in reversed(self.recorder.graph.nodes) if n.op != "placeholder"), None),
+                shared,
+            )
+        return position
+
+    def packed(self, *, by_hand: bool) -> tuple[Any, ...]:
+        """What the graph gives; what is told and written into afterwards is copied where it is told.
+
+        Args:
+            by_hand: the step's own code goes on behind updates.
+
+        Raises:
+            CaptureError: the step writes into memory that it has as an array.
+        """
+        if not self._told:
+            return tuple(self.nodes)
+        graph = self.recorder.graph
+        roots, place = storage_roots(graph), {node: i for i, node in enumerate(graph.nodes)}
+        writes = dict[fx.Node, list[fx.Node]]()
+        for node in list(graph.nodes):
+            for written in written_arguments(node):
+                writes.setdefault(roots[written], []).append(node)
+        for position, (told_after, shared) in self._told.items():
+            node = self.nodes[position]
+            begin = -1 if told_after is None else place[told_after]
+            later = [w for w in writes.get(roots[node], ()) if place[w] > begin]
+            if shared and any(by_hand or info_of(w).section is Section.FORWARD for w in later):
+                raise CaptureError(
+                    f"{the_step()} writes into a tensor whose memory it has as an array of NumPy; make a copy first "
+                    "(x.detach().clone().numpy())",
+                    info_of(later[0]).source or None,
+                )
+            if later:
+                self.nodes[position] = self._copied(node, told_after, later[0])
+        return tuple(self.nodes)
+
+    def _copied(self, node: fx.Node, told_after: fx.Node | None, write: fx.Node) -> fx.Node:
+        graph = self.recorder.graph
+        first_call = first((n for n in graph.nodes if n.op != "placeholder"), "call")
+        around = graph.inserting_before(first_call) if told_after is None else graph.inserting_after(told_after)
+        with around:
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        info = info_of(write) if told_after is None else info_of(told_after)
+        copy.meta.update(val=densely(spec_of(node)), info=info)
+        return copy
+
+
+def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> dict[int, str]:
+    """Fully qualified name of every parameter, by ``id``; the first name of a shared one."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            names.setdefault(id(parameter), f"optimizer.param_groups.{index}.{position}")
+    return names
+
+
+def in_memory_order_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the parameter's memory order, as autograd's accumulation into ``p.grad`` leaves it.
+
+    Of a parameter with gaps, or one that is expanded, it is a plain tensor.
+    """
+    spec = densely(TensorSpec.of(parameter))
+    if has_layout(gradient, spec):
+        return gradient
+    if spec.stride == row_major(spec.shape):
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient.new_empty_strided(spec.shape, spec.stride).copy_(gradient)
+
+
+def remove_dead_nodes(graph: fx.Graph) -> None:
+    """Erase calls that nothing reads and that change nothing; random draws stay, they advance the generator."""
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node.users or written_arguments(node) or is_check(node):
+            continue
+        if not draws_random(node):
+            graph.erase_node(node)
+
+
+def with_mutations(graph: fx.Graph, inputs: list[tuple[fx.Node, GraphInput]]) -> tuple[GraphInput, ...]:
+    """The inputs, each with whether the graph writes into it."""
+    roots = storage_roots(graph)
+    written = {roots[target] for node in graph.nodes for target in written_arguments(node)}
+    return tuple(dataclasses.replace(entry, mutated=node in written) for node, entry in inputs)

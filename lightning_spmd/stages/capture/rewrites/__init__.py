@@ -1,0 +1,5 @@
+"""What is done to a captured graph at once.
+
+``simplify``, ``windows``  detours that hide a dimension; ``weight_casts``: one cast of a weight a step
+``reads``                  until Python has read last, nothing that outlives the step is changed
+"""

@@ -1,0 +1,263 @@
+"""Operators whose results are as large as their data say: ``nonzero``, ``x[mask]``, ``unique``, ``bincount``, CTC.
+
+The size is a number that is read from a tensor (``reads``), for which the graph then holds, and the operator is
+recorded in a form that has this size as an argument. Eager goes the same way: it counts, makes room, and ``x[mask]`` is
+``x[positions]``; so values are the same bits. The gradient asks for the same positions and finds them. What compares
+whole tensors (``comparisons``) is read in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar, Number, scalar_of
+from lightning_spmd.stages.capture.record.comparisons import COMPARISONS, close_elements, is_comparable, same_elements
+
+aten = torch.ops.aten
+_UNIQUE = aten._unique2.default  # noqa: SLF001 - an operator's public name
+_CTC, _CTC_OF_TENSORS = aten._ctc_loss.default, aten._ctc_loss.Tensor  # noqa: SLF001 - an operator's public name
+_CTC_BACKWARD = aten._ctc_loss_backward  # noqa: SLF001 - an operator's public name
+_ASKS_FOR_LIBRARY = frozenset(
+    getattr(packet, overload)
+    for packet in (getattr(aten, f"_use_{library}_ctc_loss", None) for library in ("cudnn", "miopen"))
+    if packet is not None
+    for overload in packet.overloads()
+)
+_MASKS = (torch.bool, torch.uint8)
+_SCATTERS = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
+
+
+class CallRecorder(Protocol):
+    """Records operators."""
+
+    def node_of(self, tensor: Tensor) -> fx.Node | None:
+        """What produces a tensor, if that is known."""
+        ...
+
+    def decide(self, scalar: HostScalar) -> Number:
+        """The value, which the graph then holds for."""
+        ...
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a call."""
+        ...
+
+
+class DataSizes:
+    """Gives such operators sizes.
+
+    Args:
+        call: makes or records an operator.
+        name_of: gives what is the same of a tensor whenever it is met; None of one that is not known again.
+        numbers: gives the whole numbers in some tensors, all of which are asked for at once.
+        writes: whether what is written where a mask chooses, and is trained, is such an operator: its gradient is.
+
+    Attributes:
+        slot: how often the operators so far had to know a size, or would have had they been the first to ask.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        name_of: Callable[[Tensor], Any],
+        numbers: Callable[..., list[int]],
+        *,
+        writes: bool = False,
+    ) -> None:
+        self._call, self._name_of, self.numbers, self._writes = call, name_of, numbers, writes
+        self.slot = 0
+        self._found: dict[Any, Tensor] = {}
+        self._lengths: dict[Any, tuple[list[int], list[int]]] = {}
+        self._forms: dict[Any, Callable[..., Any]] = {
+            aten.nonzero.default: self._positions,
+            aten.masked_select.default: self._masked_select,
+            aten.index.Tensor: self._index,
+            aten.repeat_interleave.Tensor: self._repeat_interleave,
+            _UNIQUE: self._unique,
+            aten.bincount.default: self._bincount,
+            aten.equal.default: self._equal,
+            aten.allclose.default: self._allclose,
+            _CTC_OF_TENSORS: self._ctc_loss,
+            _CTC_BACKWARD.Tensor: self._ctc_loss_backward,
+            **dict.fromkeys(_ASKS_FOR_LIBRARY, _not_a_library),
+            **{func: self._scatter_of(func) for func in _SCATTERS},
+        }
+
+    @classmethod
+    def recorded(cls, recorder: CallRecorder) -> DataSizes:
+        """Sizes are numbers that a recorder decides by."""
+
+        def numbers(*tensors: Tensor) -> list[int]:
+            scalars = [scalar_of(call(aten.item.default, tensor)) for tensor in tensors]
+            return [int(recorder.decide(s)) for s in scalars if s is not None]
+
+        def call(func: Any, *args: Any, **kwargs: Any) -> Any:
+            return recorder.__torch_dispatch__(func, (), args, kwargs)
+
+        return cls(call, recorder.node_of, numbers)
+
+    def form_of(self, func: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
+        """What records a call in a form with sizes; None: as it is."""
+        form = self._forms.get(func)
+        if form is None or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None):
+            return None
+        if func is _UNIQUE and (
+            args[0].dtype.is_floating_point or args[0].dtype.is_complex or not (args[1:2] or [True])[0]
+        ):
+            return None  # eager's order, or which of equal values it keeps, is its own
+        if func is aten.index.Tensor and not any(map(_is_mask, args[1])):
+            return None
+        if func is _CTC_BACKWARD.Tensor and self._keys(args[3:5]) not in self._lengths:
+            return None
+        if func in COMPARISONS and (self._writes or not is_comparable(func, *args[:2])):
+            return None
+        if func in _SCATTERS and not any(map(self._is_known, args[1])) and not self._is_asked_behind(*args):
+            return None  # its result is as large as what it writes into
+        return lambda: form(*args, **kwargs)
+
+    def _is_asked_behind(self, _: Tensor, indices: Sequence[Tensor | None], values: Tensor, *__: Any) -> bool:
+        """Whether the gradient of a write will be as large as the data say."""
+        return self._writes and values.requires_grad and any(map(_is_mask, indices))
+
+    def _number(self, tensor: Tensor) -> int:
+        return self.numbers(tensor)[0]
+
+    def _holds(self, truth: Tensor) -> bool:
+        return self.numbers(truth) == [True]
+
+    def _equal(self, one: Tensor, other: Tensor) -> bool:
+        same = same_elements(self._call, one, other)
+        return same is not None and self._holds(same)
+
+    def _allclose(self, one: Tensor, other: Tensor, *tolerances: Any, **named: Any) -> bool:
+        return self._holds(close_elements(self._call, one, other, *tolerances, **named))
+
+    def _key(self, mask: Tensor) -> tuple[Any, int] | None:
+        name = self._name_of(mask)
+        return None if name is None or mask.is_inference() else (name, mask._version)  # noqa: SLF001 - documented in torch's notes
+
+    def _is_known(self, mask: Tensor | None) -> bool:
+        return mask is not None and _is_mask(mask) and self._key(mask) in self._found
+
+    def _positions(self, mask: Tensor) -> Tensor:
+        self.slot += 1
+        key = self._key(mask)
+        if key is not None and key in self._found:
+            return self._call(aten.clone.default, self._found[key])  # eager's results share no memory
+        count = self._number(self._call(aten.count_nonzero.default, mask))
+        found = self._call(aten.nonzero_static.default, mask, size=count)
+        if key is not None:
+            self._found[key] = found
+            return self._call(aten.clone.default, found)
+        return found
+
+    def _columns(self, mask: Tensor) -> Iterator[Tensor]:
+        key = self._key(mask)
+        found = self._found.get(key) if key is not None else None
+        if found is None:
+            made = self._positions(mask)
+            found = self._found[key] if key is not None else made
+        else:
+            self.slot += 1
+        for dim in range(mask.dim()):
+            yield self._call(aten.select.int, found, 1, dim)
+
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        plain: list[Tensor | None] = []
+        for one in indices:
+            plain += self._columns(one) if one is not None and _is_mask(one) else [one]
+        return plain
+
+    def _index(self, source: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+        return self._call(aten.index.Tensor, source, self._without_masks(indices))
+
+    def _scatter_of(self, func: Any) -> Callable[..., Any]:
+        def record(target: Tensor, indices: Sequence[Tensor | None], *rest: Any, **more: Any) -> Any:
+            return self._call(func, target, self._without_masks(indices), *rest, **more)
+
+        return record
+
+    def _masked_select(self, source: Tensor, mask: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(source.shape, mask.shape)
+        call = self._call
+        source = source if source.shape == shape else call(aten.expand.default, source, list(shape))
+        mask = mask if mask.shape == shape else call(aten.expand.default, mask, list(shape))
+        if not shape:
+            source, mask = (call(aten.view.default, each, [1]) for each in (source, mask))
+        return self._index(source, [mask])
+
+    def _repeat_interleave(self, repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+        self.slot += 1
+        size = self._number(self._call(aten.sum.default, repeats)) if output_size is None else output_size
+        return self._call(aten.repeat_interleave.Tensor, repeats, output_size=size)
+
+    def _bincount(self, source: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        self.slot += 1
+        call, device = self._call, source.device
+        summed: Any = weights
+        if weights is None:
+            summed = call(aten.ones.default, list(source.shape), dtype=torch.int64, device=device)
+        elif weights.dtype != torch.float32:
+            summed = call(aten._to_copy.default, weights, dtype=torch.float64)  # noqa: SLF001 - as below
+        places = call(aten._to_copy.default, source, dtype=torch.int64)  # noqa: SLF001 - an operator's public name
+        size = minlength
+        if source.shape[0]:
+            end = call(aten.add.Tensor, call(aten.max.default, places), 1)
+            size = self._number(call(aten.clamp_min.default, end, minlength))
+        bins = call(aten.zeros.default, [size], dtype=summed.dtype, device=device)
+        return call(aten.index_add.default, bins, 0, places, summed)
+
+    def _unique(
+        self, source: Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call = self._call
+        flat = call(aten.view.default, call(aten.clone.default, source, memory_format=torch.contiguous_format), [-1])
+        size = flat.shape[0]
+        ordered, places = call(aten.sort.default, flat)
+        first = call(aten.ones.default, [min(size, 1)], dtype=torch.bool, device=source.device)
+        steps = [call(aten.slice.Tensor, ordered, 0, 1), call(aten.slice.Tensor, ordered, 0, 0, max(size - 1, 0))]
+        begins = call(aten.cat.default, [first, call(aten.ne.Tensor, *steps)] if size > 1 else [first])
+        found = call(aten.select.int, self._positions(begins), 1, 0)
+        values = call(aten.index.Tensor, ordered, [found])
+        of_each = of_value = call(aten.empty.memory_format, [0], dtype=torch.int64, device=source.device)
+        if inverse:
+            ranks = call(aten.sub.Tensor, call(aten.cumsum.default, begins, 0), 1)
+            of_each = call(aten.view.default, call(aten.scatter.src, places, 0, places, ranks), list(source.shape))
+        if counts:
+            end = call(aten.full.default, [1], size, dtype=torch.int64, device=source.device)
+            ends = call(aten.cat.default, [call(aten.slice.Tensor, found, 0, 1), end])
+            of_value = call(aten.sub.Tensor, ends, found)
+        return values, of_each, of_value
+
+    def _ctc_loss(
+        self, scores: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, *rest: Any, **more: Any
+    ) -> Any:
+        call = self._call
+        entries = [
+            [call(aten.select.int, each, 0, i) for i in range(each.shape[0])] for each in (lengths, target_lengths)
+        ]
+        self.slot += 1
+        numbers = self.numbers(*entries[0], *entries[1])
+        both = numbers[: len(entries[0])], numbers[len(entries[0]) :]
+        self._lengths[self._keys((lengths, target_lengths))] = both
+        return call(_CTC, scores, targets, *both, *rest, **more)
+
+    def _ctc_loss_backward(self, gradient: Tensor, scores: Tensor, targets: Tensor, *rest: Any, **more: Any) -> Tensor:
+        both = self._lengths[self._keys(rest[:2])]  # nothing is read any more in the backward pass
+        return self._call(_CTC_BACKWARD.default, gradient, scores, targets, *both, *rest[2:], **more)
+
+    def _keys(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, int] | None, ...]:
+        return tuple(map(self._key, tensors))
+
+
+def _not_a_library(*_: Any, **__: Any) -> bool:
+    """Whether a GPU's library shall compute CTC: torch's own kernel takes lengths that the graph knows."""
+    return False
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in _MASKS

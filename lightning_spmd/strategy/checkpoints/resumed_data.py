@@ -1,0 +1,161 @@
+"""The place in the data of a run that ends mid-epoch and is resumed.
+
+Lightning counts the batches and gives the data anew from the first one, unless a loader keeps its place itself. Here
+the checkpoint says what random numbers the order was drawn from, and what the first batch was. A run that goes on makes
+the same order and passes over what was trained; where its first batch is another one, the loader has ways of its own,
+and Lightning's way is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.messages import tell, warn
+from lightning_spmd.stages.capture.follow.memory import array_of
+from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.strategy.state.random_state import RandomState, pack_random_state, restore_random_state
+
+KEY = "epoch_data"
+"""In this package's part of a checkpoint."""
+_END = object()
+
+
+class EpochData:
+    """Where the order of an epoch comes from.
+
+    Args:
+        control: the other ranks; None on one device.
+        random: random state of the run.
+    """
+
+    def __init__(self, control: ControlPlane | None, random: RandomState) -> None:
+        self._control = control
+        self._random = random
+        self._iterator: dict[str, Any] | None = None  # random state when the epoch's iterator was made
+        self._fetch: dict[str, Any] | None = None  # and when its first batch was asked for
+        self._first: str | None = None  # that batch
+        self._resumed: dict[str, Any] | None = None
+        self._is_new = True
+
+    # ------------------------------------------------------------------ checkpoints
+    def entry(self) -> dict[str, Any]:
+        """What to write; all ranks together."""
+        firsts = [self._first] if self._control is None else self._control.gather(self._first)
+        return {"iterator": self._iterator, "fetch": self._fetch, "first": firsts}
+
+    def resume(self, entry: dict[str, Any] | None) -> None:
+        """What was read, of a run that goes on."""
+        if entry is not None and entry.get(KEY) is not None:
+            self._resumed = entry
+
+    # ------------------------------------------------------------------ the loop
+    def before_iterator(self, trainer: Any, loader: Any) -> None:
+        """Lightning is about to make the training iterator."""
+        if self._resumed is None:
+            self._iterator = pack_random_state(None)
+            return
+        # Lightning says so before it knows; what becomes of the data is said in begin_epoch
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+        state = self._resumed[KEY]["iterator"]
+        if state is not None:
+            restore_random_state(state, None)
+        for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            for one in (sampler, getattr(sampler, "sampler", None)):
+                set_epoch = getattr(one, "set_epoch", None)
+                if callable(set_epoch):  # workers ask for the first batches at once
+                    set_epoch(trainer.fit_loop.epoch_progress.current.processed)
+
+    def begin_epoch(self, trainer: Any, original: Callable[..., None], fetcher: Any) -> None:
+        """In place of what Lightning does before an epoch's first batch."""
+        entry, self._resumed = self._resumed, None
+        if entry is None:
+            if not self._is_new:
+                self._iterator = pack_random_state(None)
+            self._is_new = False
+            original(fetcher)
+            self._fetch, self._first = pack_random_state(None), None
+            _watch(fetcher, self._note)
+            return
+        self._is_new = False
+        self._iterator, self._fetch = entry[KEY]["iterator"], entry[KEY]["fetch"]
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        done = 0 if progress.is_last_batch else progress.current.ready
+        if done and not any(hasattr(loader, "load_state_dict") for loader in private.training_loaders(trainer)):
+            self._pass_over(fetcher, done, entry[KEY])
+        original(fetcher)
+        restore_random_state(entry["random_state"], self._random.streams, trainer.lightning_module)
+
+    # ------------------------------------------------------------------ pieces
+    def _note(self, batch: Any) -> None:
+        self._first = _look(batch)
+
+    def _pass_over(self, fetcher: Any, done: int, data: dict[str, Any]) -> None:
+        restore_random_state(data["fetch"], None)
+        rank = 0 if self._control is None else self._control.rank
+        known = data["first"][rank] if rank < len(data["first"]) else None
+        self._note(next(fetcher, None))
+        same = known is not None and known == self._first
+        if self._control is not None:
+            same = all(self._control.gather(same))
+        if not same:
+            restore_random_state(data["iterator"], None)
+            iter(fetcher)
+            warn(
+                "the training data begins with another batch than before the job was started again, so no batches are "
+                "passed over: the loader has a place or an order of its own. If it keeps its place, all is well; give "
+                "it state_dict() and load_state_dict() to say so"
+            )
+            return
+        for _ in range(done - 1):
+            next(fetcher, None)
+        fetcher.fetched -= done  # Lightning adds them
+        tell(f"strategy='spmd' passes over the {done} batches of this epoch that were trained before")
+
+
+def _watch(fetcher: Any, note: Callable[[Any], None]) -> None:
+    """Look at the first batch when it is fetched, or now if it was."""
+    if getattr(fetcher, "batches", None):
+        note(fetcher.batches[0])
+        return
+    inner = fetcher.iterator
+
+    class Watched:
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            fetcher.iterator = inner
+            batch = next(inner, _END)
+            if batch is _END:
+                raise StopIteration
+            note(batch)
+            return batch
+
+    fetcher.iterator = Watched()
+
+
+def _look(batch: Any) -> str | None:
+    """A hash of a batch's tensors; None if it has none."""
+    found = hashlib.blake2b(digest_size=16)
+    seen: list[bool] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        seen.append(True)
+        found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        found.update(array_of(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
+        return tensor
+
+    try:
+        apply_to_collection(batch, Tensor, add)
+    except (RuntimeError, TypeError, ValueError, MisconfigurationException):
+        return None
+    return found.hexdigest() if seen else None

@@ -1,0 +1,458 @@
+"""Builds the graph of a step: capture, expansion, passes, and agreement of all ranks on the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
+from lightning_spmd.ir.counted import CountFits, for_all_counts
+from lightning_spmd.ir.family import Family
+from lightning_spmd.ir.printer import write_stage
+from lightning_spmd.ir.sizes import has_sizes
+from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
+from lightning_spmd.ir.unify import Apart
+from lightning_spmd.messages import tell
+from lightning_spmd.parallel.state import StateMesh
+from lightning_spmd.stages import build, finish, lowering
+from lightning_spmd.stages.capture.followed_trace import capture_followed
+from lightning_spmd.stages.capture.once import captured_step
+from lightning_spmd.stages.capture.record.packing import parameter_names
+from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.sizes.symbolic_family import NotGeneral
+from lightning_spmd.stages.phases import follow
+from lightning_spmd.stages.phases.pause import pausing
+from lightning_spmd.stages.runtime import cuda_graphs
+from lightning_spmd.stages.runtime.agreement import agree_on, agree_on_exchanges, gradients_of
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.stages.runtime.live_state import LiveState
+from lightning_spmd.stages.runtime.lowering import Lowering, as_python
+from lightning_spmd.stages.runtime.pausing import PausingExecutable
+from lightning_spmd.stages.runtime.profile import agree
+from lightning_spmd.stages.runtime.undo import Before
+from lightning_spmd.strategy.checkpoints.state_dicts import placements_of_state
+from lightning_spmd.strategy.graphs.first_step import with_state
+from lightning_spmd.strategy.graphs.live import live_state, options_of
+from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt, OtherGradients
+from lightning_spmd.strategy.graphs.one_for_all_sizes import as_all_ranks, generalized
+from lightning_spmd.strategy.graphs.prepared_optimizers import prepare
+from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext, StepRequest
+from lightning_spmd.strategy.notices.builds import Telling
+from lightning_spmd.strategy.state.memory import check_writes
+from lightning_spmd.strategy.state.replaced_tensors import check_used
+from lightning_spmd.strategy.steps.reading import Beginnings
+
+
+def samples_of(request: StepRequest) -> Sequence[tuple[int, ...]]:
+    """The counts for which the graphs of a step are made; none of a step whose sizes no data say."""
+    return () if request.program is None else request.program.samples
+
+
+Tell = Callable[[str, int | None], None]
+"""Told the name of a stage as it begins, and the size of the graph where it is known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """A graph of the beginning of a step, up to where Python reads.
+
+    Args:
+        executable: the graph.
+        run: runs it for a request; random numbers are those that the step itself will draw.
+    """
+
+    executable: Executable
+    run: Callable[[StepRequest, str | None], Sequence[Tensor]]
+
+    def fits(self, request: StepRequest) -> bool:
+        """Whether it is the beginning of a step: an optimizer's state and the step's numbers may be others."""
+        tensors = [] if request.batch is None else request.batch.tensor_values
+        inputs = functools.partial(self.executable.inputs, tensors)
+        return self.executable.captured.guards.failure(inputs) is None
+
+    def values(self, request: StepRequest, place: str | None) -> Sequence[Tensor]:
+        """What Python reads of a step; nothing is changed.
+
+        Args:
+            request: the step.
+            place: ``file:line`` that reads.
+
+        Raises:
+            CaptureError: it cannot be run.
+        """
+        step = self.executable.graphs.main
+        tensors = [] if request.batch is None else request.batch.tensor_values
+        before = Before(step.signature.inputs, self.executable.inputs(tensors), all_of_them=True)
+        try:
+            outputs = self.run(request, place)
+            return [before.apart(outputs[reference.position]) for reference in self.executable.captured.returned]
+        finally:
+            before.restore()
+
+
+class GraphBuilder:
+    """Makes the executables of one run.
+
+    Args:
+        context: what they are made in.
+        gradients: those held of earlier micro-batches, by name; the live dictionary.
+    """
+
+    def __init__(self, context: RunContext, gradients: MutableMapping[str, Tensor]) -> None:
+        self.captures = 0
+        self._context = context
+        self._gradients = gradients
+        self.state_mesh = None if context.mesh is None else StateMesh(context.mesh)
+        self._last_lowering = self._recorded()
+        self._telling = Telling()
+        self._beginnings = Beginnings(context, self._live_state)
+        self._dumped: dict[int, Any] = {}
+
+    def build(
+        self,
+        request: StepRequest,
+        split: tuple[int, ...],
+        known: Executable | None = None,
+        refusal: str | None = None,
+    ) -> Executable:
+        """A graph for a step: on all ranks the same, or of each rank's own batch.
+
+        Args:
+            request: the step.
+            split: rows of the global batch by data rank; empty for a batch of this rank's own.
+            known: what this rank has for its own batch already; others build.
+            refusal: why this rank can have no further graph, or None.
+
+        Raises:
+            CannotBeBuilt: on all ranks, with the reason of the first one that has one.
+            SPMDError: on all ranks; nobody can go on.
+        """
+        started = time.perf_counter()
+
+        def tell(stage: str, nodes: int | None = None) -> None:
+            event = BuildEvent(stage, str(request.variant), time.perf_counter() - started, nodes)
+            for listener in self._context.listeners:
+                listener(event)
+
+        if self._context.newcomers is not None:
+            self._context.newcomers.share(frozenset() if request.program is None else request.program.handed())
+        executable, problem = known, None
+        if known is None:
+            tell("capture")
+        try:
+            self.check_same_batch(request)
+            if refusal is not None:
+                raise CaptureError(refusal)
+            if known is None:
+                executable = self._capture_and_build(request, split, tell)
+        except SPMDError as error:
+            problem = error
+        if request.vary:
+            closed = dataclasses.replace(request, vary={})
+            anew = functools.partial(self._capture_and_build, closed, split, tell)
+            executable, problem = as_all_ranks(executable, problem, anew, self._context.control)
+        try:
+            self._agree(executable, problem, tell)
+        except OtherGradients as other:
+            other.built = executable
+            raise
+        if executable is None:
+            raise RuntimeError("unreachable: without an executable the ranks agreed to fall back")
+        if known is None:
+            self.captures += 1
+            tell("ready", len(executable.graphs.main.graph_module.graph.nodes))
+        return executable
+
+    def captured_alone(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
+        """The global-view graph of a step whose Python runs for it, and has not run otherwise.
+
+        Args:
+            request: the step.
+            split: rows of the global batch by data rank.
+
+        Raises:
+            CaptureError: the step cannot be one graph, or reads values.
+        """
+        return captured_step(self._capture_request(request, split))
+
+    def beginning(self, request: StepRequest, split: tuple[int, ...]) -> Beginning:
+        """What gives the values that Python reads in a step that is followed; all ranks together.
+
+        Args:
+            request: the step, whose program ends there.
+            split: rows of the global batch by data rank.
+
+        Raises:
+            SPMDError: on all ranks; it cannot be built.
+        """
+        by_hand = request.variant.by_hand
+        variant = request.variant if by_hand else Variant.evaluation(request.variant.method)
+        request = dataclasses.replace(request, variant=variant, clip=None)
+
+        def captured() -> CapturedStep:
+            whole = self._capture_request(request, split)
+            optimizer = whole.optimizer if by_hand else None
+            return capture_followed(dataclasses.replace(whole, optimizer=optimizer, accumulators=frozenset()))
+
+        executable = self._beginnings.built(captured, request, split)
+        return Beginning(executable, functools.partial(self._beginnings.run, executable))
+
+    def followed(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
+        """The global-view graph of a step that was followed, without clipping; all ranks together.
+
+        Args:
+            request: the step.
+            split: rows of the global batch by data rank.
+
+        Raises:
+            CannotBeBuilt: on all ranks; the step cannot be one graph.
+        """
+        captured, problem, control = None, None, self._context.control
+        try:
+            captured = capture_followed(self._capture_request(dataclasses.replace(request, clip=None), split))
+        except SPMDError as error:
+            problem = str(error)
+        problems = [problem] if control is None else control.gather(problem)
+        if captured is None or any(problems):
+            raise CannotBeBuilt(next(filter(None, problems), "a step is no graph"))
+        return captured
+
+    def check_same_batch(self, request: StepRequest) -> None:
+        """Compare the batches of ranks that must have the same one; all ranks do so together.
+
+        Raises:
+            BatchError: on all ranks; they differ.
+        """
+        context = self._context
+        if request.batch is None or context.mesh is None or context.control is None or not context.mesh.shares_batches:
+            return
+        context.mesh.check_same_batch(context.control.gather(request.batch.digest()))
+
+    # ------------------------------------------------------------------ pieces
+    def _recorded(self) -> Lowering:
+        """What lowered graphs run as; CUDA graphs of a run share their memory."""
+        if not self._context.options.cuda_graphs:
+            return as_python
+        device = self._context.trainer.strategy.root_device
+        found = cuda_graphs.of_device(device)
+        if found is None:
+            tell(f"strategy='spmd' has cuda_graphs=True, which does nothing on {device.type!r}")
+        return found or as_python
+
+    def _capture_request(self, request: StepRequest, split: tuple[int, ...]) -> CaptureRequest:
+        context = self._context
+        return CaptureRequest(
+            module=context.module,
+            optimizer=context.optimizer,
+            trainer=context.trainer,
+            variant=request.variant,
+            batch=request.batch,
+            arguments=dict(request.arguments),
+            rows=None if context.mesh is None or request.variant.own_batch else sum(split),
+            loss_divisor=context.trainer.accumulate_grad_batches,
+            accumulators=frozenset(self._gradients),
+            clip=request.clip,
+            step_context=lambda: context.step_context(request.variant.method),
+            tracing_context=lambda: context.tracing_context(split),
+            scaler=context.scaler,
+            device=context.scaler.device,
+            bf16_updates=context.bf16_updates,
+            came_late=context.came_late,
+            needed=request.needed,
+            program=request.program,
+        )
+
+    def _live_state(self, captured: CapturedStep) -> LiveState:
+        return live_state(self._context, captured, self._gradients, self.state_mesh)
+
+    def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
+        context = self._context
+        program = request.program
+        if program is not None and program.samples:
+            request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
+        for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
+            self._telling.once(text)
+
+        program = request.program
+        if program is not None and program.samples:
+            request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
+        captured = self._without_first_step(lambda: capture_followed(self._capture_request(request, split)))
+        self._dump("captured", captured.graph_module, captured.signature)
+        state = self._live_state(captured)
+        make = functools.partial(
+            build,
+            axes=() if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
+            options=options_of(context, captured, state, bool(request.needed)),
+            plan=context.plan(captured.variant),
+            on_stage=lambda stage: tell(stage, None),
+            on_result=lambda stage, step: self._dump(stage, step.graph_module, step.signature),
+            on_fallback=self._telling.of_fallback,
+        )
+        graphs, family, not_general = self._graphs(captured, request, split, make)
+        if whole := state.whole_ones(graphs.main):
+            raise ConfigurationError(
+                f"{', '.join(whole)} came into the module after the start of the run, whole, and the plan keeps each "
+                "rank's part of them. With parameters in parts replace layers before fit or in configure_model; or use "
+                "data_parallel='replicate' or 'zero2'"
+            )
+        captured.guards.values.append(state.layout_guard(graphs.main))
+        self._telling.of_passes(captured, graphs)
+        if not graphs.deferrable:
+            self._telling.of_overlap(captured, graphs)
+        finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
+        executable = (functools.partial(PausingExecutable, pausing) if captured.variant.pauses else Executable)(
+            captured,
+            graphs,
+            state,
+            finish_graphs,
+            functools.partial(self._follow, captured),
+            lowering(
+                "none" if captured.variant.own_batch or samples_of(request) else context.options.lowering,
+                context.company(captured.variant.method, self._dump_of(self.captures)),
+                context.waits.timing(as_python if samples_of(request) else self._last_lowering),
+            ),
+            on_repairs=self._telling.of_repairs,
+            asks=self._last_lowering is as_python,
+            family=family,
+        )
+        executable.not_general = not_general
+        if context.mesh is not None:
+            values = executable.inputs(() if request.batch is None else request.batch.tensor_values)
+            check_used(values)
+            check_writes(graphs.main.signature.inputs, values, context.module)
+            if request.batch is not None and len(split) > 1:
+                self._telling.of_lists(request.batch, captured)
+        return executable
+
+    def _graphs(
+        self,
+        captured: CapturedStep,
+        request: StepRequest,
+        split: tuple[int, ...],
+        make: Callable[[CapturedStep], IterationGraphs],
+    ) -> tuple[IterationGraphs, Family | None, str | None]:
+        """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
+        if samples := samples_of(request):
+            return self._for_all_counts(captured, request, split, make, samples), None, None
+        if not request.vary:
+            return make(captured), None, None
+        try:
+            if self._context.options.lowering != "none" or self._last_lowering is not as_python:
+                raise NotGeneral("compiled regions and CUDA graphs are made for each size")
+            if captured.variant.pauses:
+                raise NotGeneral("hooks look at gradients in the middle of the iteration")
+            found = generalized(captured, self._capture_request(request, split), request.vary, make)
+        except NotGeneral as reason:
+            return make(captured), None, str(reason)
+        return *found, None
+
+    def _for_all_counts(
+        self,
+        captured: CapturedStep,
+        request: StepRequest,
+        split: tuple[int, ...],
+        make: Callable[[CapturedStep], IterationGraphs],
+        samples: Sequence[tuple[int, ...]],
+    ) -> IterationGraphs:
+        """The graphs of a step with results that are as large as the data say.
+
+        Args:
+            captured: the step with the first of some counts.
+            request: that it was captured by.
+            split: rows of the global batch by data rank.
+            make: makes graphs of a captured step.
+            samples: the counts.
+
+        Raises:
+            CaptureError: there are none that do for all counts.
+        """
+        program = request.program
+        if program is None or program.counts is None:
+            raise RuntimeError("unreachable: counts are those of a program")
+        graphs = [make(captured)]
+        for sample in samples[1:]:
+            other = dataclasses.replace(request, program=dataclasses.replace(program, at=sample))
+            graphs.append(make(capture_followed(self._capture_request(other, split))))
+        try:
+            main = for_all_counts([g.main for g in graphs], CountFits(program.counts, samples))
+        except Apart as error:
+            raise CaptureError(f"there is no graph for all sizes that the data say: {error}") from None
+        return dataclasses.replace(graphs[0], main=main)
+
+    def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
+        """What ``capture_step`` gives once the optimizer has the state that its first step would create."""
+        context = self._context
+        captured = capture_step()
+        if context.optimizer is None:
+            return captured
+        names = parameter_names(context.module, context.optimizer)
+        parameters = {names[id(p)]: p for group in context.optimizer.param_groups for p in group["params"]}
+        plan, mesh = context.plan(captured.variant), self.state_mesh
+
+        def lay_out(entry: tuple[str, str], value: Tensor) -> Tensor:
+            return value if mesh is None else mesh.shard(value, placements_of_state(plan, mesh, *entry, value))
+
+        return with_state(captured, context.optimizer, parameters, lay_out, capture_step)
+
+    def _finish(
+        self, captured: CapturedStep, number: int, arranged: ShardedStep, seconds: Mapping[str, float]
+    ) -> IterationGraphs:
+        """The final graphs of a measured step, the same on all ranks."""
+        control = self._context.control
+        everyone = [dict(seconds)] if control is None else control.gather(dict(seconds))
+        times, overlap = agree(arranged.graph_module.graph, everyone), self._context.options.overlap_iterations
+        graphs = finish(captured, arranged, times, overlap, self._dump_of(number))
+        if graphs.cleanup is not None and has_sizes(graphs.cleanup.graph_module.graph):  # they would be the next step's
+            graphs = finish(captured, arranged, times, False, self._dump_of(number))
+        self._check_agreement(graphs.main, captured)
+        self._telling.of_overlap(captured, graphs)
+        return graphs
+
+    def _follow(self, captured: CapturedStep, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
+        step = follow(cleanup, setup)
+        if not self._context.fenced:  # then all ranks are here; the parts have been compared in any case
+            self._check_agreement(step, captured)
+        return step
+
+    def _check_agreement(self, step: ShardedStep, captured: CapturedStep) -> None:
+        control, mesh = self._context.control, self._context.mesh
+        if control is None or mesh is None:
+            return
+        if not captured.variant.own_batch:
+            agree_on(control, step, captured)
+        elif difference := agree_on_exchanges(control, step, captured, mesh.batches_of_ranks()):
+            raise OtherGradients(frozenset[str]().union(*control.gather(gradients_of(captured))), difference)
+
+    def _agree(self, executable: Executable | None, problem: SPMDError | None, tell: Tell) -> None:
+        """All ranks go on with the graph, or all of them raise the same."""
+        problems = [problem]
+        if self._context.control is not None:
+            tell("agree", None)
+            problems = self._context.control.gather(None if problem is None else portable(problem))
+        worst = next((p for p in problems if p is not None), None)
+        if worst is None:
+            if executable is not None:
+                self._check_agreement(executable.graphs.main, executable.captured)
+            return
+        if isinstance(worst, CaptureError | ExpansionError):
+            raise CannotBeBuilt(str(worst))
+        raise worst
+
+    # ------------------------------------------------------------------ dumps
+    def _dump_of(self, number: int) -> Callable[[str, ShardedStep], None]:
+        return lambda stage, step: self._dump(stage, step.graph_module, step.signature, number)
+
+    def _dump(self, stage: str, graph_module: Any, signature: Any, number: int | None = None) -> None:
+        folder = self._context.dump_dir
+        if folder is not None and self._context.trainer.is_global_zero:
+            number = self.captures if number is None else number
+            before = None if stage == "captured" else self._dumped.get(number)
+            path = write_stage(folder, f"{number:02d}_{stage}", graph_module, signature, before)
+            if stage not in ("setup", "main", "cleanup"):  # each of these is compared with the graph they are made of
+                self._dumped[number] = path
+            tell(f"wrote {path}")

@@ -1,0 +1,211 @@
+"""The graphs of one run, and which of them fits a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.messages import warn
+from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.graphs.open_sizes import OpenSizes
+from lightning_spmd.strategy.graphs.run_context import StepRequest
+
+# A graph whose guards keep failing costs a capture a step: past this many for one shape, training goes on eagerly.
+MAX_GRAPHS_PER_SHAPE = 16
+# Graphs that are kept; of a large model each takes tens of megabytes on the host.
+MOST_GRAPHS = 64
+# Past this many shapes the user is told once to pad.
+MANY_SHAPES = 16
+
+
+class PathKey(tuple[Any, ...]):
+    """What a graph of a step that was followed is filed under."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look into the table gave.
+
+    Args:
+        key: what graphs for such a step are filed under.
+        split: rows of the global batch by data rank; empty without a batch.
+        index: a graph whose guards hold, or None.
+        reason: why the newest graph of that key does not fit; None where there is none.
+        vary: sizes of the batch that a graph that is built now should leave open, with their values.
+    """
+
+    key: tuple[Any, ...]
+    split: tuple[int, ...]
+    index: int | None
+    reason: str | None
+    vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
+
+    def other(self, index: int | None, reason: str) -> Found:
+        """The same for another graph, because the first one did not do."""
+        return dataclasses.replace(self, index=index, reason=reason)
+
+
+class GraphTable:
+    """Every graph of a run.
+
+    Args:
+        trainer: the Trainer.
+        gradients: those held of earlier micro-batches, by name; the live dictionary.
+        rows_vary: whether graphs may leave the rows of batches open.
+    """
+
+    def __init__(self, trainer: Any, gradients: Mapping[str, Tensor], *, rows_vary: bool = True) -> None:
+        self._executables: dict[int, Executable] = {}
+        self._built = 0
+        self.open = OpenSizes(rows=rows_vary)
+        self._trainer = trainer
+        self._gradients = gradients
+        self._indices: dict[tuple[Any, ...], list[int]] = {}
+        self._told_about_shapes = False
+        self._told_about_memory = False
+
+    @property
+    def executables(self) -> list[Executable]:
+        """All graphs that are kept, in the order in which they were last used."""
+        return list(self._executables.values())
+
+    def graph(self, index: int) -> Executable:
+        """The graph of an index."""
+        return self._executables[index]
+
+    def find(self, request: StepRequest, split: tuple[int, ...]) -> Found:
+        """Look for a graph whose guards hold."""
+        batch, step = request.batch, self.step_key(request)
+        shapes = None if batch is None else batch.own_key() if request.variant.own_batch else batch.cache_key()
+        key = (*step, shapes, split, *([request.needed] if request.needed else []))
+        key = _of_path(key, request)
+        index, reason = self._fitting(key, batch)
+        if index is not None or batch is None:
+            return Found(key, split, index, None if index is not None else reason)
+        for its_key in (_of_path((*step, *open_key), request) for open_key in self.open.keys(batch, split)):
+            index, why = self._fitting(its_key, batch)
+            if index is not None:
+                return Found(its_key, split, index, None)
+            reason = reason or why
+        return Found(key, split, None, reason)
+
+    def _fitting(self, key: tuple[Any, ...], batch: Batch | None) -> tuple[int | None, str | None]:
+        """A graph of one key whose guards hold, or why the newest one's do not."""
+        tensors = [] if batch is None else batch.tensor_values
+        reason: str | None = None
+        for index in reversed(self._indices.get(key, ())):
+            executable = self._executables[index]
+            failure = executable.refuses(tensors) or executable.captured.guards.failure(
+                functools.partial(executable.inputs, tensors)
+            )
+            if failure is None:
+                return index, None
+            reason = reason or failure
+        return None, reason
+
+    def with_open_sizes(self, found: Found, request: StepRequest) -> Found:
+        """The same for a graph that is about to be built; it should leave open what varies."""
+        batch = request.batch
+        if batch is None:
+            return found
+        self.open.note(batch)
+        if request.program is not None and not request.program.for_all_sizes:
+            return found
+        vary = self.open.wanted(batch, self.step_key(request))
+        if not vary:
+            return found
+        key = _of_path((*self.step_key(request), *self.open.key(batch, found.split)), request)
+        return dataclasses.replace(found, key=key, vary=vary)
+
+    def closed(self, found: Found, request: StepRequest) -> tuple[Found, bool]:
+        """The same for a graph that leaves nothing open, and whether that is so for all further ones of the step."""
+        batch, step = request.batch, self.step_key(request)
+        if batch is None:
+            raise ValueError("without a batch no size is open")
+        key = _of_path((*step, batch.cache_key(), found.split), request)
+        return dataclasses.replace(found, key=key, vary={}), self.open.refuse(batch, step)
+
+    def step_key(self, request: StepRequest) -> tuple[Any, ...]:
+        """What a graph depends on beside the batch; the same on all ranks, or they do different things."""
+        accumulated = self._trainer.accumulate_grad_batches
+        return request.variant, tuple(request.arguments), accumulated, tuple(self._gradients)
+
+    def count_use(self, index: int) -> None:
+        """A graph is used once more; all ranks count alike."""
+        self._executables[index] = self._executables.pop(index)  # the last one in the order of their use
+
+    def forget_unused(self) -> list[int]:
+        """Let go of the graphs that were not used for longest, as many as are too many."""
+        gone = list(self._executables)[: max(0, len(self._executables) - MOST_GRAPHS)]
+        for index in gone:
+            self._forget(index)
+        return gone
+
+    def add(self, key: tuple[Any, ...], executable: Executable) -> int:
+        """File a new graph; gives its index."""
+        index, self._built = self._built, self._built + 1
+        self._executables[index] = executable
+        self._indices.setdefault(key, []).append(index)
+        return index
+
+    def _forget(self, index: int) -> None:
+        """Let go of a graph; for such steps one is built anew."""
+        gone = self._executables.pop(index)
+        for executable in self._executables.values():
+            executable.forget(gone)
+        for key, indices in list(self._indices.items()):
+            if index in indices:
+                indices.remove(index)
+                if not indices:
+                    del self._indices[key]
+        if not self._told_about_memory:
+            self._told_about_memory = True
+            warn(
+                f"more than {MOST_GRAPHS} graphs were built, most of them for a batch shape of their own; the one that "
+                "was not used for longest is forgotten, and built anew if it is needed again. Pad to a few sizes"
+            )
+
+    def surplus(self, found: Found) -> str | None:
+        """Why no further graph should be built for such a step; None where one may be."""
+        indices = self._indices.get(found.key, [])
+        if len(indices) >= MAX_GRAPHS_PER_SHAPE:
+            return (
+                f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({found.reason}); make "
+                "that value a tensor, or stop reading it in training_step"
+            )
+        shapes = {key for key in self._indices if not _is_of_a_path(key)}
+        if len(shapes) >= MANY_SHAPES and not self._told_about_shapes:
+            self._told_about_shapes = True
+            warn(
+                f"{len(shapes)} different batch shapes so far, each with a graph of its own; pad batches to a "
+                "few sizes to save capture time"
+            )
+        return None
+
+    def follows_a_first_step(self, key: tuple[Any, ...]) -> bool:
+        """Whether every graph under a key is that of a first step, which another one follows by design."""
+        return all(creates_state(self._executables[i].captured) for i in self._indices.get(key, ()))
+
+
+def _of_path(key: tuple[Any, ...], request: StepRequest) -> tuple[Any, ...]:
+    """What graphs of a step are filed under: of one that was followed those of its path alone."""
+    return key if request.program is None else (*key, PathKey(request.program.key))
+
+
+def _is_of_a_path(key: tuple[Any, ...]) -> bool:
+    """Whether graphs under a key are of one path that steps were followed along."""
+    return isinstance(key[-1], PathKey)
+
+
+def creates_state(step: CapturedStep) -> bool:
+    """Whether it is the graph of a first step."""
+    return any(True for _ in step.signature.outputs_of(OutputRole.OPTIMIZER_STATE))

@@ -1,0 +1,290 @@
+"""The context in which a run's graphs are built, and the requests to build one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.ir.steps import ShardedStep, Variant
+from lightning_spmd.parallel.mesh import Mesh
+from lightning_spmd.parallel.parallel_plan import ParallelPlan
+from lightning_spmd.stages import BuildOptions
+from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.follow.program import Program
+from lightning_spmd.stages.capture.optimizer.bf16_updates import Updates
+from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.stages.runtime.lowering import LoweringContext
+from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.stages.runtime.waiting import WaitMeter
+from lightning_spmd.strategy.checkpoints.whole_state import Wholeness
+from lightning_spmd.strategy.ranks.ranks import Ranks
+from lightning_spmd.strategy.state.new_parameters import NewParameters
+from lightning_spmd.strategy.steps.loss_scaling import TrainersScaler
+from lightning_spmd.strategy.steps.own_batches import BatchMode
+
+
+class FellBack(Exception):
+    """This iteration cannot be one graph; the caller goes on eagerly."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a micro-batch ran.
+
+    Args:
+        executable: its graph; None: eagerly.
+        rows: of the global batch, where the host knows.
+        tables: of all graphs of its run.
+    """
+
+    executable: Executable | None = None
+    rows: int | None = None
+    tables: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, executable: Executable, rows: Any, split: tuple[int, ...] | None, tables: tuple[Any, ...]) -> Ran:
+        """With the rows where they are known.
+
+        Args:
+            executable: the graph.
+            rows: of the global batch of several ranks; a number on a GPU is not waited for.
+            split: on one device the first sizes of all tensors of the batch, which may be rows or something else.
+            tables: of all graphs of its run.
+        """
+        if split is not None:
+            rows = split[0] if len(set(split)) == 1 else None
+        return cls(executable, rows if isinstance(rows, int) else None, tables)
+
+    @property
+    def graphs(self) -> int:
+        """Number of graphs that are kept."""
+        return sum(len(table.executables) for table in self.tables)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Those sizes of its batch that the graph leaves open, until the next one runs."""
+        family = None if self.executable is None else self.executable.family
+        return () if family is None else family.sizes.values
+
+
+@dataclass(frozen=True)
+class BuildEvent:
+    """Progress of building one graph, for listeners.
+
+    Args:
+        stage: ``"capture"``, ``"expand"``, ``"passes"``, ``"agree"`` or ``"ready"``; later, where a graph is compiled,
+            ``"lower"`` before each region, and ``"lowered"`` in the end.
+        variant: which part of the iteration the graph holds.
+        seconds: since this build began.
+        nodes: size of the graph, once known.
+        detail: progress within the stage, such as ``"3 of 17"``.
+    """
+
+    stage: str
+    variant: str
+    seconds: float
+    nodes: int | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The live objects and options that all graphs of a run share.
+
+    Args:
+        module: the LightningModule.
+        optimizer: its optimizer; None where nothing is trained (``strategy.steps.evaluation``).
+        trainer: the Trainer.
+        mesh: the mesh; None on one device.
+        control: host messages among the ranks; None on one device.
+        streams: random numbers of several ranks; None on one device.
+        tracing_context: entered while tracing, given the rows of each part of the global batch.
+        following_context: likewise while the Python of a step runs.
+        listeners: called with each BuildEvent.
+        dump_dir: where every stage's graph is written, or None.
+        options: pass list and bucket size.
+        plan: the parallel plan of a variant's graph.
+        newcomers: what joins the module in mid-run; None where nobody has to share it.
+        bf16_updates: how weights of bfloat16 are updated.
+        fenced: some rank may finish pending work alone, when a hook of its looks at a weight.
+        batch: whether the ranks have one batch together or a batch each.
+        came_late: says what came since the mode of the run was chosen and asks for another one, or None.
+        waits: measures how long graphs wait for collectives, where somebody wants to know.
+        whole: whether weights are those of a step that the Trainer has counted.
+    """
+
+    module: Any
+    optimizer: Optimizer | None
+    trainer: Any
+    mesh: Mesh | None
+    control: ControlPlane | None
+    streams: RandomStreams | None
+    tracing_context: Callable[[tuple[int, ...]], contextlib.AbstractContextManager[Any]]
+    following_context: Callable[[tuple[int, ...]], contextlib.AbstractContextManager[Any]]
+    listeners: Sequence[Callable[[BuildEvent], None]]
+    dump_dir: Path | None
+    options: BuildOptions
+    plan: Callable[[Variant], ParallelPlan]
+    newcomers: NewParameters | None = None
+    bf16_updates: Updates = "plain"
+    fenced: bool = False
+    batch: BatchMode = "global"
+    came_late: Callable[[], str | None] = lambda: None
+    waits: WaitMeter = field(default_factory=WaitMeter)
+    whole: Wholeness = field(default_factory=Wholeness)
+
+    @property
+    def scaler(self) -> TrainersScaler:
+        """The GradScaler, if the precision has one."""
+        return TrainersScaler(self.trainer)
+
+    def step_context(self, method: str) -> contextlib.AbstractContextManager[Any]:
+        """What the precision plugin puts around a step method, and so around the calls that it makes."""
+        precision = self.trainer.precision_plugin
+        contexts = {
+            "training_step": precision.train_step_context,
+            "validation_step": precision.val_step_context,
+            "test_step": precision.test_step_context,
+            "predict_step": precision.predict_step_context,
+        }
+        return contexts[method]()
+
+    def company(self, method: str, on_result: Callable[[str, ShardedStep], None]) -> LoweringContext:
+        """What the lowering of a graph of a step method asks; ``on_result`` is told of the lowered graph."""
+        begun: list[float] = []
+
+        def on_region(number: int, count: int) -> None:
+            begun[:] = begun or [time.perf_counter()]
+            stage, detail = ("lower", f"{number + 1} of {count}") if number < count else ("lowered", "")
+            event = BuildEvent(stage, method, time.perf_counter() - begun[0], None, detail)
+            for listener in self.listeners:
+                listener(event)
+
+        left = functools.partial(self.steps_left, method)
+        if self.control is None:
+            return LoweringContext(steps_left=left, on_result=on_result, on_region=on_region)
+        return LoweringContext(self.control.rank, self.control.gather, left, on_result, on_region)
+
+    def steps_left(self, method: str) -> float:
+        """How many batches a step method may still be given; infinite where nobody knows."""
+        trainer = self.trainer
+        epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+        if method == "training_step":
+            left = math.inf if trainer.max_steps < 0 else trainer.max_steps - trainer.global_step
+            return min(left * trainer.accumulate_grad_batches, epochs * trainer.num_training_batches)
+        batches = {
+            "validation_step": trainer.num_val_batches,
+            "test_step": trainer.num_test_batches,
+            "predict_step": trainer.num_predict_batches,
+        }
+        return sum(batches[method]) * (max(epochs, 1) if method == "validation_step" and trainer.fitting else 1)
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """What the graphs of all runs of a strategy have in common.
+
+    Args:
+        ranks: among which they are expanded.
+        options: pass list, bucket size, overlap.
+        dump_dir: where every stage's graph is written, or None.
+        listeners: called with each BuildEvent.
+        bf16_updates: how weights of bfloat16 are updated.
+        batch: whether the ranks of training have one batch together or a batch each.
+        waits: measures how long graphs of training wait for collectives, where somebody wants to know.
+    """
+
+    ranks: Ranks
+    options: BuildOptions
+    dump_dir: Path | None
+    listeners: list[Callable[[BuildEvent], None]] = field(default_factory=list[Callable[[BuildEvent], None]])
+    bf16_updates: Updates = "plain"
+    batch: BatchMode = "auto"
+    waits: WaitMeter = field(default_factory=WaitMeter)
+
+    def of_training(
+        self,
+        module: Any,
+        optimizer: Optimizer,
+        streams: RandomStreams | None,
+        newcomers: NewParameters | None,
+        overlaps: bool | str,
+    ) -> RunContext:
+        """What graphs of training are made in.
+
+        Args:
+            module: the LightningModule.
+            optimizer: its optimizer.
+            streams: random numbers of several ranks.
+            newcomers: what joins the module in mid-run.
+            overlaps: whether iterations may overlap, or ``"auto"``.
+        """
+        context = self._context(module, optimizer, streams, self.dump_dir, overlaps, newcomers)
+        return dataclasses.replace(context, batch=self.batch, waits=self.waits)
+
+    def of_evaluation(self, module: Any, streams: RandomStreams | None) -> RunContext:
+        """What graphs of evaluation steps are made in."""
+        folder = None if self.dump_dir is None else self.dump_dir / "evaluation"
+        return self._context(module, None, streams, folder, False, None)
+
+    def _context(
+        self,
+        module: Any,
+        optimizer: Optimizer | None,
+        streams: RandomStreams | None,
+        folder: Path | None,
+        overlaps: bool | str,
+        newcomers: NewParameters | None,
+    ) -> RunContext:
+        return RunContext(
+            module=module,
+            optimizer=optimizer,
+            trainer=module.trainer,
+            mesh=self.ranks.mesh,
+            control=self.ranks.control,
+            streams=streams,
+            tracing_context=self.ranks.tracing,
+            following_context=self.ranks.followed,
+            listeners=self.listeners,
+            dump_dir=folder,
+            options=dataclasses.replace(self.options, overlap_iterations=overlaps),
+            plan=self.ranks.plan,
+            newcomers=newcomers,
+            bf16_updates=self.bf16_updates,
+        )
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """One micro-batch to run, or the optimizer alone.
+
+    Args:
+        batch: what Lightning hands to the step method; None: there is no forward pass.
+        variant: part of the iteration.
+        arguments: the method's other arguments by name.
+        clip: gradient clipping to capture; None: none.
+        numbers: of Python's state, by path, that are inputs of graphs; they must be the same on all ranks.
+        vary: sizes of the batch that a graph that is built for it should leave open, with their values.
+        needed: parameters that get a gradient from another rank's own batch.
+        program: the step's calls, where its Python has run; None where a graph stands for it.
+    """
+
+    batch: Batch | None
+    variant: Variant
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    clip: Callable[[Any], None] | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
+    needed: frozenset[str] = frozenset()
+    program: Program | None = None

@@ -1,0 +1,36 @@
+"""The random states with which a run on several ranks begins: those of one device.
+
+Lightning's strategies seed anew whenever a Trainer starts its processes. So a module that was built with drawn numbers,
+a data set that was split with them, or a fit behind another one, goes on with numbers that were drawn before, and with
+others than one device.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.strategy.state.random_state import pack_random_state, restore_random_state
+
+_SEED = "PL_GLOBAL_SEED"
+"""Where ``seed_everything`` notes the seed."""
+
+
+def go_on_alike(control: ControlPlane) -> None:
+    """Leave the generators as they are, if they are the same on all ranks; otherwise rank 0's are everybody's.
+
+    Unless nobody has seeded them: then each rank draws its own numbers. All ranks do this together.
+
+    Args:
+        control: messages among the ranks.
+    """
+    mine = {**pack_random_state(None), "cuda": None}
+    sides = control.gather((zlib.crc32(repr(_comparable(mine)).encode()), _SEED in os.environ))
+    if all(side == sides[0] for side in sides) or not sides[0][1]:
+        return
+    restore_random_state(control.gather(mine if control.rank == 0 else None)[0], None)
+
+
+def _comparable(state: dict[str, object]) -> dict[str, object]:
+    return {key: getattr(value, "tolist", lambda value=value: value)() for key, value in state.items()}

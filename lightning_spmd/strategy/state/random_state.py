@@ -1,0 +1,83 @@
+"""Random state in checkpoints, so that a resumed run draws the numbers that an uninterrupted one would have drawn.
+
+Lightning saves none. Only plain tensors and numbers are stored, so the checkpoint stays loadable with
+``weights_only=True`` and by a Trainer without this package, which ignores the entry.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.stages.runtime.random_streams import RandomStreams
+from lightning_spmd.strategy.state.kept_generators import pack_kept_generators, restore_kept_generators
+
+
+def pack_random_state(streams: RandomStreams | None, module: nn.Module | None = None) -> dict[str, Any]:
+    """The state of torch's, Python's and NumPy's generators, of a module's own, and of the streams of several ranks."""
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": (version, list(numbers), gauss),
+        "numpy": _numpy_state(),
+        "kept": pack_kept_generators(module),
+        "streams": None if streams is None else {"seed": streams.seed, "tick": streams.tick},
+    }
+
+
+def _numpy_state() -> Any:
+    """The state of NumPy's global generator as plain numbers."""
+    if "numpy" not in sys.modules:
+        return None
+    name, numbers, *rest = sys.modules["numpy"].random.get_state()
+    return (str(name), numbers.tolist(), *rest)
+
+
+def restore_random_state(state: dict[str, Any], streams: RandomStreams | None, module: nn.Module | None = None) -> None:
+    """Continue where :func:`pack_random_state` was called."""
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if (of_numpy := state.get("numpy")) is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(of_numpy)
+    if module is not None:
+        restore_kept_generators(state.get("kept", {}), module)
+    if streams is not None and state["streams"] is not None:
+        streams.seed, streams.tick = state["streams"]["seed"], state["streams"]["tick"]
+
+
+class RandomState:
+    """The random state of a strategy's runs: what a checkpoint takes along, and when it comes back.
+
+    Attributes:
+        streams: random numbers of several ranks; None on one device.
+    """
+
+    def __init__(self) -> None:
+        self.streams: RandomStreams | None = None
+        self._resumed: dict[str, Any] | None = None
+
+    def entry(self, trainer: Any) -> dict[str, Any]:
+        """What to write."""
+        within = private.is_within_training_epoch(trainer)
+        return {"random_state": pack_random_state(self.streams, trainer.lightning_module), "within_epoch": within}
+
+    def resume(self, entry: dict[str, Any] | None) -> None:
+        """Keep what was read until :meth:`restore`."""
+        self._resumed = entry
+
+    def restore(self, module: Any, *, within_epoch: bool) -> None:
+        """Go on with what was read, if it was written at such a moment."""
+        if self._resumed is None or module is None or not module.trainer.training:
+            return
+        if self._resumed["within_epoch"] == within_epoch:
+            restore_random_state(self._resumed["random_state"], self.streams, module)
+            self._resumed = None

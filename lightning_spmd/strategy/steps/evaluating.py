@@ -1,0 +1,176 @@
+"""Evaluation steps: whether they are graphs, what happens when one cannot be, ranks with different numbers of batches.
+
+A step that cannot be a graph runs eagerly on whole parameters, which are put in place for it, and is announced once
+with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.messages import tell
+from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.strategy.graphs.run_context import FellBack
+from lightning_spmd.strategy.state.state_layout import StateLayout
+from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
+from lightning_spmd.strategy.steps.replay import StepsInGraphs
+
+
+@dataclass
+class Turns:
+    """Steps in which a rank takes part although its own batches have ended.
+
+    Lightning gives ranks different numbers of batches to predict, for every row is predicted once; graphs with
+    collectives need everybody.
+
+    Args:
+        owed: how many, by dataloader.
+        last: arguments of this rank's last step, which it repeats.
+    """
+
+    owed: list[int]
+    last: tuple[Any, ...] = ()
+
+
+class FinishTurns(Callback):
+    """The first callback of a prediction: takes part in the steps of other ranks before anybody's hook runs.
+
+    Args:
+        take_part: does what is owed.
+    """
+
+    def __init__(self, take_part: Callable[[], None]) -> None:
+        self._take_part = take_part
+
+    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """After this rank's last batch."""
+        self._take_part()
+
+
+class Evaluation:
+    """The validation, test and predict steps of a strategy.
+
+    Args:
+        layout: where parameters lie. Where every rank has all of them no step needs a graph.
+        steps: which methods have run as graphs.
+        new_graphs: makes the owner of a run's graphs.
+    """
+
+    def __init__(self, layout: StateLayout, steps: StepsInGraphs, new_graphs: Callable[[], EvaluationSteps]) -> None:
+        self.graphs: EvaluationSteps | None = None
+        self._layout = layout
+        self._ranks = layout.ranks
+        self._steps = steps
+        self._new_graphs = new_graphs
+        self._turns: Turns | None = None
+
+    def begin(self) -> None:
+        """A new run."""
+        self.graphs = None
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether steps run as graphs; the same on all ranks."""
+        mesh = self._ranks.mesh  # a sequence that needs several ranks would not fit on one
+        return mesh is not None and (mesh.splits_sequences or self._layout.plan.shards_parameters)
+
+    def on_whole_parameters(self, module: Any) -> contextlib.AbstractContextManager[None]:
+        """Around each step that runs eagerly although graphs were asked for; entered by all ranks together."""
+        return self._layout.whole(module)
+
+    # ------------------------------------------------------------------ steps
+    def step(
+        self, module: Any, method: str, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a step on this rank's batch.
+
+        Args:
+            module: whose step it is.
+            method: its name.
+            eager: how Lightning runs it.
+            args: as Lightning passes them.
+            kwargs: likewise.
+        """
+        turns = self._turns if method == "predict_step" else None
+        if turns is not None:
+            self._take_part(upto=args[2] if len(args) > 2 else 0)
+            turns.last = args
+        batches = None if self._ranks.mesh is None else self._ranks.batches
+        if not self.in_graphs:
+            return self._steps.run_eagerly(module, method, eager, args, kwargs, batches)
+        if kwargs:
+            raise ConfigurationError(f"{method} was called with keywords ({', '.join(kwargs)}); Lightning passes none")
+        try:
+            output = self._evaluate(method, args, turns=turns is not None)
+        except FellBack:
+            with self.on_whole_parameters(module):
+                return self._steps.run_eagerly(module, method, eager, args, {}, batches)
+        self._steps.add(method)
+        return output
+
+    def _evaluate(self, method: str, args: tuple[Any, ...], **how: bool) -> Any:
+        if self.graphs is None:
+            self.graphs = self._new_graphs()
+        return self.graphs.evaluate(method, args, **how)
+
+    # ------------------------------------------------------------------ ranks with different numbers of batches
+    def compare(self, stage: str, batches: Sequence[float]) -> list[float] | None:
+        """The largest number of batches of a rank, by dataloader, where the ranks differ; None where they do not.
+
+        Raises:
+            ConfigurationError: they differ, and the stage cannot go on so.
+        """
+        control = self._ranks.control
+        if control is None or not self.in_graphs:
+            return None
+        everyone = control.gather(list(batches), Place(f"the start of {stage}"))
+        if all(counts == everyone[0] for counts in everyone):
+            return None
+        known = all(len(counts) == len(everyone[0]) and math.inf not in counts for counts in everyone)
+        if stage != "predict" or not known:
+            raise ConfigurationError(
+                f"the ranks have different numbers of batches for {stage}: {everyone}. The parameters are spread over "
+                "the ranks, so every step needs all of them: use Lightning's own sampler "
+                "(Trainer(use_distributed_sampler=True)), which gives all ranks the same number"
+            )
+        return [max(counts) for counts in zip(*everyone, strict=True)]
+
+    def begin_prediction(self, trainer: Any) -> None:
+        """Find out in how many steps of others this rank will take part."""
+        most = self.compare("predict", trainer.num_predict_batches)
+        self._turns = None
+        if most is not None:
+            tell(
+                "strategy='spmd' predicts in graphs, which need all ranks, and these differ in numbers of batches: "
+                "a rank with fewer runs predict_step on its last batch again, as long as others have more. What that "
+                "returns is discarded, and what it changes of the module is put back; files that it writes are not"
+            )
+            self._turns = Turns([int(m - own) for m, own in zip(most, trainer.num_predict_batches, strict=True)])
+            trainer.callbacks.insert(0, FinishTurns(self._take_part))
+
+    def end(self, trainer: Any) -> None:
+        """End a run."""
+        trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, FinishTurns)]
+
+    def _take_part(self, upto: int | None = None) -> None:
+        """Take part in the others' steps of the dataloaders before ``upto``; of all if it is None."""
+        turns = self._turns
+        if turns is None:
+            return
+        for loader in range(len(turns.owed) if upto is None else upto):
+            while turns.owed[loader] > 0:
+                turns.owed[loader] -= 1
+                batch, *numbers = turns.last
+                turns.last = (batch, *[numbers[0] + 1, *numbers[1:]]) if numbers else (batch,)
+                try:
+                    self._evaluate("predict_step", turns.last, turns=True, discard=True)
+                except FellBack:
+                    with self.on_whole_parameters(None if self.graphs is None else self.graphs.context.module):
+                        pass

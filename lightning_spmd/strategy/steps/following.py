@@ -1,0 +1,799 @@
+"""Steps that are followed: the user's Python runs, once, and a graph computes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.counted import GRAPHS
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.several_optimizers import parts_of
+from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.sizes import Counts, Dimension
+from lightning_spmd.ir.stable_hash import stable_hash
+from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.messages import tell
+from lightning_spmd.parallel.state import StateMesh
+from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.follow.by_hand import ByHand
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
+from lightning_spmd.stages.capture.follow.module_paths import module_paths
+from lightning_spmd.stages.capture.follow.notes import Given, Made, gradient_in_parts, named_gradient, sources_in
+from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
+from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
+from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
+from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
+from lightning_spmd.stages.capture.record.packing import parameter_names
+from lightning_spmd.stages.runtime.conversation import Conversation
+from lightning_spmd.stages.runtime.executor import Executable, Pending
+from lightning_spmd.strategy.graphs.run_context import RunContext
+from lightning_spmd.strategy.steps.alone import Alone, program_for, read_alone, told_by
+from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs
+from lightning_spmd.strategy.steps.meeting import Call, Fingerprints, LookedAtRows, Meeting
+from lightning_spmd.strategy.steps.own_meeting import logs_of, of_all_ranks
+from lightning_spmd.strategy.steps.replay import replay
+
+MOST_EAGER = 8
+"""After so many steps in a row that ran eagerly training goes on as eager training does."""
+MOST_EAGER_AT_FIRST = 3
+"""The same where no step has been a graph yet."""
+_SKIPPED = "training_step returned None, and the loss is scaled"
+NEW_PATHS = 8
+"""So many paths get a graph when a step takes them first; from then on when one takes them again."""
+NEW_PATHS_IN_PARTS = 64
+"""The same where a step that runs eagerly needs whole parameters; each shape of a batch has paths of its own."""
+
+
+class RanEagerly(Exception):
+    """A step ran as eager training's; its backward pass and the rest are Lightning's to do.
+
+    Args:
+        returned: by ``training_step``.
+        reason: why, with ``file:line``.
+        gradients: of the loss, with the tensors whose they are, where Python has run that runs in its backward pass.
+    """
+
+    are_shares = False
+    """The gradients are of a rank's own batch; the mean over the ranks is to be taken."""
+
+    def __init__(self, returned: Any, reason: str, gradients: list[tuple[Tensor, Tensor]] | None) -> None:
+        super().__init__(reason)
+        self.returned, self.gradients = returned, gradients
+
+
+class EndedByUser(Exception):
+    """The user's step raised a StopIteration, with which it ends its epoch, as in eager training.
+
+    Args:
+        error: it.
+    """
+
+    def __init__(self, error: StopIteration) -> None:
+        super().__init__("the step ends the epoch")
+        self.error = error
+
+
+class FollowedStep:
+    """One step whose Python has run.
+
+    Args:
+        step: the step.
+        returned: by the step method.
+        queue: calls of ``self.log`` and metrics.
+        wants: the results that they, or anybody else, have.
+        program: the step's path; None of a step that ran for good.
+        talk: the graph that has begun already.
+        mark: of the path, with its numbers and what else must be the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        returned: Any,
+        queue: Queue,
+        wants: Sequence[Want],
+        program: Program | None,
+        talk: _Talk | None = None,
+        mark: int = 0,
+    ) -> None:
+        self.returned, self.queue, self.program, self.mark = returned, queue, program, mark
+        self._step, self._wants, self._talk = step, wants, talk
+
+    @property
+    def reason(self) -> str | None:
+        """Why the step ran for good; None if it did not."""
+        return _in_words(self._step)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a graph runs already."""
+        return self._talk is not None and self._talk.conversation is not None
+
+    def outputs(self, executable: Executable) -> tuple[Sequence[Any], Pending | None] | None:
+        """The outputs of a graph that has begun already, and what it leaves undone; None if it is to be run."""
+        if self._talk is None or self.program is None:
+            return None
+        return self._talk.end(self.program, executable)
+
+    def help_out(self) -> None:
+        """Do what a rank needs that reads alone, once Python is done here."""
+        if self._talk is not None:
+            self._talk.help_out()
+
+    def fill(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Give what somebody has its value; gives the values for the queue.
+
+        Args:
+            values: of the program's wants.
+        """
+        if self.program is None:
+            raise ValueError("a step that ran for good has nothing to fill")
+        by_want = dict(zip(self.program.wants, values, strict=True))
+        for want in self._wants:
+            source = want.source
+            stands = isinstance(source, Given) and source.position in self._step.stand_ins
+            if want.after is None and want.role is not OutputRole.GRADIENT and (stands or isinstance(source, Made)):
+                self._step.fill(source, by_want[want])  # type: ignore[arg-type]
+        self._step.settle()
+        return [by_want[want] for want in self._wants]
+
+    def ran_eagerly(self, meeting: Meeting | None) -> RanEagerly:
+        """What is raised once the step has run for good."""
+        returned, weight, gradients = self.returned, 1.0, self._step.gradients
+        if meeting is not None:
+            returned, weight = meeting.weighed(returned, self.queue.rows)
+        if gradients is not None and weight != 1:
+            gradients = [(leaf, gradient * weight) for leaf, gradient in gradients]
+        ran = RanEagerly(returned, self.reason or "", gradients)
+        ran.are_shares = meeting is not None and meeting.is_own
+        return ran
+
+    def of_all_ranks(self, loss: Tensor, logged: Sequence[Any]) -> None:
+        """On a rank's own batch: what is shown is of all ranks' batches.
+
+        Args:
+            loss: of all ranks.
+            logged: value and rows of each ``self.log``.
+        """
+        mine = self.returned.get("loss") if isinstance(self.returned, dict) else self.returned
+        self.returned = map_leaves(lambda _, leaf: loss if leaf is mine else leaf, self.returned)
+        self.queue.calls = of_all_ranks(self.queue.calls, logged)
+
+    def exchange(self, new: Mapping[int, Tensor]) -> None:
+        """Tensors from outside are others now, by ``id``."""
+        self._step.outside[:] = [new.get(id(tensor), tensor) for tensor in self._step.outside]
+        if self._step.by_hand is not None:
+            self._step.by_hand.exchange(new)
+
+    def logged(self, results: Sequence[Any]) -> None:
+        """The queued calls were made, with these results."""
+        self.queue.done(results)
+        self.returned = _resolved(self.returned)
+
+    def for_good(self, reason: str) -> None:
+        """Compute what was noted as eager training would have: there is no graph of it."""
+        self._step.eagerly(reason)
+        self.returned = _resolved(self.returned)
+
+
+@dataclass(frozen=True)
+class Likely:
+    """A graph that ran.
+
+    Args:
+        program: the path whose graph it is.
+        executable: the graph.
+        index: of it, among those of the run.
+        shapes: of the batch that it ran on.
+        split: of its rows over the ranks.
+    """
+
+    program: Program
+    executable: Executable
+    index: int | None
+    shapes: tuple[tuple[int, ...], ...]
+    split: tuple[int, ...]
+
+    def takes(self, tensors: Sequence[Tensor], split: tuple[int, ...]) -> bool:
+        """Whether the graph does for a batch."""
+        if split != self.split or len(tensors) != len(self.shapes):
+            return False
+        family = self.executable.family
+        vary = () if family is None else family.sizes.places
+        alike = all(
+            len(tensor.shape) == len(shape)
+            and all(
+                mine == its or (i, d) in vary for d, (mine, its) in enumerate(zip(tensor.shape, shape, strict=True))
+            )
+            for i, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True))
+        )
+        return alike and self.executable.refuses(tensors) is None
+
+
+class _Talk:
+    """A graph that runs while the Python of a step does, as long as that takes the graph's path.
+
+    Args:
+        step: the step.
+        known: the graphs that ran last, by the first call that read.
+        live: what graphs take of this step.
+        begin: starts one.
+        tensors: of the batch.
+        meeting: of the ranks; None on one device.
+        run_beginning: gives what a program that ends where Python reads wants; it is read at ``file:line``.
+        infers: graphs run in torch's inference mode.
+        logs: gives what was logged so far, on a rank's own batch, and puts its numbers where graphs take them.
+        known_alone: what ranks have read alone.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        known: Mapping[int, Likely],
+        live: Live,
+        begin: Callable[[Executable], Conversation],
+        tensors: Sequence[Tensor],
+        meeting: Meeting | None,
+        run_beginning: Callable[[Program, str], Sequence[Tensor]],
+        infers: bool,
+        logs: Callable[[], tuple[Log, ...]],
+        known_alone: dict[Any, Alone | None],
+    ) -> None:
+        self._run_beginning, self._infers, self._logs = run_beginning, infers, logs
+        self._step, self._known, self._live, self._begin = step, known, live, begin
+        self._tensors, self._meeting, self._reads = tensors, meeting, 0
+        self._known_alone = known_alone
+        self._likely: Likely | None = None
+        self._is_over, self._same = False, 0  # so many calls are those of the likely graph
+        self.conversation: Conversation | None = None
+
+    def help_out(self) -> Sequence[Tensor] | None:
+        """Do what ranks that read alone need, all ranks together; what Python reads here, if this is one of them.
+
+        Raises:
+            CannotBeFollowed: on all ranks; they go on eagerly.
+        """
+        meeting = self._meeting
+        if meeting is None:
+            raise ValueError("one device reads nothing alone")
+        alone = meeting.alone(self._known_alone)
+        self.drop()
+        program = program_for(alone, self._step)
+        values = self._run_beginning(program, "a rank alone") if alone.wants else ()
+        return read_alone(alone, self._step, values) if meeting.rank in alone.ranks else None
+
+    def values(self) -> Sequence[Tensor] | None:
+        """What Python reads now, if a graph gives it.
+
+        Raises:
+            CannotBeFollowed: another rank goes on eagerly.
+        """
+        if self._meeting is not None and self._meeting.is_own and self._step.must_be_graph:
+            raise CannotBeFollowed("a value is read on each rank's own batch, and the ranks have parts of parameters")
+        # the graph goes on where the user's switches are others
+        with torch.inference_mode(mode=self._infers), torch.no_grad():
+            return self._values()
+
+    def _values(self) -> Sequence[Tensor] | None:
+        first = self.conversation is None
+        gives = not self._is_over and (self._can_begin() if first else self._takes_its_path()) and self._decides_alike()
+        if self._meeting is not None:
+            gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
+            while self._meeting.is_apart:
+                if (alone := self.help_out()) is not None:
+                    return alone
+                gives = self._meeting.reads(self._step.mark, None)
+        if not gives or self._likely is None:
+            self.drop()
+            return None if self._meeting is None or self._meeting.is_own else self._of_the_beginning()
+        if self.conversation is None:
+            self.conversation = self._begin(self._likely.executable)
+        return self.conversation.values(None if first else self._numbers())
+
+    def end(self, program: Program, executable: Executable) -> tuple[Sequence[Any], Pending | None] | None:
+        """Python is done: the outputs of the graph, if it is the step's; else it has not run."""
+        conversation = self.conversation
+        if conversation is None or conversation.executable is not executable or not self._takes_its_path():
+            self.drop()
+            return None
+        self.conversation = None
+        reads = program.reads()
+        return conversation.end([self._live.numbers[key] for key in program.numbers_behind(reads[-1])])
+
+    def drop(self) -> None:
+        """The graph is not the step's."""
+        self._is_over = True
+        conversation, self.conversation = self.conversation, None
+        if conversation is not None:
+            conversation.drop()
+
+    def _of_the_beginning(self) -> Sequence[Tensor] | None:
+        """What Python reads now, by a graph of the step so far; None: by calls on the whole batch."""
+        *notes, read = self._step.notes
+        counts = self._step.counts
+        sized = bool(counts) or not read.reads
+        if sized and not self._step.must_be_graph and not any(note.draws for note in notes):
+            return None  # that graph would be one for each count
+        program = program_of_beginning(self._step, self._live)
+        return self._run_beginning(program, read.source)
+
+    def _can_begin(self) -> bool:
+        notes = self._step.notes
+        likely = self._likely = self._known.get(notes[-1].number)
+        if likely is None or not likely.executable.can_talk:
+            return False
+        program = likely.program
+        if not self._takes_its_path() or any(number >= len(self._step.outside) for number in _unnamed(program)):
+            return False
+        last = max((i + 1 for i, log in enumerate(program.logs) if log.has_number), default=0)
+        # a number that is logged later is not known yet
+        return not last or program.logs[:last] == self._logs()[:last]
+
+    def _decides_alike(self) -> bool:
+        """Whether the likely graph does the same as far as is known: a value that it gives is that of this step."""
+        if self._likely is None:
+            return False
+        executable, read = self._likely.executable, self._reads
+        self._reads += 1
+        if not read:
+            self._live.outside = self._step.outside
+        self._live.numbers = self._step.numbers_between(0, len(self._step.notes))
+        inputs = functools.partial(executable.inputs, self._tensors)
+        return executable.captured.guards.failure_at(read, inputs) is None
+
+    def _takes_its_path(self) -> bool:
+        notes, program = self._step.notes, None if self._likely is None else self._likely.program
+        begin, end = self._same, len(notes)
+        if program is None or end > len(program.notes):
+            return False
+        if any(mine is not its for mine, its in zip(notes[begin:], program.notes[begin:end], strict=True)):
+            return False
+        # a number that is another one for the first time is a constant of that graph
+        numbers = self._step.numbers_between(begin, end)
+        self._same = end
+        return numbers.keys() == {key for key in program.free if begin <= key[0] < end}
+
+    def _numbers(self) -> list[Any]:
+        """What Python has computed since it read last."""
+        if self._likely is None:
+            return []
+        last = first((note for note in self._step.notes[-2::-1] if note.asks), "earlier read")
+        numbers = self._step.numbers_between(last.depth + 1, len(self._step.notes))
+        return [numbers[key] for key in self._likely.program.numbers_behind(last)]
+
+
+def program_of_beginning(step: Step, live: Live) -> Program:
+    """What comes before the read at which a step is.
+
+    Args:
+        step: the step.
+        live: what graphs take of it.
+    """
+    *notes, read = step.notes
+    live.outside, live.numbers = step.outside, step.numbers_between(0, len(notes))
+    wants = [Want(source, OutputRole.LOGGED) for source in sources_in((read.args, read.kwargs))]
+    program = Program(notes, read.number, tuple(wants), None, frozenset(live.numbers), live, is_beginning=True)
+    if not step.counts:
+        return program
+    live.counts = step.counts
+    return dataclasses.replace(program, counts=Counts(len(step.counts)), at=tuple(step.counts))
+
+
+def _unnamed(program: Program) -> list[int]:
+    """Tensors from outside that a graph finds by their number alone."""
+    return [number for note in program.notes for number, kind in note.met.items() if not kind.is_parameter]
+
+
+class Following:
+    """The steps of one method of a module.
+
+    Args:
+        context: of the run.
+        flush: does what the last iteration left for the next one.
+
+    Attributes:
+        ended: why steps are no longer followed; None while they are.
+        graphs_infer: graphs run in torch's inference mode, whatever mode the user's code is in.
+    """
+
+    def __init__(self, context: RunContext, flush: Callable[[], None]) -> None:
+        self.ended: str | None = None
+        self.graphs_infer = False
+        self._context, self._flush = context, flush
+        self._follower = Follower(self._names, self._is_named)
+        optimizer = context.optimizer
+        self._evaluates = optimizer is None
+        self._is_by_hand = optimizer is not None and not context.module.automatic_optimization
+        is_in_parts = self._is_by_hand and must_be_graphs(context)
+        optimizers = parts_of(optimizer) if optimizer is not None and self._is_by_hand else ()
+        part_of: Any = {} if context.mesh is None else {"part_of": StateMesh(context.mesh).part_like}
+        self._by_hand = ByHand(optimizers, in_parts=is_in_parts, **part_of)
+        self._live = Live()
+        self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
+        self._shadows: tuple[list[Any], Shadows] | None = None
+        self._eager = 0
+        self._has_graphs = self._has_own_batch = False
+        self._likely: dict[Any, dict[int, Likely]] = {}
+        """The graph that ran last behind each first read, by the part of the iteration."""
+        self._runs_on: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] = (), ()
+        """Shapes and split of the batch of the current step."""
+        self._told: set[str] = set()
+        self._known_names: dict[int, str] = {}
+        self._fingerprints = Fingerprints()
+        self._samples: dict[int, list[tuple[int, ...]]] = {}
+        self._counts: dict[int, Counts] = {}
+        """Where graphs of each path put the counts that they find."""
+        self._known_alone: dict[Any, Alone | None] = {}
+        self._taken: dict[Any, int] = {}
+        """How often steps took each path."""
+
+    # ------------------------------------------------------------------ names of the module's tensors
+    def _names(self) -> dict[int, str]:
+        module = self._context.module
+        names = {id(t): name for name, t in module.named_buffers()}
+        names |= parameter_names(module, self._context.optimizer)
+        names |= {key: named_gradient(names[id(p)]) for key, p in self._gradients_in_parts().items()}
+        return names
+
+    def _gradients_in_parts(self) -> dict[int, Tensor]:
+        """The parameters in parts by the ``id`` of what lies in their ``.grad``, where steps look at that."""
+        optimizer, module = self._context.optimizer, self._context.module
+        if not self._is_by_hand or optimizer is None:
+            return {}
+        with private.no_torch_functions():
+            theirs = [p for group in optimizer.param_groups for p in group["params"]]
+            in_parts = [p for p in (*module.parameters(), *theirs) if isinstance(p, DTensor)]
+            return {id(p.grad): p for p in in_parts if p.grad is not None}
+
+    def _name_of(self, parameter: Tensor) -> str:
+        name = self._known_names.get(id(parameter))
+        if name is None or not self._is_named(name, parameter):
+            self._known_names = self._names()
+        return self._known_names[id(parameter)]
+
+    def _is_named(self, name: str, tensor: Tensor) -> bool:
+        if (owner := gradient_in_parts(name)) is not None:
+            parameter = self._gradients_in_parts().get(id(tensor))
+            return parameter is not None and self._is_named(owner, parameter)
+        part: Any = self._context.module
+        *path, last = name.split(".")
+        for key in path:
+            part = part._modules.get(key) if isinstance(part, nn.Module) else None  # noqa: SLF001 - its public form walks
+            if part is None:
+                return self._names().get(id(tensor)) == name
+        own = part._parameters.get(last)  # noqa: SLF001 - as above
+        return (part._buffers.get(last) if own is None else own) is tensor  # noqa: SLF001 - as above
+
+    # ------------------------------------------------------------------ a step
+    def step(
+        self,
+        batch: Batch,
+        arguments: Mapping[str, Any],
+        method: str,
+        part: Any,
+        meeting: Meeting | None,
+        run_beginning: Callable[[Program, str], Sequence[Tensor]],
+        vary: Sequence[Dimension] = (),
+    ) -> FollowedStep:
+        """Run the user's Python.
+
+        Args:
+            batch: of the step.
+            arguments: the method's other arguments.
+            method: its name.
+            part: what else decides which graph is the step's: the part of the iteration.
+            meeting: of the ranks; None on one device.
+            run_beginning: on several ranks, gives what Python reads before there is a graph of the step.
+            vary: sizes of the tensors of the batch that differ from step to step.
+        """
+        context = self._context
+        tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
+        step = Step(self._follower, given, vary)
+        del given
+        self._has_own_batch = meeting is not None and meeting.is_own
+        step.draws_as_eager = context.mesh is None
+        step.whole = None if meeting is None or meeting.is_own else meeting.whole
+        if meeting is not None:
+            step.draws_elsewhere = True
+            step.stand_ins, step.on_given = meeting.stand_ins, meeting.look_at
+            meeting.calls = lambda: self._calls_of(step)
+            meeting.was_told_draws = lambda: step.was_told_draws
+            meeting.fits, meeting.beside = step.fits, step.beside
+            if not (meeting.is_own or self._evaluates):
+                meeting.helps = (lambda: step.here.mark), (lambda: told_by(step))
+        step.on_values, step.scaled = self._flush, self._scaled
+        step.parameters = context.module.parameters
+        step.must_be_graph = must_be_graphs(context) and not self._evaluates
+        wants: dict[Want, int] = {}
+
+        def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
+            source = step.source_if_known(tensor)
+            if source is None and isinstance(tensor, DTensor):  # no rank has all of it: a graph tells it
+                source = step.source_of(step.called(Tensor.detach, (tensor,), {}))
+            if source is None:  # it is told as it is now, whoever writes into it later
+                return step.value_now(tensor)
+            return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
+
+        tensors, split = batch.tensor_values, () if meeting is None else meeting.split
+        self._runs_on = tuple(tuple(t.shape) for t in tensors), split
+        known = {key: likely for key, likely in self._likely.get(part, {}).items() if likely.takes(tensors, split)}
+        begin = functools.partial(self._begin, batch=batch)
+
+        def logs() -> tuple[Log, ...]:
+            return logs_of(queue.calls, list(wants), self._live)
+
+        alone, infers = self._known_alone, self.graphs_infer
+        talk = _Talk(step, known, self._live, begin, tensors, meeting, run_beginning, infers, logs, alone)
+
+        def before_eager() -> None:
+            talk.drop()
+            if meeting is not None:
+                meeting.goes_eagerly(_in_words(step) or "")
+                if meeting.looked:
+                    raise LookedAtRows(meeting.looked)
+                if meeting.shared:
+                    raise Abandoned(meeting.reason)
+            if step.must_be_graph or self._evaluates:  # such a step begins anew, on whole parameters
+                raise NoEagerWay((meeting and meeting.reason) or _in_words(step))
+            if meeting is not None and meeting.runs_again:
+                raise Abandoned(_in_words(step))
+
+        step.on_read, step.before_eager = talk.values, before_eager
+        queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
+        if self._evaluates:
+            queue.logs_at_once = False  # the step may have to run again
+            if meeting is not None and meeting.has_others_rows:
+                step.refuses_read = functools.partial(read_of_rows, step, rows=meeting.rows)
+        if meeting is not None:
+            queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own
+            queue.has_ranks = True
+        step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
+        hand = self._by_hand.of(step)
+        with contextlib.ExitStack() as around:
+            if meeting is not None:
+                around.enter_context(meeting.active())
+            around.enter_context(self._module_paths(step))
+            around.enter_context(queue.active())
+            around.enter_context(hand.active())
+            around.enter_context(step.active())
+            if meeting is not None:
+                around.enter_context(meeting.wires.watched())
+            try:
+                with context.step_context(method):
+                    returned = with_loss(getattr(context.module, method)(tree, *arguments.values()))
+                if not self._is_by_hand and not self._evaluates:
+                    self._backward(step, returned)
+            except BaseException as error:
+                talk.drop()
+                if meeting is not None and isinstance(error, Exception) and not step.is_eager:
+                    meeting.raised(error)
+                if self._is_by_hand and not step.is_eager and not isinstance(error, LookedAtRows):
+                    # what it did before has been, as without the strategy
+                    step.eagerly("the step raised an exception")
+                step.end()
+                if isinstance(error, StopIteration):
+                    raise EndedByUser(error) from None
+                raise
+        del tree
+        if meeting is not None:
+            meeting.wires.is_over = True
+            if meeting.looked:  # the user's code swallowed that
+                raise LookedAtRows(meeting.looked)
+        step.end()
+        if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
+            raise NoEagerWay(_in_words(step))
+        if step.is_eager:
+            self._count_eager(_in_words(step) or "")
+            return FollowedStep(step, _resolved(returned), queue, (), None)
+        loss = returned.get("loss") if isinstance(returned, dict) else returned
+        has_loss = not self._is_by_hand and not self._evaluates
+        if has_loss and loss is None and context.scaler() is not None:  # Lightning neither steps nor moves the scale
+            step.eagerly(_SKIPPED)
+            self._count_eager(_SKIPPED)
+            return FollowedStep(step, _resolved(returned), queue, (), None)
+        source = step.source_if_known(loss) if isinstance(loss, Tensor) and has_loss else None
+        del loss
+        parts = [Want(source, OutputRole.GRADIENT, None, (self._name_of(p),)) for p, source in hand.take_parts()]
+        wants.update((want, len(wants) + index) for index, want in enumerate(parts))
+        # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
+        role = OutputRole.STEP_OUTPUT if self._evaluates else OutputRole.LOGGED
+        queue.let_go()
+        for made in step.kept():
+            wants.setdefault(Want(made, role), len(wants))
+        free, is_own = frozenset(step.numbers), meeting is not None and meeting.is_own
+        all_wants = self._wants.setdefault((step.path, free), {})
+        all_wants.update(dict.fromkeys(wants))
+        self._live.outside, self._live.numbers, self._live.counts = step.outside, step.numbers, step.counts
+        tree = step.tree
+        for_all = tree is not None and tree.is_for_all(step.notes, step.path)
+        why_not = None if tree is None else tree.why_not
+        program = Program(
+            step.notes,
+            step.path,
+            tuple(all_wants),
+            source,
+            free,
+            self._live,
+            logs() if is_own else (),
+            for_all_sizes=for_all,
+            why_not=why_not,
+            added=tuple(step.added),
+        )
+        if step.counts:
+            counts = self._counts.setdefault(step.path, Counts(len(step.counts)))
+            if step.path not in self._samples:
+                self._samples[step.path] = step.samples[:GRAPHS]
+            program = dataclasses.replace(program, counts=counts, samples=self._samples[step.path])
+        self._taken[step.path] = self._taken.get(step.path, 0) + 1
+        may_wait = not step.must_be_graph and not is_own
+        most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
+        if self._taken[step.path] == 1 and len(self._taken) > most and may_wait:
+            step.eagerly("it takes a path that no step took before")
+            return FollowedStep(step, _resolved(returned), queue, (), None)
+        if step.apart is not None:
+            step.eagerly(step.apart)
+            return FollowedStep(step, _resolved(returned), queue, (), None)
+        mark = (
+            step.mark
+            if meeting is None or is_own
+            else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
+        )
+        return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        scaler = self._context.scaler()
+        return loss if scaler is None else scaler.scale(loss)
+
+    def _backward(self, step: Step, returned: Any) -> None:
+        """Run the user's Python that runs in the backward pass of a loss."""
+        loss: Any = returned.get("loss") if isinstance(returned, dict) else returned
+        parts = self._context.trainer.accumulate_grad_batches
+        is_made = isinstance(loss, Tensor) and not step.is_eager and step.source_if_known(loss) is not None
+        may_not = parts > 1 or step.must_be_graph
+        if may_not and step.by_hand is not None and step.by_hand.has_gradients and not step.is_eager:
+            step.eagerly("a backward pass in the step, where gradients are accumulated or in parts")
+        elif is_made and step.functions.are_there and step.asks(loss):
+            step.of_loss(loss, parts)
+
+    def _calls_of(self, step: Step) -> list[Call]:
+        """The calls of a step, for the other ranks."""
+        found: list[Call] = []
+        for note in step.notes:
+            unnamed = [step.outside[number] for number, kind in sorted(note.met.items()) if kind.name is None]
+            numbers = sorted(step.numbers_between(note.depth, note.depth + 1).items(), key=repr)
+            told = [repr(value) for _, value in numbers]
+            told += [f"a tensor ({digest:08x})" for digest in self._fingerprints.of(unnamed)]
+            found.append(Call(note.in_words(), ", ".join(told), note.name, note.source))
+        return found
+
+    def united(self, followed: FollowedStep) -> Program:
+        """The program of a step with all that any rank has of it; all ranks are here together.
+
+        Args:
+            followed: the step.
+        """
+        program, control = followed.program, self._context.control
+        if program is None:
+            raise ValueError("a step that ran for good has no program")
+        if control is None:
+            return program
+        wants = self._wants[program.number, program.free]
+        for side in control.gather(program.wants):
+            wants.update(dict.fromkeys(side))
+        in_order = sorted(wants, key=repr)  # of all ranks alike
+        self._wants[program.number, program.free] = dict.fromkeys(in_order)
+        followed.program = dataclasses.replace(program, wants=tuple(in_order))
+        return followed.program
+
+    def exchange(self, followed: FollowedStep, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Parameters and buffers of a step whose Python is done are others now.
+
+        Args:
+            followed: the step.
+            pairs: (what was there, what is there now).
+        """
+        followed.exchange({id(old): new for old, new in pairs})
+        self._follower.forget_objects()
+
+    def _begin(self, executable: Executable, batch: Batch) -> Conversation:
+        self._flush()
+        return Conversation(executable, batch.tensor_values)
+
+    def ran(self, program: Program, executable: Executable, part: Any, index: int | None) -> None:
+        """A graph was a step's: where the next one reads first, it may begin."""
+        self._eager, self._has_graphs = 0, True
+        reads = program.reads()
+        if reads:
+            self._likely.setdefault(part, {})[reads[0].number] = Likely(program, executable, index, *self._runs_on)
+
+    def _shadows_now(self) -> Shadows:
+        module = self._context.module
+        tables = private.child_tables(module) if self._shadows is None else None
+        if self._shadows is None or any(_children(t) != known for t, known in self._shadows[0]):
+            tables = tables or private.child_tables(module)
+            found = Shadows(module)
+            found.computing += self._shadows[1].computing if self._shadows is not None else ()
+            self._shadows = [(t, _children(t)) for t in tables], found
+        return self._shadows[1]
+
+    @contextlib.contextmanager
+    def _module_paths(self, step: Step) -> Any:
+        """Notes know the module whose ``forward`` called, of steps that begin without a known way."""
+        if not step.is_first:
+            yield
+            return
+        with module_paths(self._context.module) as path:
+            step.module_path = path
+            yield
+
+    def _work_off(self, queue: Queue, values: Sequence[Tensor], batch: Batch, meeting: Meeting | None) -> None:
+        """The step goes on eagerly: what was queued is done, and from here on nothing is."""
+        calls = queue.close()
+        rows = 0
+        if meeting is not None:
+            rows = meeting.rows
+            taken = {position for call in calls if call.method in METHODS for position in wanted_by(call)}
+            values = [meeting.part(v) if i in taken else v for i, v in enumerate(values)]
+        is_global, log = meeting is not None, None if meeting is None else meeting.log_now
+        queue.done(replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log))
+
+    def _count_eager(self, reason: str) -> None:
+        self._eager += 1
+        if reason not in self._told:
+            self._told.add(reason)
+            tell(f"strategy='spmd' ran a step eagerly: {reason}")
+        # a rank's own batch costs no more so, and weighs what it weighs in graphs
+        if not self._has_own_batch and self._eager == (MOST_EAGER if self._has_graphs else MOST_EAGER_AT_FIRST):
+            self.ended = reason
+
+    def ran_eagerly(self, reason: str) -> None:
+        """A step could not be followed, and its Python runs once more; on one device that of no step does again."""
+        self._count_eager(reason)
+        if self._context.mesh is None:
+            self.ended = reason
+
+    def graph_failed(self, reason: str) -> None:
+        """There is no graph of a step that was followed."""
+        self._count_eager(reason)
+
+
+def _in_words(step: Step) -> str | None:
+    """Why a step ran for good; None if it did not."""
+    if step.reason is None:
+        return None
+    text, place = step.reason
+    return f"{text} ({place})" if place else text
+
+
+def _unnamed_tensors(step: Step) -> Iterator[Tensor]:
+    """Tensors from outside that are none of the module's: each rank has made its own."""
+    for note in step.notes:
+        for number, kind in note.met.items():
+            if kind.name is None:
+                yield step.outside[number]
+
+
+def _children(table: Mapping[str, Any]) -> tuple[int, ...]:
+    """Which modules are in a table."""
+    return tuple(map(id, table.values()))
+
+
+def _resolved(returned: Any) -> Any:
+    """What a step returned, with metrics' values, and what is a rank's own, as they are."""
+    return map_leaves(lambda _, leaf: value_of(leaf) if is_tripwire(leaf) else known(leaf), returned)
+
+
+def with_loss(returned: Any) -> Any:
+    """What training_step returned, with a tensor as its loss where that is a metric's value."""
+    if isinstance(returned, dict) and isinstance(returned.get("loss"), MetricResult):
+        return {**returned, "loss": known(returned["loss"])}
+    return known(returned)

@@ -1,0 +1,543 @@
+"""One run's training iteration: the user's Python runs (``following.py``), then the graph of what it called.
+
+Decisions are taken by all ranks together: where they meet they exchange which graph they would run (``meeting.py``); a
+rank that has none makes all of them build (``building.py``). ``graph_table.py`` keeps what was built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import BatchError, CannotShowError, SPMDError, VerificationError
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.reads import ReadMiss
+from lightning_spmd.ir.steps import CapturedStep, Variant
+from lightning_spmd.messages import speaking_of, tell
+from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
+from lightning_spmd.stages.capture.follow.program import Program
+from lightning_spmd.stages.runtime.ahead import Outvoted
+from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
+from lightning_spmd.stages.runtime.pausing import PausingExecutable
+from lightning_spmd.strategy.graphs.building import Beginning, GraphBuilder
+from lightning_spmd.strategy.graphs.choice import GraphVote, agreed
+from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
+from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt
+from lightning_spmd.strategy.graphs.own_graphs import OwnDone, OwnGraphs
+from lightning_spmd.strategy.graphs.run_context import Ran, RunContext, StepRequest
+from lightning_spmd.strategy.ranks.boundary import ends_no_loop, lost_ranks_named
+from lightning_spmd.strategy.ranks.places import Moment, training_moment
+from lightning_spmd.strategy.steps.as_before import AsBefore
+from lightning_spmd.strategy.steps.by_hand import held_gradients
+from lightning_spmd.strategy.steps.following import FollowedStep, Following
+from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs, train_eagerly
+from lightning_spmd.strategy.steps.meeting import Done, LookedAtRows, Meeting
+from lightning_spmd.strategy.steps.own_batches import NoGlobalBatch, OwnBatches
+from lightning_spmd.strategy.steps.own_meeting import OwnMeeting
+from lightning_spmd.strategy.steps.replay import replay, resolve
+from lightning_spmd.strategy.steps.shared_leaves import check_shared
+
+MOST_BEGINNINGS = 256
+"""Graphs of beginnings of steps that are kept: one for each value that a step reads, until its graph tells them."""
+
+
+class EagerOnce(Exception):
+    """Control flow, on all ranks: the step's Python must run once more, on each rank's own rows."""
+
+
+class RunsAgain(Exception):
+    """Control flow, on all ranks: more is known of the batch, and the step's Python must run again on it."""
+
+
+class TrainingIteration:
+    """The compiled iteration of one ``fit``.
+
+    Args:
+        context: the live objects and options of the run.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self.gradients = held_gradients(context.module, context.optimizer)
+        self.table = GraphTable(context.trainer, self.gradients, rows_vary=context.mesh is None)
+        self._builder = GraphBuilder(context, self.gradients)
+        self._pending: Pending | None = None
+        self.paused: PausingExecutable | None = None
+        self.in_two: str | None = None
+        """Why the graph of the last step ends where hooks look at gradients, and cannot pause there."""
+        self._found = Found((), (), None, None)  # what runs
+        self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
+        self.ran = Ran()  # the micro-batch before
+        self.own_batches = OwnBatches(context.batch)
+        self._following = Following(context, self.flush)
+        self._met = self._told_of_sizes = False
+        self._kinds: set[Any] = set()
+        """Of batches that the ranks have met with."""
+        self._beginnings: dict[Any, list[Beginning]] = {}
+        self.share_layers: Callable[[CapturedStep], Sequence[tuple[Tensor, Tensor]]] | None = None
+        """Lets ranks share layers as they find fit for a graph; None where they do, or never will."""
+        self._own = OwnGraphs(context, self._builder, GraphTable(context.trainer, self.gradients), self.flush)
+
+    @property
+    def captures(self) -> int:
+        """Number of graphs built."""
+        return self._builder.captures
+
+    @ends_no_loop
+    def run(
+        self, batch_tree: Any, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
+    ) -> Any:
+        """Run one micro-batch.
+
+        Args:
+            batch_tree: the batch as Lightning hands it to training_step.
+            arguments: the other arguments of training_step by name.
+            variant: part of the iteration; ``accumulated`` follows from the gradients that are held.
+            clip: gradient clipping to capture.
+
+        Returns:
+            what training_step returns, with real tensors.
+
+        Raises:
+            FellBack: the iteration must run eagerly; nothing has been changed.
+        """
+        if self.gradients:
+            variant = dataclasses.replace(variant, accumulated=True)
+        following = self._following
+        while True:
+            if following.ended is not None:
+                self._fall_back(following.ended)
+            try:
+                return self._run_followed(following, batch_tree, arguments, variant, clip)
+            except NoGlobalBatch as reason:
+                self.own_batches.begin(str(reason))
+            except RunsAgain:
+                pass
+
+    def _run_followed(
+        self,
+        following: Following,
+        batch_tree: Any,
+        arguments: dict[str, Any],
+        variant: Variant,
+        clip: Callable[[Any], None] | None,
+    ) -> Any:
+        """Run the user's Python, and what it computes as a graph.
+
+        Raises:
+            RanEagerly: it ran as eager training's.
+            EagerOnce: on all ranks; it must run once more, eagerly.
+        """
+        own = self.own_batches.are_used and self.context.mesh is not None
+        if own and variant.pauses:
+            raise CannotShowError("batches are the ranks' own")
+        if own and variant.by_hand:
+            self._fall_back(self.own_batches.refused("optimization by hand on a batch of each rank's own"))
+        batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
+        with speaking_of(variant.method):
+            variant = dataclasses.replace(variant, own_batch=True) if own else variant
+            request = self._request(batch, arguments, variant, clip)
+            part = self.table.step_key(request)
+            if not own:
+                self.table.open.note(batch)
+            meeting = self._meeting(request)
+            before = AsBefore(self.context.module, tensors=True) if meeting is not None and meeting.is_new else None
+            beginning = functools.partial(self._run_beginning, request, meeting)
+            with contextlib.nullcontext() if meeting is None else meeting.ends():
+                try:
+                    vary = () if own else tuple(self.table.open.wanted(batch, part))
+                    followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)
+                    if followed.program is None:
+                        raise followed.ran_eagerly(meeting)
+                    request = dataclasses.replace(request, program=followed.program)
+                    try:
+                        executable, outputs = self._shown(following, followed, request, meeting)
+                    except (CannotBeBuilt, CannotBeFollowed, FirstRunError, ReadMiss) as error:
+                        self.flush()
+                        if meeting is not None and meeting.looked:
+                            raise LookedAtRows(meeting.looked) from None
+                        if must_be_graphs(self.context):
+                            train_eagerly(self.context, str(error))
+                        following.graph_failed(str(error))
+                        followed.for_good(str(error))
+                        raise followed.ran_eagerly(meeting) from None
+                except LookedAtRows as looked:
+                    self.flush()
+                    if before is not None:
+                        before.put_back()
+                    if not variant.by_hand:
+                        self._may_go_local(request, str(looked))
+                    self._fall_back(str(looked))
+                except BatchError as error:
+                    self._may_go_local(request, str(error))
+                    raise
+                except NoEagerWay as error:
+                    train_eagerly(self.context, str(error))
+                except Abandoned as abandoned:
+                    tell(f"strategy='spmd' runs training_step a second time for one batch: {abandoned}")
+                    if before is not None:
+                        before.put_back()
+                    if meeting is not None and meeting.shared:
+                        self._shared |= meeting.shared
+                        raise RunsAgain from None
+                    following.ran_eagerly(str(abandoned))
+                    raise EagerOnce from None
+        self.paused = executable if isinstance(executable, PausingExecutable) else None
+        self._after(executable.captured)
+        following.ran(followed.program, executable, part, self._found.index)
+        wanted, count = executable.captured.returned, len(followed.program.wants)
+        values = followed.fill([outputs[reference.position] for reference in wanted[:count]])
+        rows, split = (0, self._found.split) if meeting is None else (meeting.rows, None)
+        if executable.captured.own_batch is not None:
+            rows = outputs[executable.captured.own_batch.rows]
+            rows = int(rows) if rows.device.type == "cpu" else rows  # a GPU need not be waited for
+            loss, *logged = resolve(wanted[count:], outputs, ())
+            followed.of_all_ranks(loss, logged)
+        self.ran = Ran.of(executable, rows, split, (self.table, self._own.table))
+        with self.context.step_context(variant.method):
+            calls, is_global = followed.queue.calls, meeting is not None
+            followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
+        return followed.returned
+
+    def _meeting(self, request: StepRequest) -> Meeting | None:
+        """All ranks are at this step, with batches that are one; None on one device.
+
+        Raises:
+            BatchError: on all ranks; they are not one.
+            NoGlobalBatch: on all ranks; each goes on with its own.
+        """
+        control, mesh, batch = self.context.control, self.context.mesh, request.batch
+        if control is None or mesh is None or batch is None:
+            return None
+        moment = self._moment(request)
+        if request.variant.own_batch:
+            self._own.meet(control, request, moment)
+            return OwnMeeting(self.context, control, request, (), moment.place, is_first=False)
+        kind = request.variant.method, batch.kinds()
+        is_new = kind not in self._kinds and self._has_part
+        try:
+            found = GraphVote(control, mesh, self.table, request, moment, follows=True).result()
+            if is_new:
+                check_shared(control, batch)
+        except BatchError as error:  # on all ranks
+            if error.is_ragged:
+                self._may_go_local(request, str(error))
+            raise
+        is_first, self._met = not self._met, True
+        self._kinds.add(kind)
+        return Meeting(self.context, control, request, found.split, moment.place, is_first=is_first, is_new=is_new)
+
+    def _run_beginning(
+        self, request: StepRequest, meeting: Meeting | None, program: Program, place: str
+    ) -> Sequence[Tensor]:
+        """What Python reads in a step before there is a graph that gives it; all ranks together.
+
+        Raises:
+            CannotBeFollowed: on all ranks; it cannot be read so.
+        """
+        self.flush()
+        request = dataclasses.replace(request, program=program)
+        key = (program.key, None if meeting is None else meeting.split, self.table.find(request, ()).key)
+        try:
+            known = self._beginnings.get(key, [])
+            fitting = next((index for index, one in enumerate(known) if one.fits(request)), None)
+            index = agreed(self.context.control, fitting)
+            if index is not None:
+                return known[index].values(request, place)
+            built = self._builder.beginning(request, () if meeting is None else meeting.split)
+            self._beginnings.setdefault(key, []).append(built)
+            while sum(map(len, self._beginnings.values())) > MOST_BEGINNINGS:
+                oldest = first(self._beginnings, "beginning of a step")
+                self._beginnings[oldest] = self._beginnings[oldest][1:]
+                if not self._beginnings[oldest]:
+                    del self._beginnings[oldest]
+            return built.values(request, place)
+        except SPMDError as error:
+            raise CannotBeFollowed(str(error)) from error
+
+    def _shown(
+        self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
+    ) -> tuple[Executable, Sequence[Any]]:
+        """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients, it ends there."""
+        self.in_two = None
+        try:
+            return self._graph_of_followed(following, followed, request, meeting)
+        except CannotShowError as error:  # on all ranks
+            self.in_two = str(error)
+        request = dataclasses.replace(request, variant=dataclasses.replace(request.variant, apply=False))
+        return self._graph_of_followed(following, followed, request, meeting)
+
+    def _graph_of_followed(
+        self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
+    ) -> tuple[Executable, Sequence[Any]]:
+        """The graph of a step whose Python is done, and its outputs.
+
+        Raises:
+            CannotBeBuilt, FirstRunError: there is none.
+            CannotBeFollowed: the ranks go on eagerly.
+        """
+        tensors = [] if request.batch is None else request.batch.tensor_values
+        done = None
+        if meeting is not None and meeting.is_own:
+            done = self._own.done(request, meeting)
+            ahead = None if followed.has_begun else self._run_ahead(done, tensors)
+            if ahead is not None:
+                return ahead
+            if done.result().index is None:
+                self._share_layers(following, followed, request, ())
+        elif meeting is not None:
+            done = meeting.done(followed.mark, self.table.find(request, meeting.split))
+            ahead = None if followed.has_begun else self._run_ahead(done, tensors)
+            if ahead is not None:
+                return ahead
+            while done.result().index is None and meeting.is_apart:
+                followed.help_out()
+                done = meeting.done(followed.mark, self.table.find(request, meeting.split))
+            if done.result().index is None:
+                meeting.find_shared()
+                self._share_layers(following, followed, request, meeting.split)
+                request = dataclasses.replace(request, program=following.united(followed))
+                index = agreed(self.context.control, self.table.find(request, meeting.split).index)
+                done = done.of(dataclasses.replace(self.table.find(request, meeting.split), index=index))
+        executable = self._executable(request, done)
+        with self.context.whole.changing(self.context.trainer):
+            begun = followed.outputs(executable)
+        if begun is None:
+            return executable, self._run(executable, tensors)
+        outputs, self._pending = begun
+        return executable, outputs
+
+    def _share_layers(
+        self, following: Following, followed: FollowedStep, request: StepRequest, split: tuple[int, ...]
+    ) -> None:
+        """Ranks begin to share layers once they know a graph of a step; all of them are here together.
+
+        Raises:
+            CannotBeBuilt: on all ranks; there is none.
+        """
+        if self.share_layers is not None:
+            share, self.share_layers = self.share_layers, None
+            following.exchange(followed, share(self._builder.followed(request, split)))
+            self._beginnings.clear()
+
+    @ends_no_loop
+    def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:
+        """Run the optimizer alone on gradients that are there already.
+
+        Args:
+            gradients: by parameter name.
+            clip: gradient clipping to capture.
+            reduced: whether they are sums over the ranks already (``p.grad`` of split mode) or this rank's share.
+        """
+        self.gradients.clear()
+        self.gradients.update(gradients)
+        variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
+        request = self._request(None, {}, variant, clip)
+        try:
+            executable = self._executable(request, self._ballot(request))
+            self._run(executable, ())
+        except (CannotBeBuilt, FirstRunError) as error:
+            self._fall_back(str(error))
+        self._after(executable.captured)
+
+    def resume(self) -> None:
+        """Do the update of the iteration that has paused.
+
+        Raises:
+            VerificationError: none has.
+        """
+        paused, self.paused = self.paused, None
+        if paused is None:
+            raise VerificationError("no iteration has paused")
+        with self.context.whole.changing(self.context.trainer):
+            self._pending = paused.resume()
+        self._after(paused.captured)
+
+    def flush(self) -> None:
+        """Do what the last iteration left for the next one, if anything: now parameters and state are up to date."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            unfinished = self.context.whole.changing(self.context.trainer, updates=False)
+            with lost_ranks_named(self.context.control), unfinished:
+                pending.owner.clean_up(pending)
+
+    @property
+    def pending(self) -> Pending | None:
+        """What the last iteration left undone."""
+        return self._pending
+
+    def captured(self, batch_tree: Any, arguments: dict[str, Any], variant: Variant) -> CapturedStep:
+        """The global-view graph of one micro-batch, without clipping, not run; its Python runs, and is put back.
+
+        Raises:
+            CaptureError: the step cannot be one graph.
+        """
+        batch, mesh = Batch(batch_tree, part=self._has_part), self.context.mesh
+        own = self.own_batches.are_used
+        try:
+            rows = () if own else (batch.rows(),) * (1 if mesh is None else mesh.batch_size)
+        except BatchError as error:
+            if not (error.is_ragged and self.own_batches.may_be_used):
+                raise
+            own, rows = True, ()
+        batch = Batch(batch_tree) if own else batch
+        request = self._request(batch, arguments, dataclasses.replace(variant, accumulated=False, own_batch=own), None)
+        before = AsBefore(self.context.module, tensors=True)
+        try:
+            return self._builder.captured_alone(request, rows)
+        finally:
+            before.put_back()
+
+    # ------------------------------------------------------------------ pieces
+    @property
+    def _has_part(self) -> bool:
+        """Whether other ranks have rows of the same batch."""
+        return self.context.mesh is not None and self.context.mesh.batch_size > 1
+
+    def _request(
+        self, batch: Batch | None, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
+    ) -> StepRequest:
+        return StepRequest(batch, variant, arguments, clip)
+
+    def _moment(self, request: StepRequest) -> Moment:
+        """Where in the run a step is."""
+        trainer = self.context.trainer
+        moment = training_moment(trainer, applies=request.variant.apply)
+        if request.variant.forward:
+            return moment
+        return Moment(Place("the update after training", moment.place.epoch, moment.place.batch))
+
+    def _ballot(self, request: StepRequest) -> GraphVote | None:
+        """The choice of a graph, begun; None where there is nobody to ask."""
+        context = self.context
+        if context.control is None or context.mesh is None:
+            return None
+        return GraphVote(context.control, context.mesh, self.table, request, self._moment(request))
+
+    def _run_ahead(self, ballot: Done | None, tensors: Sequence[Tensor]) -> tuple[Executable, Sequence[Any]] | None:
+        """Begin to run what this rank would run while the others say what they would; None if that cannot be.
+
+        The executable, and the outputs.
+        """
+        if ballot is None or ballot.found.index is None or self._pending is not None:
+            return None
+        table = self._own.table if isinstance(ballot, OwnDone) else self.table
+        found, index = ballot.found, ballot.found.index
+        executable = table.graph(index)
+        if not executable.can_ask:
+            return None
+
+        def agree() -> None:
+            if ballot.result() is not found:
+                raise Outvoted
+            self._found = found
+            table.count_use(index)
+
+        try:
+            outputs, self._pending = executable.run(tensors, None, agree)
+        except Outvoted:
+            return None
+        return executable, outputs
+
+    def _executable(self, request: StepRequest, ballot: GraphVote | Done | None) -> Executable:
+        """The graph of a step, found or built."""
+        table = self.table
+        if isinstance(ballot, OwnDone):
+            self._found = ballot.found
+            return self._own_executable(request, ballot)
+        if ballot is None:
+            found = table.find(request, () if request.batch is None else request.batch.first_sizes())
+        else:
+            found = ballot.result()
+        self._found = found
+        if found.index is not None:
+            table.count_use(found.index)
+            return table.graph(found.index)
+        return self._build(request, found)
+
+    def _build(self, request: StepRequest, found: Found) -> Executable:
+        """A new graph of a step.
+
+        Raises:
+            CannotBeBuilt: on all ranks.
+        """
+        table = self.table
+        if (surplus := table.surplus(found)) is not None:
+            raise CannotBeBuilt(surplus)
+        if found.reason is not None and not table.follows_a_first_step(found.key):
+            tell(f"strategy='spmd' builds another graph: {found.reason}")
+        self.flush()
+        found = table.with_open_sizes(found, request)
+        self._tell_of_sizes(request)
+        executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split)
+        found = self._closed(found, executable, request)
+        self._found = dataclasses.replace(found, index=table.add(found.key, executable))
+        table.forget_unused()
+        return executable
+
+    def _may_go_local(self, request: StepRequest, reason: str) -> None:
+        """What cannot be done on a batch of all ranks may be done on each rank's own.
+
+        Raises:
+            NoGlobalBatch: on all ranks; it is going to be.
+        """
+        variant = request.variant
+        if self.context.mesh is not None and variant.forward and variant.backward and self.own_batches.may_be_used:
+            raise NoGlobalBatch(reason)
+
+    def _own_executable(self, request: StepRequest, done: OwnDone) -> Executable:
+        try:
+            executable = self._own.executable(request, done)
+        except CannotBeBuilt as error:
+            raise CannotBeBuilt(self.own_batches.refused(str(error))) from None
+        self.flush()  # what another iteration left is not compared here
+        self.own_batches.announce(executable)
+        return executable
+
+    def _tell_of_sizes(self, request: StepRequest) -> None:
+        """Say once why a step that was followed has a graph for each size."""
+        why = None if request.program is None else request.program.why_not
+        if why is None or request.batch is None or self._told_of_sizes:
+            return
+        self._told_of_sizes = True
+        vary = self.table.open.wanted(request.batch, self.table.step_key(request))
+        tell(f"strategy='spmd' builds a graph for each size of {self.table.open.describe(request.batch, vary)}: {why}")
+
+    def _closed(self, found: Found, executable: Executable, request: StepRequest) -> Found:
+        """Where a graph belongs that may leave sizes open; the user is told which."""
+        if not found.vary or request.batch is None:
+            return found
+        names = self.table.open.describe(request.batch, found.vary)
+        if executable.family is not None:
+            tell(f"strategy='spmd' builds one graph for all sizes of {names}")
+            return found
+        found, for_good = self.table.closed(found, request)
+        if for_good:
+            self._told_of_sizes = True
+            tell(f"strategy='spmd' builds a graph for each size of {names}: {executable.not_general}")
+        return found
+
+    def _run(self, executable: Executable, tensors: Sequence[Tensor]) -> Sequence[Any]:
+        if self._pending is not None and not executable.can_follow(self._pending):
+            self.flush()
+        pending, self._pending = self._pending, None
+        updates = not isinstance(executable, PausingExecutable)
+        with self.context.whole.changing(self.context.trainer, updates=updates):
+            outputs, self._pending = executable.run(tensors, pending)
+        return outputs
+
+    def _after(self, captured: CapturedStep) -> None:
+        if captured.variant.apply and not captured.variant.by_hand and self.context.optimizer is not None:
+            self.gradients.clear()
+            private.mark_stepped(self.context.optimizer)
+
+    def _fall_back(self, reason: str) -> NoReturn:
+        train_eagerly(self.context, reason)

@@ -1,0 +1,473 @@
+"""Several ranks run the Python of one step on the global batch: when and where they meet.
+
+They meet where Python reads a value, where a step goes on eagerly, and where Python is done. Each says which path it is
+on, so nobody begins what needs the others while these do something else. One that reads alone is helped (``alone.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementError
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.tree import leaves, map_leaves
+from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
+from lightning_spmd.stages.capture.follow.memory import array_of
+from lightning_spmd.stages.capture.follow.tripwires import Tripwires
+from lightning_spmd.stages.capture.record.inputs import global_spec
+from lightning_spmd.stages.runtime.control import ControlPlane, Place
+from lightning_spmd.strategy.graphs.graph_table import Found
+from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
+from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, Told, helped
+from lightning_spmd.strategy.steps.reading import whole_batch
+from lightning_spmd.strategy.steps.replay import log_global
+from lightning_spmd.strategy.steps.same_draws import as_on_rank_zero
+from lightning_spmd.strategy.steps.shared_leaves import find_shared
+
+_READS, DONE, _EAGER = 1, 2, 3
+"""Why a rank meets the others."""
+_LARGE = 2**16
+"""Bytes; more are not read in every step."""
+_MOST_KNOWN = 1024
+
+
+class Meeting:
+    """One step.
+
+    Args:
+        context: of the run.
+        control: messages among the ranks.
+        request: the step; its batch is this rank's.
+        split: rows of the global batch by data rank.
+        place: where in the run it is.
+        is_first: no step of the run was one of this kind before.
+        is_new: no batch of the run was one of this kind before.
+
+    Attributes:
+        rows: of all ranks.
+        split: by data rank.
+        is_new: as above.
+        is_eager: the ranks have agreed to go on eagerly.
+        reason: why, as the first of them says.
+        calls: gives those of the step so far.
+        was_told_draws: says whether Python has read something behind random numbers.
+        runs_again: on some rank it has, and the step cannot go on: each rank has drawn its part of these numbers, and
+            nobody can draw them again.
+        wires: tell if Python looks at what is a rank's own.
+        looked: on some rank it has, and at what.
+        fits: says whether the step so far could be one on a batch of other sizes.
+        beside: entered where what is called is none of the user's calls.
+        shared: paths of tensors of the batch that turned out to be the same for every sample: Python must run again.
+        helps: ranks that read alone are helped by the others (``alone.py``); gives the path, and tells its calls.
+        is_apart: the ranks have met in different places of the step, and somebody is to be helped.
+    """
+
+    is_own = False
+    """Each rank has a batch of its own."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        control: ControlPlane,
+        request: StepRequest,
+        split: tuple[int, ...],
+        place: Place,
+        *,
+        is_first: bool,
+        is_new: bool = False,
+    ) -> None:
+        if request.batch is None:
+            raise ValueError("a step without a batch has no Python that runs")
+        self.is_eager, self._is_first = False, is_first
+        self.reason = ""
+        self.calls: Callable[[], list[Call]] = list
+        self.was_told_draws: Callable[[], bool] = bool
+        self.runs_again, self.looked, self.shared = False, "", set[str]()
+        self.fits: Callable[[Sequence[Tensor]], bool] = lambda _: True
+        self.beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.helps: tuple[Callable[[], int], Callable[[], list[Told]]] | None = None
+        self.is_apart, self._reads = False, False
+        self.is_new = self._searches = is_new
+        self._raised = False
+        self.wires = Tripwires(self._looks)
+        self.rows, self.split = sum(split), split
+        self._context, self._control, self._request = context, control, request
+        self._place = dataclasses.replace(place, what=f"the step of {place.what}")
+        self._whole: list[Tensor] | None = None
+        self._streams = contextlib.ExitStack()
+        self._batch = request.batch
+
+    @contextlib.contextmanager
+    def ends(self) -> Iterator[None]:
+        """Behind it torch's generators are as before, whatever a step that went on eagerly drew."""
+        with self._streams:
+            yield
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Python inside sees the batch of all ranks."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._context.following_context(self.split))
+            if self._is_first:
+                stack.enter_context(as_on_rank_zero(self._control))
+            yield
+
+    # ------------------------------------------------------------------ the batch
+    @property
+    def stand_ins(self) -> frozenset[int]:
+        """Positions of the tensors of the batch of which this rank has a part of the rows."""
+        batch = self._batch
+        return frozenset(i for i, index in enumerate(batch.tensors) if not batch.is_shared(index))
+
+    def taken(self) -> tuple[Any, list[Tensor]]:
+        """The batch with what stands for its tensors, of those with rows for all ranks' rows; and these tensors.
+
+        Raises:
+            BatchError: something in it takes no tensors of another size.
+        """
+        try:
+            return for_all_ranks(self._batch, self.rows, self.wires)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise BatchError(f"the batch cannot have the rows of all ranks ({text})", is_ragged=True) from error
+
+    def look_at(self, position: int) -> None:
+        """A call takes a tensor of the batch that no call of its kind took before."""
+        index = self._batch.tensors[position]
+        value = self._batch.values[index]
+        if self._batch.is_shared(index) and self._batch.counts_rows(value):
+            self.wires.look(self._batch.refusal(self._batch.paths[index], value) or "")
+
+    def whole(self) -> list[Tensor]:
+        """The tensors of the batch with the rows of all ranks, who all ask for them."""
+        if self._whole is None:
+            found = whole_batch(self._context, self._request, self.split)
+            if found is None:
+                raise ValueError("a step without a batch has no Python that runs")
+            live = [self._batch.is_shared(index) for index in self._batch.tensors]
+            self._whole = [t if is_live else t.clone() for t, is_live in zip(found, live, strict=True)]
+        return self._whole
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._control.rank
+
+    @property
+    def has_others_rows(self) -> bool:
+        """Whether other ranks have rows of the batch that this one has not."""
+        return len(self.split) > 1
+
+    def find_shared(self) -> set[str]:
+        """Which tensors of a new kind of batch are the same for every sample; all ranks together."""
+        if not self._searches:
+            return set()
+        self._searches = False
+
+        def tried(shared: Collection[str]) -> None:
+            if self._raised and not shared:
+                raise CaptureError("the user's code raises an error")
+            batch = Batch(self._batch.tree, {*self._batch.shared, *shared}, part=True)
+            if not self.fits(for_all_ranks(batch, self.rows, self.wires)[1]):
+                raise CaptureError("the step does not fit")
+
+        return find_shared(self._control, self._batch, tried)
+
+    def raised(self, error: Exception) -> None:
+        """The user's code raises an error: of a new kind of batch it may be ours, who took a tensor for rows.
+
+        Raises:
+            Abandoned: on all ranks; it was.
+        """
+        if not self._searches or self.is_eager or isinstance(error, StopIteration):
+            return
+        self._raised = True
+        with self.beside():
+            self.goes_eagerly(type(error).__name__)
+        if self.shared:
+            raise Abandoned(self.reason) from None
+
+    def part(self, value: Any) -> Any:
+        """This rank's rows of a tensor that has those of all ranks; other values as they are."""
+        if (
+            not isinstance(value, Tensor)
+            or value.ndim == 0
+            or value.shape[0] != self.rows
+            or self._context.mesh is None
+        ):
+            return value
+        rank = self._context.mesh.batch_rank
+        begin = sum(self.split[:rank])
+        return value[begin : begin + self.split[rank]]
+
+    @property
+    def log_now(self) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        """Makes a call of ``log`` in the step, given the module and the arguments."""
+        return functools.partial(log_global, rows=self.rows)
+
+    def weighed(self, returned: Any, rows: Any) -> tuple[Any, float]:
+        """What a step that ran eagerly returned, with the loss of all ranks, and gradients whose mean is theirs.
+
+        Also by what gradients must be multiplied that are there already.
+
+        Args:
+            returned: by the step.
+            rows: what it says of the size of its batch.
+        """
+        return returned, 1.0
+
+    # ------------------------------------------------------------------ where the ranks meet
+    def reads(self, mark: int, graph: int | None) -> bool:
+        """Python reads a value; whether all ranks have one graph that gives it.
+
+        Args:
+            mark: of the path so far.
+            graph: that would give it on this rank.
+
+        Raises:
+            CannotBeFollowed: the ranks go on eagerly.
+        """
+        if self.is_eager:
+            return False
+        self._reads = True
+        return self.met(self.cast(_READS, mark, graph))
+
+    def goes_eagerly(self, reason: str) -> None:
+        """This step goes on eagerly: the others learn it, if it is not theirs to say."""
+        if not self.is_eager:
+            self.cast(_EAGER, 0, None, reason)
+            self._meet_eagerly(reason)
+
+    def _looks(self, what: str, place: str | None) -> NoReturn:
+        """Python looks at what is this rank's own.
+
+        Raises:
+            LookedAtRows: always.
+        """
+        what = what if place is None else f"{what}\n  at {place}"
+        with self.beside():
+            self.cast(_EAGER, 0, None)
+            self._meet_eagerly(None, what)
+        raise LookedAtRows(self.looked)
+
+    def done(self, mark: int, found: Found) -> Done:
+        """Python is done: begin to ask whether the others are, on the same path.
+
+        Args:
+            mark: of the path.
+            found: the graph that this rank would run.
+        """
+        self._reads = False
+        return Done(found, self.cast(DONE, mark, found.index), self.met)
+
+    def cast(self, why: int, mark: int, graph: int | None, reason: str = "") -> Callable[[], Any]:
+        """Begin to say why this rank is here."""
+        self._reason = reason
+        return self._control.cast(self._place, graph, why, mark)
+
+    def met(self, count: Callable[[], Any]) -> bool:
+        """All ranks are here; whether they have the same graph. Where they have come apart see :attr:`is_apart`.
+
+        Args:
+            count: gives what they said.
+
+        Raises:
+            CannotBeFollowed: on all ranks; they go on eagerly.
+        """
+        vote = count()
+        fewest, most = vote.rows
+        self.is_apart = fewest != most or vote.shape[0] != vote.shape[1]
+        if most == _EAGER or (self.is_apart and self.helps is None):
+            raise self._ended()
+        return not self.is_apart and not vote.missing and vote.graph[0] == vote.graph[1]
+
+    def alone(self, known: dict[Any, Alone | None]) -> Alone:
+        """The ranks have come apart: who is helped.
+
+        Args:
+            known: what came of such meetings before, on all ranks alike.
+
+        Raises:
+            CannotBeFollowed: on all ranks; their steps are different ones.
+        """
+        if self.helps is None:
+            raise ValueError("nobody is helped")
+        path, calls = self.helps
+        places = tuple(self._control.gather((self._reads, path())))
+        if places not in known:
+            while len(known) >= MOST_KNOWN:
+                del known[first(known, "meeting")]
+            known[places] = helped(self._control.gather((self._reads, calls())))
+        self.is_apart, found = False, known[places]
+        if found is None:
+            raise self._ended()
+        return found
+
+    def _ended(self) -> CannotBeFollowed:
+        told = self._meet_eagerly(None)
+        return CannotBeFollowed(told or self._difference())
+
+    def _meet_eagerly(self, reason: str | None, looked: str = "") -> str:
+        """All ranks are here and learn why one of them cannot be followed."""
+        self.is_eager = True
+        mine = reason, zlib.crc32(torch.get_rng_state().numpy().tobytes()), self.was_told_draws(), looked
+        sides = self._control.gather(mine)
+        self.runs_again = any(told for _, _, told, _ in sides)
+        self.looked = max(looked for _, _, _, looked in sides)
+        if self.looked:
+            return self.looked
+        self.shared = self.find_shared()
+        if self.shared:
+            self.runs_again = True
+            self.reason = f"batch{', batch'.join(sorted(self.shared))} is no tensor of rows"
+            return self.reason
+        if (
+            len({state for _, state, _, _ in sides}) > 1 and self._context.streams is not None
+        ):  # all ranks draw the same
+            self._streams.enter_context(self._context.streams.active())
+            self._context.streams.select((), 0)
+        self.reason = next((told for told, _, _, _ in sides if told is not None), "")
+        return self.reason
+
+    def _difference(self) -> str:
+        """What the ranks' steps do not have in common, in words.
+
+        Raises:
+            RankDisagreementError: on every rank; it is a number of one and the same call.
+        """
+        sides = self._control.gather(self.calls())
+        for rank, side in enumerate(sides):
+            for mine, its in itertools.zip_longest(sides[0], side):
+                if mine == its:
+                    continue
+                if mine is None or its is None or mine.what != its.what:
+                    return f"the ranks call different things: rank 0 {_told(mine)}, rank {rank} {_told(its)}"
+                raise RankDisagreementError(
+                    f"{mine.name} at {mine.place} is given {mine.numbers} on rank 0 and {its.numbers} on rank {rank}: "
+                    "numbers and tensors that training_step makes must be the same on all ranks, which train one model "
+                    "(compute them from tensors of the batch, from what is logged, or from self.all_gather)"
+                )
+        return "the ranks' steps differ in tensors that they made themselves"
+
+
+class LookedAtRows(BaseException):
+    """Control flow, on all ranks: Python looks at what is a rank's own. No ``except Exception`` swallows it."""
+
+
+class Call(NamedTuple):
+    """A call of a step as the other ranks may be told of it.
+
+    Args:
+        what: all that ranks must have in common but for the numbers.
+        numbers: among its arguments, that are others in other steps; or what is the same of tensors with equal values.
+        name: of the function.
+        place: ``file:line``.
+    """
+
+    what: str
+    numbers: str
+    name: str
+    place: str
+
+
+def _told(call: Call | None) -> str:
+    return "is done" if call is None else f"calls {call.name} at {call.place}"
+
+
+class Done:
+    """The choice of a graph for a step whose Python is done, begun.
+
+    Args:
+        found: what this rank would run.
+        count: waits for the others.
+        met: says whether they would run the same.
+
+    Attributes:
+        found: as above.
+    """
+
+    def __init__(self, found: Found, count: Callable[[], Any], met: Callable[[Callable[[], Any]], bool]) -> None:
+        self.found = found
+        self._count, self._met = count, met
+        self._answer: Found | None = None
+
+    def result(self) -> Found:
+        """What all ranks run; no graph if they would not run the same.
+
+        Raises:
+            CannotBeFollowed: the ranks go on eagerly.
+        """
+        if self._answer is None:
+            same = self._met(self._count)
+            self._answer = self.found if same else dataclasses.replace(self.found, index=None)
+        return self._answer
+
+    def of(self, found: Found) -> Done:
+        """The same once the ranks have looked again."""
+        self.found = self._answer = found
+        return self
+
+
+def for_all_ranks(batch: Batch, rows: int, wires: Tripwires) -> tuple[Any, list[Tensor]]:
+    """A batch with what stands for its tensors, and for what is a rank's own; and the former.
+
+    Args:
+        batch: of this rank.
+        rows: of all ranks.
+        wires: what stands for what is a rank's own.
+    """
+    stand_ins: dict[int, Tensor] = {}
+    for index in batch.tensors:
+        live = batch.values[index]
+        if batch.is_shared(index):
+            stand_ins[index] = live
+            continue
+        stand_in = private.without_memory(global_spec(live, rows))
+        stand_ins[index] = stand_in.requires_grad_() if live.requires_grad else stand_in
+    count = 0
+
+    def leaf(path: str, value: Any) -> Any:
+        nonlocal count
+        position = count
+        count += len(leaves(value)) if batch.is_list_of_rows(value) else 1
+        if position in stand_ins:
+            return stand_ins[position]
+        refusal = batch.refusal(path, value)
+        return value if refusal is None else wires.stand_in(path, value, position, refusal)
+
+    tree = map_leaves(leaf, batch.tree, ends_at=batch.is_list_of_rows)
+    return tree, [stand_ins[index] for index in batch.tensors]
+
+
+class Fingerprints:
+    """What is the same of tensors with the same numbers: of those that the user's code makes on each rank itself."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+
+    def of(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+        """Of these tensors; numbers that were looked at before are not looked at again, nor large ones that changed."""
+        return tuple([self._of(tensor) for tensor in tensors])
+
+    def _of(self, tensor: Tensor) -> int:
+        reference, version, found = self._known.get(id(tensor), (None, -1, 0))
+        is_known, now = reference is not None and reference() is tensor, private.version_of(tensor)
+        if is_known and (0 <= now == version or tensor.nbytes > _LARGE):
+            return found
+        found = zlib.crc32(array_of(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
+        self._known[id(tensor)] = weakref.ref(tensor), now, found
+        if len(self._known) > _MOST_KNOWN:
+            self._known = {k: v for k, v in self._known.items() if v[0]() is not None}
+        return found

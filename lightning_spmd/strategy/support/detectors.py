@@ -1,0 +1,263 @@
+"""Detects the features of a run at setup: one function a feature, which answers in the user's own names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchSyncBatchNorm
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.tensor import DTensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.several_optimizers import shared_parameters
+from lightning_spmd.messages import place_of
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import is_torchs_own
+
+
+@dataclass(frozen=True)
+class Context:
+    """What detectors look at.
+
+    Args:
+        trainer: the Trainer.
+        module: the LightningModule.
+        optimizers: its optimizers.
+        in_graphs: steps of optimizers must be in graphs, whatever class they are of: state is sharded over the ranks,
+            or not what optimizers take it for.
+    """
+
+    trainer: Any
+    module: LightningModule
+    optimizers: list[Any]
+    in_graphs: bool = False
+
+
+Detector = Callable[[Context], str | None]
+
+
+# ---------------------------------------------------------------------- detectors
+GRADIENT_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+def _overrides(context: Context, hooks: Iterable[str]) -> str | None:
+    for hook in hooks:
+        if is_overridden(hook, context.module, LightningModule):
+            return f"{type(context.module).__name__}.{hook} is overridden{place_of(getattr(context.module, hook))}"
+        for callback in context.trainer.callbacks:
+            if hasattr(Callback, hook) and is_overridden(hook, callback, Callback):
+                return f"callback {type(callback).__name__}.{hook} is overridden{place_of(getattr(callback, hook))}"
+    return None
+
+
+def gradient_hooks(context: Context) -> str | None:
+    """Hooks that look at gradients between backward and step."""
+    if not context.module.automatic_optimization:
+        return None
+    return _overrides(context, GRADIENT_HOOKS)
+
+
+def clipping_override(context: Context) -> str | None:
+    """Clipping of the user's own; by hand it is called by the user alone."""
+    if not context.module.automatic_optimization:
+        return None
+    return _overrides(context, ("configure_gradient_clipping",))
+
+
+def zero_grad_override(context: Context) -> str | None:
+    """Zeroing of gradients in a way of its own; by hand nobody calls that."""
+    if not context.module.automatic_optimization:
+        return None
+    return _overrides(context, ("optimizer_zero_grad",))
+
+
+def backward_override(context: Context) -> str | None:
+    """A backward pass of the user's own."""
+    return _overrides(context, ("backward",))
+
+
+def autograd_hooks(context: Context) -> str | None:
+    """Hooks on the gradients of parameters or modules."""
+    hooked = [f"{name}{place_of(hook)}" for name, hook in private.autograd_hooks(context.module)]
+    return f"autograd hooks are registered on {', '.join(hooked[:3])}" if hooked else None
+
+
+def optimizer_hooks(context: Context) -> str | None:
+    """Hooks around ``optimizer.step()``."""
+    return _step_hooks(context) if context.module.automatic_optimization else None
+
+
+def _step_hooks(context: Context) -> str | None:
+    hooked = [(o, hook) for o in context.optimizers for hook in private.step_hooks(o)]
+    return f"{type(hooked[0][0]).__name__} has step hooks{place_of(hooked[0][1])}" if hooked else None
+
+
+def needs_closure(context: Context) -> str | None:
+    """Optimizers that call the closure themselves, such as LBFGS, where their step must be in a graph."""
+    for optimizer in context.optimizers if context.in_graphs else ():
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        if (
+            parameters
+            and parameters[0].default is inspect.Parameter.empty
+            and parameters[0].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        ):
+            return f"{type(optimizer).__name__}.step{place_of(type(optimizer).step)} evaluates the closure itself"
+    return None
+
+
+def own_optimizer(context: Context) -> str | None:
+    """An optimizer that is none of torch's own: its step is Python that runs, with the closure."""
+    if context.in_graphs or not context.module.automatic_optimization:
+        return None
+    for optimizer in context.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer) and not is_torchs_own(optimizer):
+            step: Any = vars(optimizer).get("step", type(optimizer).step)
+            return f"{type(optimizer).__name__}.step{place_of(step)} is no step of torch's own that is known"
+    return None
+
+
+def by_hand_eagerly(context: Context) -> str | None:
+    """What keeps manual optimization (``automatic_optimization=False``) from being a graph."""
+    module = context.module
+    if module.automatic_optimization:
+        return None
+    found = _overrides(context, GRADIENT_HOOKS[1:]) or _step_hooks(context)  # nothing calls on_before_zero_grad
+    if found is None and getattr(context.trainer.precision_plugin, "scaler", None) is not None:
+        found = "the precision scales the loss"
+    if found is None and not any(isinstance(o, torch.optim.Optimizer) for o in context.optimizers):
+        found = f"configure_optimizers{place_of(module.configure_optimizers)} returned no optimizer"
+    if found is None and (shared := shared_parameters(context.optimizers)):
+        names = [name for name, p in module.named_parameters() if p is shared[0]]
+        found = f"{first(names, 'name') if names else 'a parameter'} is in two optimizers"
+    where = f"{type(module).__name__}.training_step{place_of(module.training_step)}"
+    return None if found is None else f"{where} optimizes manually, and {found}"
+
+
+def no_optimizer(context: Context) -> str | None:
+    """Nothing that updates parameters."""
+    real = [o for o in context.optimizers if isinstance(o, torch.optim.Optimizer)]
+    if any(not private.is_no_optimizer(o) for o in real) or not context.module.automatic_optimization:
+        return None
+    return f"configure_optimizers{place_of(context.module.configure_optimizers)} returned no optimizer"
+
+
+def dataloader_iter(context: Context) -> str | None:
+    """A step that fetches its own data."""
+    names = inspect.signature(context.module.training_step).parameters
+    taken = f"training_step{place_of(context.module.training_step)} takes dataloader_iter"
+    return taken if "dataloader_iter" in names else None
+
+
+def detect_anomaly(context: Context) -> str | None:
+    """Trainer's anomaly detection."""
+    return "Trainer(detect_anomaly=True)" if private.detects_anomaly(context.trainer) else None
+
+
+def foreign_scaler(context: Context) -> str | None:
+    """Mixed precision with a scaler of a class that this package does not know."""
+    scaler = getattr(context.trainer.precision_plugin, "scaler", None)
+    known = scaler is None or type(scaler) in private.SCALERS
+    return None if known else f"loss scaling by {type(scaler).__module__}.{type(scaler).__name__}"
+
+
+def foreign_precision(context: Context) -> str | None:
+    """Precision plugins that this package does not know."""
+    known = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+    plugin = context.trainer.precision_plugin
+    return None if type(plugin) in known else f"precision plugin {type(plugin).__name__}"
+
+
+def foreign_accelerator(context: Context) -> str | None:
+    """Devices that this package does not know."""
+    kind = context.trainer.strategy.root_device.type
+    return None if kind in ("cpu", "cuda") else f"accelerator {kind!r}"
+
+
+def foreign_layer_sync(context: Context) -> str | None:
+    """Layer-sync plugins that this package does not know."""
+    sync = private.layer_sync(context.trainer.strategy)
+    return None if sync is None or type(sync) is TorchSyncBatchNorm else f"layer sync plugin {type(sync).__name__}"
+
+
+def pruning(context: Context) -> str | None:
+    """Pruning, which replaces parameters."""
+    return "callback ModelPruning" if any(isinstance(c, ModelPruning) for c in context.trainer.callbacks) else None
+
+
+def scripted(context: Context) -> str | None:
+    """Submodules that torch.jit compiled: they run without Python, and their tensors cannot be exchanged."""
+    found = [name for name, part in context.module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    return f"{', '.join(found[:3])} is a torch.jit.ScriptModule" if found else None
+
+
+def averaging_of_parts(context: Context) -> str | None:
+    """Callbacks that average weights, where weights are in parts."""
+    if not any(isinstance(p, DTensor) for p in context.module.parameters()):
+        return None
+    kinds = (StochasticWeightAveraging, WeightAveraging)
+    found = [type(c).__name__ for c in context.trainer.callbacks if isinstance(c, kinds)]
+    return f"callback {found[0]}, with parameters in parts on the ranks" if found else None
+
+
+# ---------------------------------------------------------------------- who reads p.grad
+_LATE_HOOKS = (
+    "on_before_zero_grad",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "optimizer_step",
+    "lr_scheduler_step",
+)
+
+
+def late_gradient_readers(context: Context) -> str | None:
+    """Hooks between two steps whose code, or a function of the user's that it calls, names ``.grad``."""
+    if not context.module.automatic_optimization:
+        return None
+    for owner in (context.module, *context.trainer.callbacks):
+        for hook in _LATE_HOOKS:
+            method: Any = getattr(owner, hook, None)
+            method = getattr(method, "__wrapped__", method)  # it may be behind a fence
+            method = getattr(method, "__func__", method)
+            if isinstance(method, FunctionType) and _names_grad(method, type(owner)):
+                return f"{type(owner).__name__}.{hook}{place_of(method)} reads p.grad"
+    return None
+
+
+def _names_grad(function: FunctionType, owner: type) -> bool:
+    if not _is_users(function):
+        return False
+    names = set(_names(function.__code__))
+    if "grad" in names:
+        return True
+    called = [function.__globals__.get(name, getattr(owner, name, None)) for name in names]
+    functions = [c for c in called if isinstance(c, FunctionType) and c is not function]
+    return any(_is_grad_utility(c) or (_is_users(c) and "grad" in _names(c.__code__)) for c in functions)
+
+
+def _is_users(function: FunctionType) -> bool:
+    return not function.__module__.startswith(("lightning.pytorch.", "lightning_spmd.", "torch."))
+
+
+def _is_grad_utility(function: FunctionType) -> bool:
+    return function.__module__ == "lightning.pytorch.utilities.grads"
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -1,0 +1,49 @@
+"""A row of the support matrix, and what was detected of it in a run."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from lightning_spmd.strategy.support.detectors import (
+    Detector,
+)
+
+
+class Mode(enum.StrEnum):
+    """How a training iteration runs."""
+
+    COMPILED = "compiled"
+    SPLIT = "split"
+    EAGER = "eager"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the matrix.
+
+    Args:
+        name: the flag, hook or callback, in Lightning's words.
+        mode: what the strategy does with it.
+        note: why, or what to know; for rejected features the fix.
+        test: test that backs the row (``file::name``).
+        detect: returns what it found (for the message), or None.
+    """
+
+    name: str
+    mode: Mode
+    note: str
+    test: str
+    detect: Detector | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A feature of this run that is not simply compiled."""
+
+    feature: Feature
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.feature.note}"

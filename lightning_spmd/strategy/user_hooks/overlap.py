@@ -1,0 +1,174 @@
+"""Whether the end of an iteration may run inside the next one: which code could look at the weights in between.
+
+Deferred work is done before anybody can see that it is missing: before validation, checkpoints, the end of an epoch, an
+exception's handlers. Hooks that run between any two batches, and are not known to leave weights alone, run behind a
+fence (``fence.py``). ``optimizer_step`` contains the step itself, which cannot run there: who overrides it switches
+overlap off. So does lowering, whose first runs all ranks make together, while behind a fence a rank finishes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.first import first
+from lightning_spmd.messages import warn
+from lightning_spmd.strategy.ranks.places import Borders
+
+CONTAINS_THE_STEP = "optimizer_step"
+_SCHEDULERS = "lr_scheduler_step"
+_MODULE_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    CONTAINS_THE_STEP,
+    _SCHEDULERS,
+    "on_validation_model_zero_grad",
+    "on_validation_model_eval",
+)
+_CALLBACK_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+# Lightning's own callbacks read weights through the strategy (ModelCheckpoint) or not at all; these are the exceptions.
+_READING_CALLBACKS = (WeightAveraging, LambdaCallback)
+_TRUSTED_PACKAGES = ("lightning.pytorch.callbacks", "lightning.pytorch.tuner", "lightning_spmd")
+
+
+def finish_in_time(trainer: Any, flush: Callable[[], None]) -> None:
+    """Make pending work finish before any callback of an epoch's end."""
+    if not any(isinstance(c, FinishPendingWork) for c in trainer.callbacks):
+        # the others learn of an exception before this rank waits for them
+        place = sum(isinstance(callback, Borders) for callback in trainer.callbacks[:1])
+        trainer.callbacks.insert(place, FinishPendingWork(flush))
+
+
+def hooks_between_batches(module: Any, trainer: Any) -> list[tuple[Any, str]]:
+    """What runs between batches and may read or write weights: whose method, and which."""
+    found = [(module, hook) for hook in _MODULE_HOOKS if is_overridden(hook, module)]
+    if trainer.lr_scheduler_configs and (module, _SCHEDULERS) not in found:
+        found.append((module, _SCHEDULERS))  # with functions of the user's in them
+    for callback in trainer.callbacks:
+        found += [(callback, hook) for hook in _CALLBACK_HOOKS if _may_read(callback, hook)]
+    foreign = [each for each in trainer.loggers if not type(each).__module__.startswith("lightning.pytorch.loggers")]
+    return found + [(logger, "log_metrics") for logger in foreign]
+
+
+def _may_read(callback: Any, hook: str) -> bool:
+    if hook in vars(callback):
+        return True
+    owner = first((kind for kind in type(callback).__mro__ if hook in vars(kind)), f"class with {hook}")
+    if owner is Callback:
+        return False
+    return issubclass(owner, _READING_CALLBACKS) or not owner.__module__.startswith(_TRUSTED_PACKAGES)
+
+
+def data_that_knows(module: nn.Module, loaders: Any) -> str | None:
+    """What of the training data, if it is loaded in this process, has the module or a weight of it; its class' name.
+
+    No fence is around loading: it would cost each of its operations some microseconds.
+
+    Args:
+        module: the LightningModule.
+        loaders: the training DataLoaders, nested as the user gave them.
+    """
+    storages = {private.storage_of(private.local_tensor(p.detach())) for p in module.parameters()}
+    for loader in private.pytree.tree_leaves(loaders):
+        parts: list[Any] = [loader]
+        if isinstance(loader, DataLoader):
+            if loader.num_workers > 0:  # its processes have copies
+                continue
+            parts = [loader.dataset, loader.sampler, loader.batch_sampler, loader.collate_fn]
+        for part in parts:
+            if _knows(part, module, storages, 4):
+                return type(part).__name__
+    return None
+
+
+def _knows(value: Any, module: nn.Module, storages: set[int], depth: int) -> bool:
+    if value is module:
+        return True
+    if isinstance(value, Tensor):
+        local = private.local_tensor(value.detach())
+        return local.layout is torch.strided and private.storage_of(local) in storages
+    if depth == 0 or isinstance(value, (str, bytes, int, float, Trainer)) or value is None:
+        return False
+    if isinstance(value, nn.Module):
+        return any(_knows(p, module, storages, 1) for p in value.parameters())
+    inside: list[Any] = []
+    if isinstance(value, (list, tuple, set, frozenset)):
+        inside = list(value)[:_MANY]
+    elif isinstance(value, dict):
+        inside = list(value.values())[:_MANY]
+    elif isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        inside = [value.__self__, value.__func__]
+    elif isinstance(value, FunctionType):
+        inside = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    elif hasattr(value, "__dict__"):
+        inside = list(vars(value).values())
+    return any(_knows(each, module, storages, depth - 1) for each in inside)
+
+
+_MANY = 64
+"""Items of a container that are looked at; a dataset may hold millions."""
+
+
+def explain(hooks: list[str], why: str, *, insisted: bool) -> str:
+    """What to tell a user whose hooks keep iterations apart.
+
+    Args:
+        hooks: as ``Class.hook``.
+        why: these cannot run behind a fence.
+        insisted: the user wants overlap all the same.
+    """
+    names = ", ".join(hooks[:3]) + (" and others" if len(hooks) > 3 else "")
+    if insisted:
+        return (
+            f"overlap_iterations=True: {names} may see weights without the updates that are still pending, for {why}; "
+            "use 'auto' or False if they look at weights"
+        )
+    return (
+        f"overlap_iterations='auto' is off: {names} may look at weights, and {why}. If they do not, "
+        "SPMDStrategy(overlap_iterations=True) makes training faster where the network is slow"
+    )
+
+
+class FinishPendingWork(Callback):
+    """The first callback of a run: brings the weights up to date before anybody's hook can look at them.
+
+    Args:
+        flush: does what is pending.
+    """
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._flush = flush
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before validation, also in mid-epoch."""
+        self._flush()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Before every other hook of the epoch's end."""
+        self._flush()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Before the last hooks."""
+        self._flush()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Before callbacks that save what is there. A rank that is gone cannot take part, which must not hide why."""
+        try:
+            self._flush()
+        except RuntimeError as error:
+            warn(f"the last weight updates could not be finished ({str(error).splitlines()[0]})")

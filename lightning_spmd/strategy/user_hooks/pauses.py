@@ -1,0 +1,228 @@
+"""Hooks on gradients in an iteration that pauses before its update: gradients are made when a hook looks at them.
+
+``on_after_backward`` and ``on_before_optimizer_step`` may read gradients, or change them, or do neither; nobody can
+tell before they have run. So they run in a pause of the iteration's graph, behind a fence: a mode of torch functions
+sees who asks a tensor for its ``grad``, and lets gradients be made first. Who only reads changes nothing about the rest
+of the graph; where gradients are others after the hooks, a graph of the update alone takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.stages import BuildOptions
+from lightning_spmd.stages.runtime.pausing import PausingExecutable
+from lightning_spmd.strategy.steps.eager_path import add_gradients
+from lightning_spmd.strategy.steps.loss_scaling import TrainersScaler
+from lightning_spmd.strategy.support.detectors import GRADIENT_HOOKS
+from lightning_spmd.strategy.user_hooks.fence import FencedHook
+
+PATIENCE = 4
+"""Steps in a row after whose hooks a graph could not go on, until two graphs take its place."""
+_BEFORE_ZEROING = "on_before_zero_grad"
+
+
+def gradient_hooks_of(module: Any, trainer: Any) -> list[tuple[Any, str]]:
+    """Overridden hooks between the forward pass and the update: whose method, and which."""
+    found = [(module, hook) for hook in GRADIENT_HOOKS if is_overridden(hook, module, LightningModule)]
+    for callback in trainer.callbacks:
+        found += [(callback, hook) for hook in GRADIENT_HOOKS if is_overridden(hook, callback, Callback)]
+    return found
+
+
+def may_pause(options: BuildOptions, trainer: Any) -> bool:
+    """Whether graphs may pause for hooks on gradients: where that lets iterations overlap, which two graphs do not.
+
+    Clipping by the norm of all gradients waits for all of them anyway.
+
+    Args:
+        options: how graphs are built.
+        trainer: the Trainer.
+    """
+    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    return (
+        options.overlap_iterations is not False
+        and (options.lowering, options.cuda_graphs) == ("none", False)
+        and not trainer.gradient_clip_val
+        and trainer.accumulate_grad_batches == 1
+        and not schedulers
+        and TrainersScaler(trainer)() is None
+    )
+
+
+class Pauses:
+    """The pauses of one fit.
+
+    Args:
+        module: the LightningModule.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._fenced: list[FencedHook] = []
+        self._executable: PausingExecutable | None = None
+        self._given: dict[str, _Given] | None = None
+        self._behind_backward = False
+        self._hidden = False  # those of the step before were never made
+        self.in_vain = 0  # pauses in a row after which the graph could not go on
+
+    def put_fences(self) -> None:
+        """From now on hooks on gradients are seen."""
+        for owner, hook in gradient_hooks_of(self._module, self._module.trainer):
+            fence = _Former(self) if hook == _BEFORE_ZEROING else self
+            vars(owner)[hook] = fenced = FencedHook(fence, owner, hook)
+            self._fenced.append(fenced)
+
+    def take_away(self) -> None:
+        """All hooks are what they were."""
+        for fenced in self._fenced:
+            fenced.restore()
+        self._fenced.clear()
+
+    def unfenced(self) -> str | None:
+        """A hook on gradients that came later, or None."""
+        for owner, hook in gradient_hooks_of(self._module, self._module.trainer):
+            if not isinstance(vars(owner).get(hook), FencedHook):
+                return f"{type(owner).__name__}.{hook} is overridden"
+        return None
+
+    # ------------------------------------------------------------------ one step
+    def begin(self, executable: PausingExecutable) -> None:
+        """An iteration has paused."""
+        self._executable, self._given, self._behind_backward = executable, None, False
+
+    def ran_eagerly(self) -> None:
+        """The forward pass was no graph's: gradients are real, and stay."""
+        self._executable, self._hidden = None, False
+
+    def backward(self) -> None:
+        """From now on gradients are there for who looks."""
+        self._behind_backward = True
+
+    def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a hook behind the fence."""
+        if self._executable is None or not self._behind_backward or self._given is not None:
+            return hook(*args, **kwargs)
+        with _SeesGradients(self._show):
+            return hook(*args, **kwargs)
+
+    def end(self) -> bool:
+        """After the hooks: whether the graph may go on; if not, gradients are in ``p.grad``."""
+        executable = self._executable
+        if executable is None:
+            return False
+        same = self._same() and executable.is_current
+        if not same:
+            self._show()
+            executable.drop()
+        self._hidden = self._given is None
+        self.in_vain = 0 if same else self.in_vain + 1
+        self._executable = None
+        return same
+
+    # ------------------------------------------------------------------ pieces
+    @property
+    def hidden(self) -> bool:
+        """Whether gradients of the step before should be there, and are not."""
+        return self._hidden
+
+    def _show(self) -> None:
+        """Let ``p.grad`` be what the backward pass of eager training leaves there."""
+        if self._given is not None or self._executable is None:
+            return
+        with private.disable_torch_functions():
+            operands = self._executable.operand_storages()
+            gradients = self._executable.gradients()
+            add_gradients(self._module, gradients)
+            self._given = {name: _Given(value, operands) for name, value in gradients.items()}
+
+    def _same(self) -> bool:
+        """Whether gradients are what the graph goes on with."""
+        given = self._given or {}
+        for name, parameter in self._module.named_parameters():
+            one = given.get(name)
+            if parameter.grad is not (one and one.value) or (one is not None and not one.reaches_the_graph()):
+                return False
+        return True
+
+
+class _Former:
+    """The fence around ``on_before_zero_grad``, where the gradients of the step before are still there."""
+
+    def __init__(self, pauses: Pauses) -> None:
+        self._pauses = pauses
+
+    def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the hook; gradients that were never made cannot be any more."""
+        if not self._pauses.hidden:
+            return hook(*args, **kwargs)
+
+        def refuse() -> None:
+            raise ConfigurationError(
+                f"{_BEFORE_ZEROING} looks at p.grad of the step before, which strategy='spmd' did not find in its code "
+                "and so did not keep. Look at gradients in on_after_backward or on_before_optimizer_step, or use "
+                "SPMDStrategy(overlap_iterations=False)"
+            )
+
+        with _SeesGradients(refuse):
+            return hook(*args, **kwargs)
+
+
+class _Given:
+    """A gradient that hooks were given.
+
+    Args:
+        value: the gradient.
+        storages: memory that the update reads; what is written elsewhere is found by comparison with a copy.
+    """
+
+    def __init__(self, value: Tensor, storages: set[int]) -> None:
+        local = private.local_tensor(value)
+        self.value = value
+        self._place = local.data_ptr()
+        self._before = None if private.storage_of(local) in storages else local.clone()
+
+    def reaches_the_graph(self) -> bool:
+        """Whether the update finds what the gradient is now; ``p.grad.data = x`` gives it another memory."""
+        if self._before is not None:
+            return _alike(self.value, self._before)
+        return private.local_tensor(self.value).data_ptr() == self._place
+
+
+def _alike(value: Tensor, before: Tensor) -> bool:
+    local = private.local_tensor(value)
+    return bool(((local == before) | (local.isnan() & before.isnan())).all())
+
+
+_LOOKS = frozenset((Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.__deepcopy__))  # type: ignore[attr-defined]
+
+
+_ASSIGNS = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _SeesGradients(TorchFunctionMode):
+    """Calls ``look`` when somebody asks a tensor for its gradient."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS:
+            self._look()
+        if func == _ASSIGNS and isinstance(args[0], DTensor):  # torch changes nothing then, and says nothing
+            raise ConfigurationError(
+                "a hook on gradients assigns .data of a tensor that is in parts (a DTensor), which has no effect; "
+                "write p.grad.copy_(x), or p.grad = x, instead of p.grad.data = x"
+            )
+        return func(*args, **(kwargs or {}))
