@@ -104,7 +104,7 @@ class RunContext:
 
     Args:
         module: the LightningModule.
-        optimizer: its optimizer; None where nothing is trained (``strategy.steps.evaluation``).
+        optimizer: its optimizer; None where nothing is trained (``steps.evaluation``).
         trainer: the Trainer.
         mesh: the mesh; None on one device.
         control: host messages among the ranks; None on one device.
