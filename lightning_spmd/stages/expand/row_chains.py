@@ -42,6 +42,8 @@ _WIDE = 0.4
 """What has this share of the product's elements is wide; a shift by one position leaves a little less than all."""
 _NARROW = 16
 """Numbers a row that are followed: maxima, sums of exponentials, the score of the target."""
+IN_LOOP = "in_loop"
+"""Key in ``node.meta`` of what a loop over chunks was written of."""
 _LONGEST = 400
 """Nodes of a chain, at most: what reaches through a network is none."""
 
@@ -338,14 +340,19 @@ class _Following:
         for node in reversed(self.order):  # what is as wide and made for the chain alone: smoothed targets
             spec = node.meta.get("val")
             alike = node.op == "call_function" and isinstance(spec, TensorSpec) and spec.numel in sizes
-            if alike and node.users and is_pure(node) and found.issuperset(node.users):
+            if alike and node.users and node.target not in _PRODUCTS and is_pure(node) and found.issuperset(node.users):
                 found.add(node)
         for node in self.order:  # results of operators that have several
             if node.target is operator.getitem and node.args[0] in found:
                 found.add(node)
-        if len(found) > _LONGEST:
-            raise NoChain("what is made of it for every row is read by most of the network")
+        if len(found) > _LONGEST or any(self._goes_on(node) for node in found):
+            raise NoChain("what is made of it for every row is read by further layers")
         return tuple(n for n in self.order if n in found)
+
+    def _goes_on(self, node: fx.Node) -> bool:
+        """Whether a node is of another layer, or of another loop."""
+        further = node.target in _PRODUCTS and info_of(node).section is Section.FORWARD and node is not self.product
+        return further or IN_LOOP in node.meta
 
     def _check(self, nodes: Iterable[fx.Node]) -> None:
         roots, inside = storage_roots(self.product.graph), set(nodes)

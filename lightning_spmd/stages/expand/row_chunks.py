@@ -51,6 +51,7 @@ from lightning_spmd.stages.expand.emit import Emitter
 from lightning_spmd.stages.expand.ignored_rows import ignore_instead_of_cutting
 from lightning_spmd.stages.expand.propagate import Propagation
 from lightning_spmd.stages.expand.row_chains import (
+    IN_LOOP,
     Chain,
     NoChain,
     Writer,
@@ -307,6 +308,7 @@ class _Loop:
                 new.meta.pop("placements", None)
                 origin = program.origins[node].meta
                 new.meta.update((key, origin[key]) for key in ("placements", SUBJECT) if key in origin)
+                new.meta[IN_LOOP] = True
                 if is_uneven:
                     new.meta["rank_dependent"] = True
                 if backward and info_of(new).section is Section.FORWARD:

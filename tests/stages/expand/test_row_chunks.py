@@ -203,17 +203,23 @@ def test_nothing_wide_is_left_alone() -> None:
     assert str(done.graph_module.graph) == before
 
 
-def test_a_layer_inside_a_network_is_no_loss() -> None:
-    def step(m: nn.Module, x: Tensor) -> Tensor:
-        return m(x).square().mean()
+def test_layers_below_the_head_stay_as_they_are() -> None:
+    """One that is as wide as the head, in front of it: it is not split, neither alone nor over the loop of the loss."""
+
+    class Deep(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, CLASSES), nn.Linear(CLASSES, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.down(F.gelu(self.up(self.table(x)))))
 
     torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 64), nn.Linear(64, 8)
-    )
-    made = capture_module(network, step, [torch.randn(16, 8)])[0]
-    (remark,) = build(made, (), BuildOptions(loss_chunks=4)).remarks
-    assert "stays whole" in remark or "chunks" in remark
+    batch = [torch.randint(CLASSES, (8, LENGTH)) for _ in range(2)]
+    remark = sides(capture_module(Deep(), lambda m, x, y: flat(m(x), y), batch))[2]
+    assert remark.count("is computed in 4 chunks") == 1
+    alone = sides(capture_module(Deep(), lambda m, x, y: m.down(F.gelu(m.up(m.table(x)))).square().mean(), batch))[2]
+    assert "stays whole" in alone
 
 
 def test_where_logits_are_the_peak_chunks_are_proposed() -> None:
