@@ -125,8 +125,8 @@ class OneRankBranches(Quiet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        if self.global_rank == 1 and loss > 100.0:
-            loss = loss * 2
+        if self.global_rank == 1:
+            loss.detach().untyped_storage()
         return loss
 
 
