@@ -52,7 +52,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "a word in a call may be another one",
         CAPTURE,
-        "stages/capture/follow/fitting.py",
+        "stages/capture/follow/matching.py",
         'yield f"type({there}) is {kind.__name__} and {there} == {value!r}"',
         'yield f"type({there}) is {kind.__name__}"',
         (FOLLOWED,),
@@ -60,7 +60,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "nothing and less than nothing are one number",
         CAPTURE,
-        "stages/capture/follow/fitting.py",
+        "stages/capture/follow/matching.py",
         "return one == other and math.copysign(1.0, one) == math.copysign(1.0, other)",
         "return one == other",
         (FOLLOWED,),
@@ -68,7 +68,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "a call without gradients is taken for one with them",
         CAPTURE,
-        "stages/capture/follow/fitting.py",
+        "stages/capture/follow/matching.py",
         '        yield f"grad() is {around.grad}"\n',
         "",
         (FOLLOWED,),

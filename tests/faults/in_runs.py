@@ -85,7 +85,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "ranks run different graphs at a time",
         AGREEMENT,
-        "strategy/graphs/choice.py",
+        "strategy/graphs/vote.py",
         "same = not vote.missing and vote.graph[0] == vote.graph[1]",
         "same = not vote.missing",
         ("tests/strategy/test_guards.py", "tests/strategy/test_batches.py", "tests/strategy"),
@@ -93,7 +93,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "the vote on the number of rows is skipped",
         AGREEMENT,
-        "strategy/graphs/choice.py",
+        "strategy/graphs/vote.py",
         "    if vote.rows[0] != vote.rows[1]:\n",
         "    if vote.rows[1] < 0:\n",
         ("tests/strategy/test_features.py::test_ranks_with_different", "tests/strategy/test_batches.py"),

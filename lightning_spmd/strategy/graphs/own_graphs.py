@@ -16,10 +16,10 @@ from lightning_spmd.stages.runtime.agreement import exchanges
 from lightning_spmd.stages.runtime.control import ControlPlane
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.graphs.building import GraphBuilder
-from lightning_spmd.strategy.graphs.choice import check_same_part, hash_of_step
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
+from lightning_spmd.strategy.graphs.vote import check_same_part, hash_of_step
 from lightning_spmd.strategy.ranks.places import Moment
 from lightning_spmd.strategy.steps.meeting import DONE, Done, Meeting
 

@@ -33,8 +33,8 @@ from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Qu
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
 from lightning_spmd.stages.capture.record.packing import parameter_names
-from lightning_spmd.stages.runtime.conversation import Conversation
 from lightning_spmd.stages.runtime.executor import Executable, Pending
+from lightning_spmd.stages.runtime.value_reads import Conversation
 from lightning_spmd.strategy.graphs.run_context import RunContext
 from lightning_spmd.strategy.steps.alone import Alone, program_for, read_alone, told_by
 from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs

@@ -28,11 +28,11 @@ from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.strategy.graphs.building import Beginning, GraphBuilder
-from lightning_spmd.strategy.graphs.choice import GraphVote, agreed
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt
 from lightning_spmd.strategy.graphs.own_graphs import OwnDone, OwnGraphs
 from lightning_spmd.strategy.graphs.run_context import Ran, RunContext, StepRequest
+from lightning_spmd.strategy.graphs.vote import GraphVote, agreed
 from lightning_spmd.strategy.ranks.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.ranks.places import Moment, training_moment
 from lightning_spmd.strategy.steps.as_before import AsBefore

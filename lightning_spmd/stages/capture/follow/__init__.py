@@ -2,7 +2,7 @@
 
 ``follower``      the modes of torch that see every call of a step: followed along a known path, or recorded
 ``notes``         what is known of a call: operands by where they come from, results, what is around it
-``fitting``       whether a call is the one that was noted, compiled for each note
+``matching``      whether a call is the one that was noted, compiled for each note
 ``placeholders``  tensors without memory in place of results, filled when a step is over
 ``sizes``         integers that are formulas of the sizes of batches; ``counts``: of sizes that values decide
 ``queue``         ``self.log`` and metric calls, made once the graph ran

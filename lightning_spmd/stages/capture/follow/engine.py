@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.stages.capture.follow.fitting import keeps_shapes
+from lightning_spmd.stages.capture.follow.matching import keeps_shapes
 from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 OVER = -1

@@ -38,8 +38,8 @@ from lightning_spmd.stages.capture.follow.counts import (
     specs_for,
 )
 from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall, Saving
-from lightning_spmd.stages.capture.follow.fitting import MISSED, compiled, keeps_shapes, never, numbers_that_differ
 from lightning_spmd.stages.capture.follow.functions import Functions
+from lightning_spmd.stages.capture.follow.matching import MISSED, compiled, keeps_shapes, never, numbers_that_differ
 from lightning_spmd.stages.capture.follow.memory import ARRAYS, Holders, Memory, is_foreign
 from lightning_spmd.stages.capture.follow.notes import (
     Fresh,

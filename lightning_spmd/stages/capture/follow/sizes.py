@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Dimension, Formula, Size, Sizes
-from lightning_spmd.stages.capture.follow.fitting import keeps_shapes, same_constant
+from lightning_spmd.stages.capture.follow.matching import keeps_shapes, same_constant
 from lightning_spmd.stages.capture.follow.notes import (
     SOURCES,
     At,
