@@ -239,7 +239,7 @@ def _found_plan(devices: int) -> Any:
     data = InOrder(samples(case.model, case.count), case.rows)
     result, _ = fit(module, data, strategy, devices, **{**case.flags(), "limit_val_batches": 1})
     split = sum(isinstance(p, DTensor) for p in module.parameters())
-    return result, strategy.state.layer_sharing.found, split, strategy.device_mesh.mesh_dim_names
+    return result, strategy.layer_sharing.found, split, strategy.device_mesh.mesh_dim_names
 
 
 def test_a_plan_is_found(two_ranks: RankPool) -> None:

@@ -23,7 +23,6 @@ PARTLY_EAGER = frozenset(
         "DataAssigned",
         "MetricWeighs",
         "MetricLogged",
-        "MetricCollections",
     ]
 )
 """Where Python runs once in each step and some steps, or all, are no graphs."""
