@@ -15,6 +15,7 @@ from torch._C import DisableTorchFunction
 from torch._functorch import eager_transforms as _transforms
 from torch._functorch import vmap as _vmap_package
 from torch.utils import checkpoint as _checkpoint
+from torchmetrics import Metric, MetricCollection
 
 _vmap = sys.modules["torch._functorch.vmap"] if callable(_vmap_package) else _vmap_package
 _KINDS = ("cpu", "cuda")
@@ -100,6 +101,8 @@ class UnseenCalls:
     def __init__(self) -> None:
         self._step: Any = None
         self._saved: Any = None
+        self.on_metric: Callable[[Any], None] | None = None
+        """Told of metrics that are made."""
 
         def enter(hooks: Any) -> None:
             _ENTER(hooks) if self._step is None else self._saved.enter(hooks, _ENTER)
@@ -148,6 +151,7 @@ class UnseenCalls:
             (_transforms, "_func_increment_nesting"),
         ):
             places.append((owner, name, self._after(vars(owner).get(name, getattr(owner, name)), name)))
+        places += [(kind, "__init__", self._making(kind.__init__)) for kind in (Metric, MetricCollection)]
         self._places = places
         self._before: list[Any] = []
 
@@ -178,6 +182,15 @@ class UnseenCalls:
         for (owner, name, replacement), value in zip(self._places, before, strict=False):
             if vars(owner).get(name) is replacement:
                 delattr(owner, name) if value is self else setattr(owner, name, value)
+
+    def _making(self, init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def made(metric: Any, *args: Any, **kwargs: Any) -> None:
+            init(metric, *args, **kwargs)
+            if self.on_metric is not None:
+                self.on_metric(metric)
+
+        return made
 
     def _after(self, function: Any, name: str) -> Any:
         original = function.__func__ if isinstance(function, staticmethod) else function

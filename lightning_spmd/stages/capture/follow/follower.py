@@ -436,7 +436,7 @@ class Step(TorchFunctionMode):
         was_told_draws: Python has read something behind random numbers.
         is_over: Python is done.
         has_transforms: there have been some of torch.func.
-        looks_closer: or hooks on what autograd saves: there is more around a call than what notes have.
+        looks_closer: or hooks on what autograd saves, or arrays: there is more around a call than what notes have.
         is_below: what is called now is seen by the dispatcher alone, within one.
         functions: Python of the user's that runs in backward passes.
         saved: what is around what autograd saves.
@@ -723,16 +723,17 @@ class Step(TorchFunctionMode):
             if self.memory.is_apart and not self.is_apart:
                 return self.for_good(func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
-        if (shared := self.memory.is_shared) and self.memory.look((args, kwargs or {})):
-            return self.for_good(func, args, kwargs or {})
         if self.looks_closer:
+            if self.memory.is_shared:
+                if self.memory.look((args, kwargs or {})):
+                    return self.for_good(func, args, kwargs or {})
+                if self.follower.kinds.get(func) == "call":  # what writes is compared there
+                    return self.called(func, args, kwargs or {})
             if self.has_transforms and private.in_transforms():
                 return func(*args, **kwargs) if kwargs else func(*args)
             if self._is_under_hooks(func):
                 return self.called(func, args, kwargs or {})
         for note in reversed(children := self.here.children):
-            if shared and note.writes:
-                continue
             if note.func is func and note.take is not None and (note.at is self._at or moved(note, self._at)):
                 found = note.take(self, args, kwargs)
                 if found is not MISSED:

@@ -38,6 +38,7 @@ class _Step(Protocol):
     notes: list[Note]
     sources: dict[int, Source]
     on_values: Callable[[], None]
+    looks_closer: bool
 
     @property
     def is_eager(self) -> bool: ...
@@ -149,7 +150,7 @@ class Memory:
         return root if live is None else private.storage_of(live)
 
     def _add(self, key: Any, memory: Tensor, source: Made | Given | None, *, foreign: bool) -> None:
-        self.is_shared = True
+        self.is_shared = self._step.looks_closer = True
         known = self._shared.get(key)
         if known is None:
             self._shared[key] = _Shared(memory, memory.clone(), source, foreign)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
@@ -217,16 +218,14 @@ class Queue:
         for path, metric in self._shadows.metrics:
             if not any(metric is other for other in self._shadows.computing):
                 self._shadow(path, metric)
-        for kind in (Metric, MetricCollection) if self.has_ranks else ():
-            self._put_on_class(kind)
+        private.UNSEEN.on_metric = self._made if self.has_ranks else None
         try:
             yield
         finally:
+            private.UNSEEN.on_metric = None
             while self._before:
                 owner, name, value = self._before.pop()
-                if isinstance(owner, type):
-                    setattr(owner, name, value)
-                elif value is _ABSENT:
+                if value is _ABSENT:
                     owner.pop(name, None)
                 else:
                     owner[name] = value
@@ -235,17 +234,10 @@ class Queue:
         for method in METHODS:
             self._put(metric, method, self._metric(path, metric, method))
 
-    def _put_on_class(self, kind: Any) -> None:
+    def _made(self, metric: Any) -> None:
         """Metrics that the step makes are queued, too."""
-        init = kind.__init__
-
-        def made(metric: Any, *args: Any, **kwargs: Any) -> None:
-            init(metric, *args, **kwargs)
-            if "update" not in [name for owner, name, _ in self._before if owner is vars(metric)]:
-                self._shadow(metric, metric)
-
-        self._before.append((kind, "__init__", init))
-        kind.__init__ = made
+        if "update" not in [name for owner, name, _ in self._before if owner is vars(metric)]:
+            self._shadow(metric, metric)
 
     def _put(self, instance: Any, name: str, replacement: Any) -> None:
         attributes = vars(instance)
