@@ -40,7 +40,7 @@ from lightning_spmd.stages.capture.follow.counts import (
 from lightning_spmd.stages.capture.follow.engine import Begin, Engine, EngineCall, Saving
 from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.matching import MISSED, compiled, keeps_shapes, never, numbers_that_differ
-from lightning_spmd.stages.capture.follow.memory import ARRAYS, Holders, Memory, is_foreign
+from lightning_spmd.stages.capture.follow.memory import ARRAYS, Holders, Memory, is_foreign, is_plain
 from lightning_spmd.stages.capture.follow.notes import (
     Fresh,
     Given,
@@ -1808,7 +1808,7 @@ class Step(TorchFunctionMode):
                 is_bound = is_call and not self.memory.has(list(met.values()))
                 note.take = compiled(note, *arguments) if is_bound else never
                 if is_bound and not note.anew:
-                    self.follower.bound |= {(note.number, n): t for n, t in met.items() if t.is_cpu}
+                    self.follower.bound |= {(note.number, n): t for n, t in met.items() if is_plain(t)}
         self.memory.let_go()
 
     def source_if_known(self, tensor: Tensor) -> Source | None:

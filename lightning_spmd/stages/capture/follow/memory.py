@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
@@ -77,10 +77,11 @@ class _Shared:
 
 def is_foreign(tensor: Tensor) -> bool:
     """Whether a tensor's memory came from outside of torch, or NumPy has been given it."""
-    return _is_plain(tensor) and not tensor.untyped_storage().resizable()
+    return is_plain(tensor) and not tensor.untyped_storage().resizable()
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is one of the host that NumPy takes."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
 
 
@@ -176,7 +177,9 @@ class Memory:
         )
 
     def begin(self, known: Iterable[Tensor]) -> bool:
-        """Whether none of the tensors from outside that earlier steps have met is anybody else's now."""
+        """Whether none of the plain tensors from outside that earlier steps have met is anybody else's now."""
+        if all(map(UntypedStorage.resizable, map(Tensor.untyped_storage, known))):  # asked in each step of each tensor
+            return True
         found = [tensor for tensor in known if is_foreign(tensor)]
         if found:
             self._step.on_values()
@@ -185,7 +188,7 @@ class Memory:
     # ------------------------------------------------------------------ it is handed out
     def hand_out(self, tensor: Tensor) -> None:
         """That of a live tensor, by a pointer or the like."""
-        if _is_plain(tensor):
+        if is_plain(tensor):
             with self._beside():
                 self._add_live(tensor, foreign=True)
 
@@ -193,9 +196,9 @@ class Memory:
         """The live tensor that one is, or is a view of; None of what the step has computed."""
         source = self._step.sources.get(id(tensor))
         if source is None:
-            return tensor.detach() if _is_plain(tensor) else None
+            return tensor.detach() if is_plain(tensor) else None
         live = self._step.live_of(self._root(source))
-        if live is None or not _is_plain(live):
+        if live is None or not is_plain(live):
             return None
         if type(source) is not Made:
             return live.detach()
@@ -262,7 +265,7 @@ class Memory:
                 if source is not None:
                     if self.is_shared:
                         keys.add(self._key(source))
-                elif _is_plain(tensor):
+                elif is_plain(tensor):
                     key = private.storage_of(tensor)
                     keys.add(key)
                     if key not in self._shared and is_foreign(tensor):
