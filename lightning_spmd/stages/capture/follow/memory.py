@@ -341,6 +341,8 @@ class Memory:
 
     def sync(self) -> None:
         """What is written into arrays is in the tensors, and the other way round; autograd does not hear of it."""
+        if not self._pairs:
+            return
         with private.no_torch_functions(), private.disable_dispatch_modes(), torch.no_grad():
             for tensor, shared in self._pairs:
                 if shared.has_changed:
