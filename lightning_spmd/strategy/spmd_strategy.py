@@ -23,7 +23,7 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.parallel_plan import check_data_parallel
 from lightning_spmd.strategy.checkpoints.saving import SavingStrategy
-from lightning_spmd.strategy.checkpoints.whole_state import save_as_ever, save_only_whole
+from lightning_spmd.strategy.checkpoints.whole_steps import save_as_ever, save_only_whole
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, GraphSettings
 from lightning_spmd.strategy.options import (
     check_offload,

@@ -101,7 +101,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "graphs of the ranks are not compared",
         AGREEMENT,
-        "stages/runtime/agreement.py",
+        "stages/runtime/same_graphs.py",
         "if len(set(control.gather(digest))) == 1:",
         "if control.gather(digest):",
         ("tests/stages/runtime/test_agreement.py",),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_spmd.strategy.ranks import missing_ranks as awaited
-from lightning_spmd.strategy.ranks.missing_ranks import saying_whom
+from lightning_spmd.strategy.ranks import waiting_at_start as awaited
 from lightning_spmd.strategy.ranks.rendezvous import meet_first, not_come
+from lightning_spmd.strategy.ranks.waiting_at_start import saying_whom
 from tests.helpers.ranks import free_port
 
 HERE, SOON = "127.0.0.1", timedelta(seconds=1)

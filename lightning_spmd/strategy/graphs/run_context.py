@@ -27,7 +27,7 @@ from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.lowering import LoweringContext
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.stages.runtime.waiting import WaitMeter
-from lightning_spmd.strategy.checkpoints.whole_state import Wholeness
+from lightning_spmd.strategy.checkpoints.whole_steps import Wholeness
 from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.state.new_parameters import NewParameters
 from lightning_spmd.strategy.steps.loss_scaling import TrainersScaler

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_spmd.errors import BatchError, RankDisagreementError, RankLostError
 from lightning_spmd.stages.runtime import peers
-from lightning_spmd.stages.runtime.peers import Peers, Process, is_communication_failure
+from lightning_spmd.stages.runtime.lost_ranks import Peers, Process, is_communication_failure
 
 GLOO = RuntimeError(
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:30641"
