@@ -91,7 +91,9 @@ def test_training_on_one_device(trainer: dict[str, Any]) -> None:
     assert "loss_chunks: the loss on module 'head' is computed in 4 chunks of rows, with " in line
 
 
-@pytest.mark.parametrize("options", [{"rematerialize": 0.9}, {"lowering": "inductor"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"rematerialize": 0.9}, pytest.param({"lowering": "inductor"}, marks=pytest.mark.long)], ids=str
+)
 def test_beside_other_options(options: dict[str, Any]) -> None:
     assert "in 4 chunks" in both(options, {})[0]
 

@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.stages.runtime import control, peers
+from lightning_spmd.stages.runtime import control, lost_ranks
 from tests.helpers.ranks import RankPool, environment, free_port
 from tests.helpers.training import QUIET
 from tests.strategy.losing import Ends
@@ -55,7 +55,8 @@ def _raising(how: str) -> tuple[str, str]:
     """Rank 1 raises and its process goes on, so that no connection breaks."""
     strategy = SPMDStrategy()
     trainer = L.Trainer(strategy=strategy, devices=2, max_epochs=1, limit_val_batches=0, callbacks=[Ends(how)], **QUIET)
-    with mock.patch.object(control, "LOOK_AROUND", timedelta(seconds=0.2)), mock.patch.object(peers, "PATIENCE", 0.3):
+    looks = mock.patch.object(control, "LOOK_AROUND", timedelta(seconds=0.2))
+    with looks, mock.patch.object(lost_ranks, "PATIENCE", 0.3):
         try:
             trainer.fit(Quiet(), loader_of(rows(64), 4))
         except Exception as error:

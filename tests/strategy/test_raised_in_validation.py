@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_spmd.stages.runtime import control, peers
+from lightning_spmd.stages.runtime import control, lost_ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
 from tests.strategy.small import Quiet, loader_of, rows
@@ -47,7 +47,8 @@ def _errors() -> list[str]:
 
 
 def _quickly() -> list[str]:
-    with mock.patch.object(control, "LOOK_AROUND", timedelta(seconds=0.2)), mock.patch.object(peers, "PATIENCE", 0.3):
+    looks = mock.patch.object(control, "LOOK_AROUND", timedelta(seconds=0.2))
+    with looks, mock.patch.object(lost_ranks, "PATIENCE", 0.3):
         return _errors()
 
 

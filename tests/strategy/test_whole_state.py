@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.stages.runtime import control, peers
+from lightning_spmd.stages.runtime import control, lost_ranks
 from lightning_spmd.stages.runtime.executor import Executable, Program
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
@@ -48,7 +48,8 @@ def _fit(folder: Path, callbacks: list[L.Callback], devices: int, **options: Any
 
 
 def _fit_impatiently(*args: Any, **options: Any) -> tuple[str, list[str]]:
-    with mock.patch.object(control, "LOOK_AROUND", timedelta(seconds=0.2)), mock.patch.object(peers, "PATIENCE", 0.3):
+    looks = mock.patch.object(control, "LOOK_AROUND", timedelta(seconds=0.2))
+    with looks, mock.patch.object(lost_ranks, "PATIENCE", 0.3):
         return _fit(*args, **options)
 
 

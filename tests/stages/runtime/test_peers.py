@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_spmd.errors import BatchError, RankDisagreementError, RankLostError
-from lightning_spmd.stages.runtime import peers
+from lightning_spmd.stages.runtime import lost_ranks
 from lightning_spmd.stages.runtime.lost_ranks import Peers, Process, is_communication_failure
 
 GLOO = RuntimeError(
@@ -29,7 +29,7 @@ def _child(code: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "PATIENCE", 0.3)
+    monkeypatch.setattr(lost_ranks, "PATIENCE", 0.3)
 
 
 def _three(*others: Process, store: Any = None, run: int = 1) -> list[Peers]:
