@@ -137,3 +137,12 @@ def test_private_names_of_other_packages_are_used_in_one_file_only(name: str) ->
 def test_the_public_names_are_exactly_these() -> None:
     assert set(lightning_spmd.__all__) == PUBLIC_NAMES
     assert all(hasattr(lightning_spmd, name) for name in PUBLIC_NAMES)
+
+
+def test_every_folder_of_the_package_is_one_and_in_a_wheel() -> None:
+    """What ``.gitignore`` names is left out of wheels, where a checkout has it still."""
+    folders = {file.parent for file in FILES.values()}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+    ignored = (PACKAGE.parent / ".gitignore").read_text().splitlines()
+    names = {folder.name for folder in folders}
+    assert [line for line in ignored if line.strip("/") in names and not line.startswith("/")] == []
