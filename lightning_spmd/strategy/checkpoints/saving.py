@@ -18,18 +18,24 @@ from typing_extensions import override
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages.runtime.control import Place
-from lightning_spmd.strategy.ranks.boundary import names_lost_ranks
-from lightning_spmd.strategy.checkpoints.state_dicts import is_distributed_checkpoint
 from lightning_spmd.strategy.checkpoints.folder_locks import Claims
-from lightning_spmd.strategy.checkpoints.intact import check_is_training, damage_of_file, damage_of_folder, damaged, why_unreadable
+from lightning_spmd.strategy.checkpoints.intact import (
+    check_is_training,
+    damage_of_file,
+    damage_of_folder,
+    damaged,
+    why_unreadable,
+)
+from lightning_spmd.strategy.checkpoints.state_dicts import is_distributed_checkpoint
+from lightning_spmd.strategy.checkpoints.whole_files import WholeFiles
+from lightning_spmd.strategy.ranks.boundary import names_lost_ranks
 from lightning_spmd.strategy.ranks.processes import ProcessStrategy
-from lightning_spmd.strategy.state.random_state import RandomState
 from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.ranks.requests import Requests
 from lightning_spmd.strategy.ranks.requeue import Requeue
 from lightning_spmd.strategy.ranks.slurm import SlurmLauncher, check_own_checkpoint
+from lightning_spmd.strategy.state.random_state import RandomState
 from lightning_spmd.strategy.state.state_layout import StateLayout
-from lightning_spmd.strategy.checkpoints.whole_files import WholeFiles
 from lightning_spmd.strategy.state.wide_state import keep_precision
 
 _CHECKPOINT_KEY = "lightning_spmd"
