@@ -42,7 +42,7 @@ from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.ranks.requeue import begin_requests, end_requests
 from lightning_spmd.strategy.state.layer_sharing import LayerSharing
 from lightning_spmd.strategy.state.memory import begin_alike, check_initialized
-from lightning_spmd.strategy.state.mixed_placements import whole_beside_parts
+from lightning_spmd.strategy.state.mixed_placements import mixed_placements_allowed
 from lightning_spmd.strategy.state.replaced_tensors import keeping_attributes
 from lightning_spmd.strategy.steps.evaluating import Evaluation
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
@@ -216,7 +216,7 @@ class SPMDStrategy(SavingStrategy):
             in_parts = lambda: self._layout.plan.needs_graphs or self._layout.save_distributed  # noqa: E731
             save_only_whole(trainer, lambda: self._training.iteration, alone=self.is_distributed, in_parts=in_parts)
         meet_at_borders(trainer, self._ranks.control)
-        self._claims.begin(trainer, self._ranks.control)
+        self._folder_locks.begin(trainer, self._ranks.control)
         self.requests, self._requeue = begin_requests(trainer, self._ranks.control, self._random)
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
@@ -233,7 +233,7 @@ class SPMDStrategy(SavingStrategy):
 
     @override
     def teardown(self) -> None:
-        self._claims.end()
+        self._folder_locks.end()
         private.UNSEEN.leave()
         private.leave_packing()
         module = self.lightning_module
@@ -282,7 +282,7 @@ class SPMDStrategy(SavingStrategy):
         if not self._training.give_gradients(module):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self._training.average_gradients(module)
-        with whole_beside_parts(module):
+        with mixed_placements_allowed(module):
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

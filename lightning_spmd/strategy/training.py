@@ -31,7 +31,7 @@ from lightning_spmd.strategy.notices.run_account import Accounts
 from lightning_spmd.strategy.ranks.places import compare_training_batches, meet_after_backward, meet_in_training
 from lightning_spmd.strategy.state.layer_sharing import LayerSharing
 from lightning_spmd.strategy.state.memory import gradients_of, tensors_on_other_devices
-from lightning_spmd.strategy.state.mixed_placements import whole_beside_parts
+from lightning_spmd.strategy.state.mixed_placements import mixed_placements_allowed
 from lightning_spmd.strategy.state.new_parameters import NewParameters
 from lightning_spmd.strategy.state.random_state import RandomState
 from lightning_spmd.strategy.state.state_layout import StateLayout
@@ -83,7 +83,7 @@ class Training:
         self._random = random
         self._modes = ModeOfRun()
         self._module: Any = None
-        self._newcomers: NewParameters | None = None
+        self._new_parameters: NewParameters | None = None
         self._stepping = False
         self._ran_forward = False
         self._backward_passes = 0  # of the current batch, on the eager path
@@ -104,7 +104,7 @@ class Training:
     def forget(self) -> None:
         """A new run, of whatever kind: what is told once in a run may be told again."""
         self._modes.begin()
-        self._newcomers = None
+        self._new_parameters = None
 
     def begin(self, module: Any) -> None:
         """Decide how to train; all ranks together.
@@ -136,12 +136,12 @@ class Training:
             )
         self.iteration = None
         self._overlapping.take_away()
-        self._newcomers = None if self._ranks.control is None else NewParameters(module, self._ranks.control)
+        self._new_parameters = None if self._ranks.control is None else NewParameters(module, self._ranks.control)
         if self.mode is Mode.EAGER:
             return
         overlaps, streams = self._overlapping.choose(module, self.mode), self._random.streams
         context = self._settings.of_training(
-            module, _as_one(trainer.optimizers, module), streams, self._newcomers, overlaps
+            module, _as_one(trainer.optimizers, module), streams, self._new_parameters, overlaps
         )
         self.iteration = TrainingIteration(
             dataclasses.replace(context, came_late=self._came_late, fenced=self._overlapping.fenced)
@@ -230,7 +230,7 @@ class Training:
             self._take_gradients(iteration)
         self._ran_eagerly = False
         if iteration is None:
-            meet_in_training(self._module, self._ranks.control, self._newcomers)
+            meet_in_training(self._module, self._ranks.control, self._new_parameters)
             return self._eagerly(eager, args, kwargs)
         variant = self._variant()
         self._drop_zeroed_gradients(iteration)
@@ -458,7 +458,7 @@ class Training:
     def _apply(self, iteration: TrainingIteration, optimizer: Optimizer) -> None:
         scaler = iteration.context.scaler
         scaler.unscale(optimizer, on_ranks=self._ranks.mesh is not None)
-        with whole_beside_parts(self._module):
+        with mixed_placements_allowed(self._module):
             private.after_closure(self._module.trainer.precision_plugin, self._module, optimizer)
         if self._pauses is not None:
             if self._pauses.end():

@@ -158,12 +158,15 @@ def nothing_lost(account: Account, job: Job) -> None:
 
 
 def _load_all(job: Job) -> None:
-    from lightning_spmd.strategy.checkpoints.distributed import Shelf, load_distributed
+    from lightning_spmd.strategy.checkpoints.distributed import CheckpointLayout, load_distributed
 
     for path in sorted(job.checkpoints.glob("*.ckpt")):
         if is_distributed_checkpoint(path):
             found = load_distributed(
-                path, Net(job.width), data_parallel_plan("replicate", reduce_gradients=False), Shelf(None, None, None)
+                path,
+                Net(job.width),
+                data_parallel_plan("replicate", reduce_gradients=False),
+                CheckpointLayout(None, None, None),
             )
         else:
             found = torch.load(path, weights_only=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages.capture.optimizer.bf16_updates import MASTER
-from lightning_spmd.strategy.notices import builds as telling
+from lightning_spmd.strategy.notices import builds
 from tests.helpers.modules import OPTIMIZERS, build_optimizer
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, fit
@@ -173,7 +173,7 @@ def test_checkpoints_of_other_updates_go_on(
     saver = L.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
     begun = trained(first, callbacks=(saver,), max_epochs=1, enable_checkpointing=True)
     told: list[str] = []
-    monkeypatch.setattr(telling, "tell", told.append)
+    monkeypatch.setattr(builds, "tell", told.append)
     resumed = trained(second, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
     assert len(begun.losses) + len(resumed.losses) == 12
     assert any("has no float32 masters" in text for text in told) == (second == MASTERS and first != MASTERS)

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from lightning_spmd.strategy.notices import builds as telling
+from lightning_spmd.strategy.notices import builds
 from tests.helpers.modules import OPTIMIZERS, build_optimizer
 from tests.helpers.training import InOrder, Result, assert_bitwise, fit
 from tests.strategy.small import ROWS, Quiet, rows
@@ -128,7 +128,7 @@ def test_the_price_of_a_step_that_may_be_skipped_is_told_once(
     monkeypatch: pytest.MonkeyPatch, optimizer: str, told: int
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(telling, "tell", said.append)
+    monkeypatch.setattr(builds, "tell", said.append)
     scaled(optimizer=optimizer, max_epochs=1)
     assert sum("with fused=True the optimizer skips it itself" in text for text in said) == told
 

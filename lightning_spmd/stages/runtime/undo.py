@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.random_states import TorchRandomState
 from lightning_spmd.ir.reads import ReadMiss
 from lightning_spmd.ir.signature import GraphInput, InputRole
 
@@ -34,8 +35,7 @@ def random_numbers_kept(*, draws: bool, always: bool = False) -> Iterator[None]:
     if not draws:
         yield
         return
-    host, ended = torch.get_rng_state(), always
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    before, ended = TorchRandomState(), always
     try:
         yield
     except ReadMiss:
@@ -43,9 +43,7 @@ def random_numbers_kept(*, draws: bool, always: bool = False) -> Iterator[None]:
         raise
     finally:
         if ended:
-            torch.set_rng_state(host)
-            if devices:
-                torch.cuda.set_rng_state_all(devices)
+            before.restore()
 
 
 @contextlib.contextmanager
@@ -89,8 +87,7 @@ class Before:
     def __init__(self, inputs: Sequence[GraphInput], values: Sequence[Any], *, all_of_them: bool = False) -> None:
         pairs = [(e, v) for e, v in zip(inputs, values, strict=True) if e.mutated and isinstance(v, Tensor)]
         self._kept = [(value, value.detach().clone()) for entry, value in pairs if all_of_them or can_be_undone(entry)]
-        self._host = torch.get_rng_state()
-        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._random = TorchRandomState()
 
     def apart(self, output: Any) -> Any:
         """What the run gave, in memory that is not put back."""
@@ -103,6 +100,4 @@ class Before:
         """Put them back."""
         for value, before in self._kept:
             value.detach().copy_(before)
-        torch.set_rng_state(self._host)
-        if self._devices:
-            torch.cuda.set_rng_state_all(self._devices)
+        self._random.restore()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.random_states import TorchRandomState
 from lightning_spmd.ir.source import ErrorsNamePlaces
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.stages.runtime.undo import wait_for_tensors_of
@@ -28,7 +29,7 @@ class Conversation:
         self.executable = executable
         streams = executable.state.streams
         self._streams = streams
-        self._random = _random_states() if executable.draws and streams is None else None
+        self._random = TorchRandomState() if executable.draws and streams is None else None
         self._stack = contextlib.ExitStack()
         if streams is not None:  # from here to the end torch's generators are the run's
             self._stack.enter_context(streams.active(draws=executable.draws))
@@ -72,9 +73,7 @@ class Conversation:
         if self._streams is not None:
             self._streams.tick -= 1
         if self._random is not None:
-            torch.default_generator.set_state(self._random[0])
-            if self._random[1]:
-                torch.cuda.set_rng_state_all(self._random[1])
+            self._random.restore()
 
     def _go_on(self, sent: Any) -> Sequence[Tensor] | None:
         with torch.no_grad(), private.disable_autocast(), private.disable_dispatch_modes(), ErrorsNamePlaces():
@@ -83,7 +82,3 @@ class Conversation:
             except StopIteration as end:
                 self._outputs = end.value
                 return None
-
-
-def _random_states() -> tuple[Tensor, list[Tensor]]:
-    return torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

@@ -46,11 +46,11 @@ _MODEL_OF_MODEL_PARALLEL = "state_dict"
 
 
 @dataclass(frozen=True)
-class Shelf:
-    """Where the parts of a distributed checkpoint lie while it is written or read.
+class CheckpointLayout:
+    """How tensors are laid out in a distributed checkpoint.
 
-    A distributed checkpoint knows ranges of dimensions. What a rank holds of a fused layer, or of one that two axes
-    split, is several ranges: such tensors are cut anew, into one range a rank, one tensor after the other.
+    The format stores one contiguous range of a tensor for each rank. A rank holds several ranges of a fused layer, and
+    of a layer that two axes split. Such tensors are sharded anew, one after the other, with one range for each rank.
 
     Args:
         state: the mesh of the run; None on one device.
@@ -81,22 +81,22 @@ class Shelf:
         return self.state.shard(self.flat.whole(tensor), placements)
 
 
-def save_distributed(checkpoint: dict[str, Any], path: Path, names: list[list[str]], shelf: Shelf) -> None:
+def save_distributed(checkpoint: dict[str, Any], path: Path, names: list[list[str]], layout: CheckpointLayout) -> None:
     """Write a checkpoint of which every rank holds a part; all ranks call it.
 
     Args:
         checkpoint: Lightning's, with sharded tensors.
         path: the folder, the same on all ranks.
         names: for each optimizer its parameters' names by number.
-        shelf: where the parts lie.
+        layout: how tensors are laid out in the file.
     """
-    group = shelf.group
+    group = layout.group
     first = dist.get_rank() == 0
     rest = dict(checkpoint)
     tensors: dict[str, Any] = {_MODEL: rest.pop("state_dict")}
     for index, optimizer in enumerate(rest.pop("optimizer_states", [])):
         tensors[f"{_OPTIMIZER}{index}"] = _by_name(optimizer, names[index])
-    tensors = tensors_changed(tensors, shelf.put)
+    tensors = tensors_changed(tensors, layout.put)
     folder = _on_the_first(path, group, lambda: _fresh(name_beside(path)))
     try:
         writer = _Writer(folder, single_file_per_rank=True)
@@ -162,14 +162,14 @@ def _by_name(optimizer: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     return {"state": {names[n]: values for n, values in optimizer["state"].items()}, "param_groups": groups}
 
 
-def load_distributed(path: Path, module: nn.Module, plan: ParallelPlan, shelf: Shelf) -> Any:
+def load_distributed(path: Path, module: nn.Module, plan: ParallelPlan, layout: CheckpointLayout) -> Any:
     """Read a distributed checkpoint into the layout of this run; all ranks call it.
 
     Args:
         path: the folder.
         module: whose ``state_dict`` says what is wanted, and how it lies.
         plan: how optimizer state lies.
-        shelf: where the parts lie.
+        layout: how tensors are laid out in the file.
 
     Returns:
         The checkpoint as Lightning knows it; optimizer states with numbers for parameters.
@@ -185,13 +185,13 @@ def load_distributed(path: Path, module: nn.Module, plan: ParallelPlan, shelf: S
     for flat, where in metadata.planner_data.items():
         entry = metadata.state_dict_metadata[flat]
         if where[0] != model:
-            _put(wanted, where, _target(entry, where, plan, shelf))
+            _put(wanted, where, _target(entry, where, plan, layout))
     current = module.state_dict(keep_vars=True)
     _check(path, current, metadata, model)
-    wanted[model] = {k: shelf.empty(v) if isinstance(v, Tensor) else v for k, v in current.items()}
-    state_dict_loader.load(wanted, storage_reader=reader, process_group=shelf.group, no_dist=shelf.group is None)
+    wanted[model] = {k: layout.empty(v) if isinstance(v, Tensor) else v for k, v in current.items()}
+    state_dict_loader.load(wanted, storage_reader=reader, process_group=layout.group, no_dist=layout.group is None)
     wanted[_MODEL] = wanted.pop(model)
-    _take(wanted, current, plan, shelf)
+    _take(wanted, current, plan, layout)
     checkpoint = torch.load(path / METADATA_FILE, map_location="cpu", weights_only=False)
     checkpoint["state_dict"] = wanted.pop(_MODEL)
     optimizers = [wanted[key] for key in sorted(wanted, key=lambda k: int(k.removeprefix(_OPTIMIZER)))]
@@ -200,31 +200,31 @@ def load_distributed(path: Path, module: nn.Module, plan: ParallelPlan, shelf: S
     return checkpoint
 
 
-def _target(entry: Any, where: tuple[Any, ...], plan: ParallelPlan, shelf: Shelf) -> Any:
+def _target(entry: Any, where: tuple[Any, ...], plan: ParallelPlan, layout: CheckpointLayout) -> Any:
     """What an entry of an optimizer's state is read into."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     value = torch.empty(entry.size, dtype=entry.properties.dtype)
-    if shelf.state is None or where[1] != "state":
+    if layout.state is None or where[1] != "state":
         return value
-    placements = placements_of_state(plan, shelf.state, where[2], where[3], value)
-    if shelf.flat is not None and is_sharded(placements):
-        return shelf.flat.shard(value, (CHUNK,))
-    return shelf.state.shard(value, placements)
+    placements = placements_of_state(plan, layout.state, where[2], where[3], value)
+    if layout.flat is not None and is_sharded(placements):
+        return layout.flat.shard(value, (CHUNK,))
+    return layout.state.shard(value, placements)
 
 
-def _take(loaded: dict[str, Any], current: Mapping[str, Any], plan: ParallelPlan, shelf: Shelf) -> None:
+def _take(loaded: dict[str, Any], current: Mapping[str, Any], plan: ParallelPlan, layout: CheckpointLayout) -> None:
     """Lay out what was read as the run has it."""
-    if shelf.flat is None or shelf.state is None:
+    if layout.flat is None or layout.state is None:
         return
     for name, live in current.items():
-        placements = shelf.state.placements_of(live) if isinstance(live, DTensor) else None
-        loaded[_MODEL][name] = shelf.take(loaded[_MODEL][name], placements)
+        placements = layout.state.placements_of(live) if isinstance(live, DTensor) else None
+        loaded[_MODEL][name] = layout.take(loaded[_MODEL][name], placements)
     for optimizer in (value for key, value in loaded.items() if key != _MODEL):
         for owner, values in optimizer.get("state", {}).items():
             for key, value in values.items():
                 if isinstance(value, Tensor):
-                    values[key] = shelf.take(value, placements_of_state(plan, shelf.state, owner, key, value))
+                    values[key] = layout.take(value, placements_of_state(plan, layout.state, owner, key, value))
 
 
 def _put(tree: dict[str, Any], where: tuple[Any, ...], value: Any) -> None:

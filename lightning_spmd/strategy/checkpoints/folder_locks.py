@@ -1,7 +1,7 @@
-"""Folder locks: only one run at a time writes checkpoints into a folder, and a second one notices before it trains.
+"""Folder locks: one run at a time writes checkpoints into a folder. A second run ends before it trains.
 
-Lightning numbers the folders of runs by what is there already, so two that begin at once get the same, and each
-replaces or deletes the other's files. The mark is a lock of the system's, which ends with its process.
+Lightning chooses the next free version number for a run's folder. Two runs that begin at once get the same number and
+would overwrite each other's files. The lock is the operating system's (``lockf``) and ends with its process.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _PATIENCE = 5.0
 """Seconds for a process that is just ending."""
 
 
-class Claims:
-    """The folders into which this process's run writes."""
+class FolderLocks:
+    """The folders that the run of this process has locked."""
 
     def __init__(self) -> None:
         self._held: dict[Path, tuple[int, bool]] = {}
 
     def begin(self, trainer: Any, control: ControlPlane | None) -> None:
-        """Claim the folders of a fit's checkpoint callbacks; rank 0 does, for all.
+        """Lock the folders of a fit's checkpoint callbacks. Rank 0 locks them for all ranks.
 
         Raises:
-            ConfigurationError: on every rank; another run that is alive writes into one.
+            ConfigurationError: on every rank, if another live run writes into one of them.
         """
         self.end()
         if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
             return
-        found = self._claim_all(trainer) if trainer.is_global_zero else None
+        found = self._lock_all(trainer) if trainer.is_global_zero else None
         if control is not None:
             found = control.gather(found, Place("the folders of checkpoints"))[0]
         if found is not None:
             raise ConfigurationError(found)
 
     def end(self) -> None:
-        """Leave the folders to others, as they were."""
+        """Release the folders, and remove those that were created for the lock and are still empty."""
         while self._held:
             folder, (handle, made) = self._held.popitem()
             with contextlib.suppress(OSError):
@@ -56,13 +56,13 @@ class Claims:
                 with contextlib.suppress(OSError):  # something was written
                     folder.rmdir()
 
-    def _claim_all(self, trainer: Any) -> str | None:
+    def _lock_all(self, trainer: Any) -> str | None:
         for callback in trainer.checkpoint_callbacks:
             given = getattr(callback, "dirpath", None)
             if given is None or "://" in str(given):
                 continue
             folder = Path(given).absolute()
-            who = self._claim(folder)
+            who = self._lock(folder)
             if who is not None:
                 return (
                     f"another run ({who}) is writing checkpoints into {folder}: each would replace or delete the "
@@ -71,8 +71,8 @@ class Claims:
                 )
         return None
 
-    def _claim(self, folder: Path) -> str | None:
-        """Who else has a folder; None: it is ours now, or cannot be marked, of which saving will say more."""
+    def _lock(self, folder: Path) -> str | None:
+        """Lock a folder and return None, or return who holds it. A folder that cannot be written is left to saving."""
         if folder in self._held:
             return None
         made, until = not folder.exists(), time.monotonic() + _PATIENCE

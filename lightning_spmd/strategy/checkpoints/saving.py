@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages.runtime.control import Place
-from lightning_spmd.strategy.checkpoints.folder_locks import Claims
+from lightning_spmd.strategy.checkpoints.folder_locks import FolderLocks
 from lightning_spmd.strategy.checkpoints.intact import (
     check_is_training,
     damage_of_file,
@@ -58,7 +58,7 @@ class SavingStrategy(ProcessStrategy):
         self._wide_state = wide_state
         self._layout = StateLayout(ranks, save_distributed=save_distributed_checkpoint)
         self._random = RandomState()
-        self._claims = Claims()
+        self._folder_locks = FolderLocks()
         self.requests: Requests | None = None  # of the current run
         self._requeue: Requeue | None = None
         self._resumed: dict[str, Any] | None = None  # this package's part of the checkpoint that was read

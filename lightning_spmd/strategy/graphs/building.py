@@ -37,12 +37,12 @@ from lightning_spmd.stages.runtime.same_graphs import agree_on, agree_on_exchang
 from lightning_spmd.stages.runtime.undo import Before
 from lightning_spmd.strategy.checkpoints.state_dicts import placements_of_state
 from lightning_spmd.strategy.graphs.first_step import with_state
-from lightning_spmd.strategy.graphs.live import live_state, options_of
+from lightning_spmd.strategy.graphs.live_inputs import live_state, options_of
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.graphs.one_for_all_sizes import as_all_ranks, generalized
 from lightning_spmd.strategy.graphs.prepared_optimizers import prepare
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext, StepRequest
-from lightning_spmd.strategy.notices.builds import Telling
+from lightning_spmd.strategy.notices.builds import BuildNotices
 from lightning_spmd.strategy.state.memory import check_writes
 from lightning_spmd.strategy.state.replaced_tensors import check_used
 from lightning_spmd.strategy.steps.reading import Beginnings
@@ -109,7 +109,7 @@ class GraphBuilder:
         self._gradients = gradients
         self.state_mesh = None if context.mesh is None else StateMesh(context.mesh)
         self._last_lowering = self._recorded()
-        self._telling = Telling()
+        self._notices = BuildNotices()
         self._beginnings = Beginnings(context, self._live_state)
         self._dumped: dict[int, Any] = {}
 
@@ -139,8 +139,8 @@ class GraphBuilder:
             for listener in self._context.listeners:
                 listener(event)
 
-        if self._context.newcomers is not None:
-            self._context.newcomers.share(frozenset() if request.program is None else request.program.handed())
+        if self._context.new_parameters is not None:
+            self._context.new_parameters.share(frozenset() if request.program is None else request.program.handed())
         executable, problem = known, None
         if known is None:
             tell("capture")
@@ -276,7 +276,7 @@ class GraphBuilder:
         if program is not None and program.samples:
             request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
         for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
-            self._telling.once(text)
+            self._notices.once(text)
 
         program = request.program
         if program is not None and program.samples:
@@ -291,7 +291,7 @@ class GraphBuilder:
             plan=context.plan(captured.variant),
             on_stage=lambda stage: tell(stage, None),
             on_result=lambda stage, step: self._dump(stage, step.graph_module, step.signature),
-            on_fallback=self._telling.of_fallback,
+            on_fallback=self._notices.of_fallback,
         )
         graphs, family, not_general = self._graphs(captured, request, split, make)
         if whole := state.whole_ones(graphs.main):
@@ -301,9 +301,9 @@ class GraphBuilder:
                 "data_parallel='replicate' or 'zero2'"
             )
         captured.guards.values.append(state.layout_guard(graphs.main))
-        self._telling.of_passes(captured, graphs)
+        self._notices.of_passes(captured, graphs)
         if not graphs.deferrable:
-            self._telling.of_overlap(captured, graphs)
+            self._notices.of_overlap(captured, graphs)
         finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
         executable = (functools.partial(PausingExecutable, pausing) if captured.variant.pauses else Executable)(
             captured,
@@ -316,7 +316,7 @@ class GraphBuilder:
                 context.company(captured.variant.method, self._dump_of(self.captures)),
                 context.waits.timing(as_python if samples_of(request) else self._last_lowering),
             ),
-            on_repairs=self._telling.of_repairs,
+            on_repairs=self._notices.of_repairs,
             asks=self._last_lowering is as_python,
             family=family,
         )
@@ -326,7 +326,7 @@ class GraphBuilder:
             check_used(values)
             check_writes(graphs.main.signature.inputs, values, context.module)
             if request.batch is not None and len(split) > 1:
-                self._telling.of_lists(request.batch, captured)
+                self._notices.of_lists(request.batch, captured)
         return executable
 
     def _graphs(
@@ -410,7 +410,7 @@ class GraphBuilder:
         if graphs.cleanup is not None and has_sizes(graphs.cleanup.graph_module.graph):  # they would be the next step's
             graphs = finish(captured, arranged, times, False, self._dump_of(number))
         self._check_agreement(graphs.main, captured)
-        self._telling.of_overlap(captured, graphs)
+        self._notices.of_overlap(captured, graphs)
         return graphs
 
     def _follow(self, captured: CapturedStep, cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:

@@ -115,7 +115,7 @@ class RunContext:
         dump_dir: where every stage's graph is written, or None.
         options: pass list and bucket size.
         plan: the parallel plan of a variant's graph.
-        newcomers: what joins the module in mid-run; None where nobody has to share it.
+        new_parameters: what joins the module in mid-run; None where nobody has to share it.
         bf16_updates: how weights of bfloat16 are updated.
         fenced: some rank may finish pending work alone, when a hook of its looks at a weight.
         batch: whether the ranks have one batch together or a batch each.
@@ -136,7 +136,7 @@ class RunContext:
     dump_dir: Path | None
     options: BuildOptions
     plan: Callable[[Variant], ParallelPlan]
-    newcomers: NewParameters | None = None
+    new_parameters: NewParameters | None = None
     bf16_updates: Updates = "plain"
     fenced: bool = False
     batch: BatchMode = "global"
@@ -218,7 +218,7 @@ class GraphSettings:
         module: Any,
         optimizer: Optimizer,
         streams: RandomStreams | None,
-        newcomers: NewParameters | None,
+        new_parameters: NewParameters | None,
         overlaps: bool | str,
     ) -> RunContext:
         """What graphs of training are made in.
@@ -227,10 +227,10 @@ class GraphSettings:
             module: the LightningModule.
             optimizer: its optimizer.
             streams: random numbers of several ranks.
-            newcomers: what joins the module in mid-run.
+            new_parameters: what joins the module in mid-run.
             overlaps: whether iterations may overlap, or ``"auto"``.
         """
-        context = self._context(module, optimizer, streams, self.dump_dir, overlaps, newcomers)
+        context = self._context(module, optimizer, streams, self.dump_dir, overlaps, new_parameters)
         return dataclasses.replace(context, batch=self.batch, waits=self.waits)
 
     def of_evaluation(self, module: Any, streams: RandomStreams | None) -> RunContext:
@@ -245,7 +245,7 @@ class GraphSettings:
         streams: RandomStreams | None,
         folder: Path | None,
         overlaps: bool | str,
-        newcomers: NewParameters | None,
+        new_parameters: NewParameters | None,
     ) -> RunContext:
         return RunContext(
             module=module,
@@ -260,7 +260,7 @@ class GraphSettings:
             dump_dir=folder,
             options=dataclasses.replace(self.options, overlap_iterations=overlaps),
             plan=self.ranks.plan,
-            newcomers=newcomers,
+            new_parameters=new_parameters,
             bf16_updates=self.bf16_updates,
         )
 

@@ -16,7 +16,7 @@ from lightning_spmd.stages.capture.batch.rows_of_rank import about_tensors, list
 from lightning_spmd.strategy.graphs.graph_table import creates_state
 
 
-class Telling:
+class BuildNotices:
     """Remembers what was told in one run."""
 
     def __init__(self) -> None:

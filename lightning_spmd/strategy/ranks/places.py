@@ -231,15 +231,16 @@ def compare_training_batches(module: Any, control: ControlPlane | None) -> None:
         )
 
 
-def meet_in_training(module: Any, control: ControlPlane | None, newcomers: NewParameters | None) -> None:
+def meet_in_training(module: Any, control: ControlPlane | None, new_parameters: NewParameters | None) -> None:
     """The eager path's exchange before each batch: the reduction of its gradients needs all ranks as well."""
     if control is not None:
         trainer = module.trainer
         applies = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
         fetches_itself = "dataloader_iter" in inspect.signature(module.training_step).parameters
         moment = training_moment(trainer, applies=applies, knows_the_end=not fetches_itself)
-        if moment.meet(control, newcomers is not None and newcomers.among_parameters()) and newcomers is not None:
-            newcomers.share()
+        has_new = new_parameters is not None and new_parameters.among_parameters()
+        if moment.meet(control, has_new) and new_parameters is not None:
+            new_parameters.share()
 
 
 def meet_after_backward(module: Any, control: ControlPlane, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Mixed placements in hooks that take all gradients in one list (a norm, clipping): whole beside sharded tensors."""
+"""Mixed placements: hooks take plain and sharded gradients in one list, for a norm or for clipping."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 
 @contextlib.contextmanager
-def whole_beside_parts(module: nn.Module) -> Iterator[None]:
-    """Inside, operators take both at once, where some of the module's parameters are whole and others in parts.
+def mixed_placements_allowed(module: nn.Module) -> Iterator[None]:
+    """Let operators take plain tensors and DTensors together, if the module has parameters of both kinds.
 
-    So it is under tensor parallelism, where a bias behind a row-wise layer is whole; gradients lie as their parameters
-    do. What is whole has the same values on all ranks.
+    Under tensor parallelism the bias of a row-wise layer is a plain tensor and its weight is a DTensor; gradients are
+    placed like their parameters. Plain tensors have equal values on all ranks, so torch may treat them as replicated.
     """
     if len({isinstance(parameter, DTensor) for parameter in module.parameters()}) < 2:
         yield

@@ -6,37 +6,28 @@ Lightning saves none. Only plain tensors and numbers are stored, so the checkpoi
 
 from __future__ import annotations
 
-import random
-import sys
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.random_states import python_random_states, set_python_random_states
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.state.kept_generators import pack_kept_generators, restore_kept_generators
 
 
 def pack_random_state(streams: RandomStreams | None, module: nn.Module | None = None) -> dict[str, Any]:
     """The state of torch's, Python's and NumPy's generators, of a module's own, and of the streams of several ranks."""
-    version, numbers, gauss = random.getstate()
+    (version, numbers, gauss), of_numpy = python_random_states()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "python": (version, list(numbers), gauss),
-        "numpy": _numpy_state(),
+        "numpy": of_numpy,
         "kept": pack_kept_generators(module),
         "streams": None if streams is None else {"seed": streams.seed, "tick": streams.tick},
     }
-
-
-def _numpy_state() -> Any:
-    """The state of NumPy's global generator as plain numbers."""
-    if "numpy" not in sys.modules:
-        return None
-    name, numbers, *rest = sys.modules["numpy"].random.get_state()
-    return (str(name), numbers.tolist(), *rest)
 
 
 def restore_random_state(state: dict[str, Any], streams: RandomStreams | None, module: nn.Module | None = None) -> None:
@@ -45,9 +36,7 @@ def restore_random_state(state: dict[str, Any], streams: RandomStreams | None, m
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    if (of_numpy := state.get("numpy")) is not None and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(of_numpy)
+    set_python_random_states(((version, tuple(numbers), gauss), state.get("numpy")))
     if module is not None:
         restore_kept_generators(state.get("kept", {}), module)
     if streams is not None and state["streams"] is not None:

@@ -32,7 +32,7 @@ from lightning_spmd.strategy.state.memory import check_parameters
 from lightning_spmd.strategy.state.replaced_tensors import ReplacedTensors, check_can_be_in_parts, exchange_parameters
 
 if TYPE_CHECKING:
-    from lightning_spmd.strategy.checkpoints.distributed import Shelf
+    from lightning_spmd.strategy.checkpoints.distributed import CheckpointLayout
 
 
 class StateLayout:
@@ -152,21 +152,21 @@ class StateLayout:
 
         parameters = _parameter_names(module)
         names = [numbered_names(optimizer, parameters) for optimizer in optimizers]
-        save_distributed(checkpoint, path, names, self._shelf())
+        save_distributed(checkpoint, path, names, self._checkpoint_layout())
 
-    def _shelf(self) -> Shelf:
-        from lightning_spmd.strategy.checkpoints.distributed import Shelf  # slow to import
+    def _checkpoint_layout(self) -> CheckpointLayout:
+        from lightning_spmd.strategy.checkpoints.distributed import CheckpointLayout  # slow to import
 
         mesh, control = self.ranks.mesh, self.ranks.control
         flat = StateMesh(self.ranks.flat_mesh()) if mesh is not None and mesh.splits_layers else None
-        return Shelf(self.state, flat, None if control is None else control.group)
+        return CheckpointLayout(self.state, flat, None if control is None else control.group)
 
     # ------------------------------------------------------------------ in
     def load(self, path: Path, module: nn.Module) -> dict[str, Any]:
         """Read a distributed checkpoint into the layout of this run; all ranks together."""
         from lightning_spmd.strategy.checkpoints.distributed import load_distributed  # slow to import
 
-        return load_distributed(path, module, self.plan, self._shelf())
+        return load_distributed(path, module, self.plan, self._checkpoint_layout())
 
     @contextlib.contextmanager
     def loading(self, loaded: Mapping[str, Any], module: nn.Module) -> Iterator[Mapping[str, Any]]:

@@ -1,8 +1,8 @@
-"""What one rank reads while the others do not: ``if self.global_rank == 0: print(loss.item())``, ``@rank_zero_only``.
+"""One rank reads a value and the others do not: ``if self.global_rank == 0: print(loss.item())``, ``@rank_zero_only``.
 
-Ranks that meet in different places say how they came there. The one that is least far and reads is helped: all ranks
-run what their steps have in common up to there, and it goes on by itself with the values. What it called on the way to
-its read, and the others did not, is its own: it is no part of the step, which stays the same on all ranks.
+Ranks that meet at different places of the step exchange their calls. All ranks then run the calls that they have in
+common as a graph, and the rank that is furthest behind continues with the values. Calls that this rank made for its
+read alone are removed from its path, so the step's graph stays the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST_KNOWN = 64
 """Meetings in different places whose outcome is kept."""
 
 
-class Told(NamedTuple):
-    """A call of a step as the other ranks are told of it.
+class CallSummary(NamedTuple):
+    """One call of a step, in the form in which ranks compare their calls.
 
     Args:
         words: what was called and with what.
@@ -54,13 +54,13 @@ class Alone(NamedTuple):
     wants: tuple[Source, ...]
 
 
-def told_by(step: Step) -> list[Told]:
+def told_by(step: Step) -> list[CallSummary]:
     """The calls of a step so far."""
-    found: list[Told] = []
+    found: list[CallSummary] = []
     met = 0
     for note in step.notes:
         sources = tuple(sources_in((note.args, note.kwargs)))
-        found.append(Told(note.in_words(), sources, met, _may_be_alone(note, step)))
+        found.append(CallSummary(note.in_words(), sources, met, _may_be_alone(note, step)))
         met = max([met, *(number + 1 for number in note.met)])
     return found
 
@@ -70,7 +70,7 @@ def _may_be_alone(note: Note, step: Step) -> bool:
     return not (in_parts or note.writes or note.draws or note.counts or isinstance(note.func, EngineCall))
 
 
-def helped(sides: Sequence[tuple[bool, Sequence[Told]]]) -> Alone | None:
+def helped(sides: Sequence[tuple[bool, Sequence[CallSummary]]]) -> Alone | None:
     """Who reads alone, and what is done for them; None if the ranks' steps are different ones.
 
     Args:
@@ -97,7 +97,7 @@ def helped(sides: Sequence[tuple[bool, Sequence[Told]]]) -> Alone | None:
     return Alone(ranks, common, tuple(dict.fromkeys(wants)))
 
 
-def _in_common(words: Sequence[str], calls: Sequence[Told]) -> int:
+def _in_common(words: Sequence[str], calls: Sequence[CallSummary]) -> int:
     """So many first calls are the same."""
     count = 0
     while count < min(len(words), len(calls)) and words[count] == calls[count].words:

@@ -6,13 +6,12 @@ global) stays; whoever runs one says so.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+
+from lightning_spmd.ir.random_states import python_random_states, set_python_random_states
 
 _PLAIN = (list, dict, set, deque)
 _MOST_INSIDE = 64
@@ -36,7 +35,7 @@ class AsBefore:
             for name, value in attributes.items():
                 if isinstance(value, _PLAIN) and name not in leaves_out:
                     self._keep(value)
-        self._random = list(_random_states())
+        self._random = python_random_states()
 
     def _keep(self, container: Any) -> None:
         if id(container) in self._containers:
@@ -57,14 +56,4 @@ class AsBefore:
         for container, before in self._containers.values():
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(before)
-        for put in self._random:
-            put()
-
-
-def _random_states() -> Iterator[Callable[[], Any]]:
-    state = random.getstate()
-    yield lambda: random.setstate(state)
-    if "numpy" in sys.modules:
-        of_numpy = sys.modules["numpy"].random
-        its = of_numpy.get_state()
-        yield lambda: of_numpy.set_state(its)
+        set_python_random_states(self._random)

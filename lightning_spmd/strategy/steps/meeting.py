@@ -30,7 +30,7 @@ from lightning_spmd.stages.capture.record.inputs import global_spec
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.graphs.graph_table import Found
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
-from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, Told, helped
+from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, CallSummary, helped
 from lightning_spmd.strategy.steps.reading import whole_batch
 from lightning_spmd.strategy.steps.replay import log_global
 from lightning_spmd.strategy.steps.same_draws import as_on_rank_zero
@@ -97,7 +97,7 @@ class Meeting:
         self.runs_again, self.looked, self.shared = False, "", set[str]()
         self.fits: Callable[[Sequence[Tensor]], bool] = lambda _: True
         self.beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self.helps: tuple[Callable[[], int], Callable[[], list[Told]]] | None = None
+        self.helps: tuple[Callable[[], int], Callable[[], list[CallSummary]]] | None = None
         self.is_apart, self._reads = False, False
         self.is_new = self._searches = is_new
         self._raised = False

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_spmd.errors import CaptureError, SPMDError
 from lightning_spmd.ir.node_info import Section
+from lightning_spmd.ir.random_states import TorchRandomState
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.stages.capture.record.recorder import Recorder
@@ -32,8 +33,7 @@ def grad_mode(variant: Variant) -> Iterator[None]:
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
     """The recorder advances torch's generators to recognise recomputed draws; put them back afterwards."""
-    host, seed = torch.get_rng_state(), torch.initial_seed()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    before, seed = TorchRandomState(), torch.initial_seed()
     try:
         yield
         if torch.initial_seed() != seed:
@@ -42,9 +42,7 @@ def random_state_kept() -> Iterator[None]:
                 f"before fit or in {batch_hook('start')}"
             )
     finally:
-        torch.set_rng_state(host)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+        before.restore()
 
 
 def name_of_part(recorder: Recorder, optimizer: Optimizer | None) -> str:

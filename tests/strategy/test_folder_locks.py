@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.strategy.checkpoints import folder_locks as claims
+from lightning_spmd.strategy.checkpoints import folder_locks
 from tests.helpers.training import QUIET
 from tests.strategy.small import Quiet, loader_of, rows
 
@@ -38,8 +38,8 @@ def train(folder: Path) -> None:
 def test_a_folder_into_which_another_run_writes_is_refused_until_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_PATIENCE", 0.3)
-    mark = tmp_path / claims.MARK
+    monkeypatch.setattr(folder_locks, "_PATIENCE", 0.3)
+    mark = tmp_path / folder_locks.MARK
     other = subprocess.Popen([sys.executable, "-S", "-c", OTHER, mark], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout is not None
     other.stdout.readline()

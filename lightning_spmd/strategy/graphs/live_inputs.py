@@ -1,4 +1,4 @@
-"""Where a graph of a run finds the live values of its inputs, and what these mean for how it is built."""
+"""The live tensors and numbers behind a graph's inputs, and the build options that follow from them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def live_state(
     """The live objects behind the inputs of a captured graph.
 
     Args:
-        context: what the graphs of the run are made in.
+        context: the context of the run's graphs.
         captured: the graph.
-        gradients: those held of earlier micro-batches, by name; the live dictionary.
-        mesh: how state lies between iterations; None on one device.
+        gradients: accumulated gradients of earlier micro-batches, by name. The dictionary is read in each step.
+        mesh: how state is sharded between iterations; None on one device.
     """
     return LiveState(
         context.module,
@@ -46,7 +46,7 @@ def live_state(
 
 
 def options_of(context: RunContext, captured: CapturedStep, state: LiveState, in_order: bool) -> BuildOptions:
-    """How this step is built. Passes take inputs to be apart; on one device they need not be."""
+    """The options to build this step with. Passes assume that inputs share no memory; on one device they may."""
     options = context.options
     decides = bool(checks_of(captured.graph_module.graph))
     if decides and captured.variant.pauses:

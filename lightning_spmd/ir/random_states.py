@@ -1,0 +1,38 @@
+"""States of the global random generators of torch, Python and NumPy: taken before a run, put back after it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+class TorchRandomState:
+    """The states of torch's default generators, of the host and of all GPUs, as they are now."""
+
+    def __init__(self) -> None:
+        self._host = torch.default_generator.get_state()
+        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore(self) -> None:
+        """Put them back."""
+        torch.default_generator.set_state(self._host)
+        if self._devices:
+            torch.cuda.set_rng_state_all(self._devices)
+
+
+def python_random_states() -> tuple[Any, Any]:
+    """The states of Python's and NumPy's generators as plain numbers; None for NumPy where it is not imported."""
+    if "numpy" not in sys.modules:
+        return random.getstate(), None
+    name, numbers, *rest = sys.modules["numpy"].random.get_state()
+    return random.getstate(), (str(name), numbers.tolist(), *rest)
+
+
+def set_python_random_states(states: tuple[Any, Any]) -> None:
+    """Set what :func:`python_random_states` gave, here or in another process."""
+    random.setstate(states[0])
+    if states[1] is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states[1])
