@@ -13,22 +13,22 @@ from tests.compatibility.rows import ROWS, STEPS
 
 _HEAD = """# Compatibility
 
-Models that nobody here wrote, each through the Trainer with its own classes and its own loss: {steps} steps of AdamW or
-of the module's own optimizer, {rows} rows a step, random weights and data, dropout and drop path off. torch {torch},
+Third-party models, each trained through the Trainer with its own classes and its own loss: {steps} steps of AdamW or of
+the module's own optimizer, {rows} rows a step, random weights and data, dropout and drop path off. torch {torch},
 lightning {lightning}. Made by
 
 ```bash
 python -m tests.compatibility --write docs/compatibility.md
 ```
 
-and with `--only REGEX` for some of them, which leaves the others' rows as they are.
+With `--only REGEX` some rows are measured and the others stay as they are.
 
-* **one process**: losses and weights against Lightning's own strategy. *bitwise* is the same bits.
+* **one process**: losses and weights compared with Lightning's own strategy; *bitwise* means equal in every bit.
 * **two processes**: the largest relative difference of a loss from one device on the whole batch. Rows have different
-  lengths and numbers of labels, so that a mean of the ranks' means would show.
-* **moved**: collectives on activations. There are none where the rows of a batch have nothing to do with each other.
-* **graphs**, **seconds**: built in a run of two processes on two shared cores, and how long that took; some rows were
-  measured while the cores had other work to do.
+  lengths and numbers of labels, so a mean of the ranks' means would show.
+* **moved**: collectives on activations. There are none if the rows of a batch are independent of each other.
+* **graphs**, **seconds**: graphs built in a run of two processes on two shared cores, and the time that took. Some rows
+  were measured on a busy machine.
 
 {counts}
 """
@@ -66,26 +66,20 @@ def _sections(document: str) -> dict[str, dict[str, Line]]:
     """The rows of a document by section and name."""
     found: dict[str, dict[str, Line]] = {}
     for section in document.split("\n## ")[1:]:
-        notes = dict(re.findall(r"^(\d+)\. (.*)$", section, re.MULTILINE))
-        rows = re.findall(r"^\| `(.+?)`(?: \[(\d+)\])? \| (.*) \|$", section, re.MULTILINE)
-        cells = {name: (name, *(cell.strip() for cell in rest.split("|"))) for name, _, rest in rows}
-        found[section.partition("\n")[0]] = {name: (cells[name], notes.get(number, "")) for name, number, _ in rows}
+        rows = re.findall(r"^\| `(.+?)` \| (.*) \|$", section, re.MULTILINE)
+        lines = {name: [name, *(cell.strip() for cell in rest.split("|"))] for name, rest in rows}
+        found[section.partition("\n")[0]] = {name: (tuple(cells[:-1]), cells[-1]) for name, cells in lines.items()}
     return found
 
 
 def _section(kind: str, lines: Sequence[Line]) -> str:
     text = [
         f"## {kind}\n",
-        "| model | how | one process | two processes | moved | graphs | seconds |",
-        "|---|---|---|---|---:|---:|---:|",
+        "| model | how | one process | two processes | moved | graphs | seconds | note |",
+        "|---|---|---|---|---:|---:|---:|---|",
     ]
-    notes: list[str] = []
-    for (name, *cells), note in lines:
-        if note:
-            notes.append(f"{len(notes) + 1}. {note}")
-        mark = f" [{len(notes)}]" if note else ""
-        text.append(f"| {' | '.join((f'`{name}`{mark}', *cells))} |")
-    return "\n".join([*text, "", *notes, *([""] if notes else [])])
+    text += [f"| {' | '.join((f'`{name}`', *cells, note.replace('|', '/')))} |" for (name, *cells), note in lines]
+    return "\n".join([*text, ""])
 
 
 def _line(result: Result) -> Line:
@@ -99,7 +93,7 @@ def _line(result: Result) -> Line:
 
 def _note(result: Result) -> str:
     row = result.row
-    parts = [row.note, f"moves embeddings, for {row.couples}" if row.couples else "", row.draws]
+    parts = [row.note, f"gathers embeddings: {row.couples}" if row.couples else "", row.draws]
     if result.ranks[0].mode not in GRAPHS:
         parts += [row.eager, result.reason]
     if result.faults():

@@ -23,5 +23,5 @@ def test_a_row_is_replaced_with_its_note() -> None:
     run = Run(losses=[1.0] * 5, mode="compiled", captures=7, seconds=1.5)
     row = row_named("ElectraForPreTraining")
     after = table([Result(row, run, run, [run, run])], before)
-    assert "| `ElectraForPreTraining` [2] | compiled | bitwise | 0e+00 | 0 | 7 | 1.5 |" in after
+    assert "| `ElectraForPreTraining` | compiled | bitwise | 0e+00 | 0 | 7 | 1.5 | gathers embeddings: " in after
     assert len(after.splitlines()) == len(table([], before).splitlines())
