@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.ir.steps import ShardedStep
@@ -101,3 +103,44 @@ def _train_pooled() -> tuple[Result, list[str]]:
 
     strategy = SPMDStrategy(passes=[GraphPass("look", look)])
     return run(Pooled, strategy, 2), moved
+
+
+class Cut(InOrder):
+    """Batches with gaps in memory: each is cut to a length of its own."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        made, loader = count(), super().train_dataloader()
+
+        def cut(samples: list[Any]) -> Any:
+            x, y = default_collate(samples)
+            return x[:, : 3 + next(made) % 4], y.unsqueeze(1).expand(-1, 2)
+
+        return DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler, collate_fn=cut)
+
+
+class TakesViews(Net):
+    """Takes views of its batch, which plain memory alone allows, and writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(1, 10), nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x.add_(1)
+        loss = F.cross_entropy(self(x.reshape(-1, 1)).view(*x.shape, 3).mean(1), y.reshape(-1)[::2])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("mean", batch[0].mean(), sync_dist=True)
+
+
+def _train_cut(strategy: str = "spmd", devices: int = 2) -> Result:
+    return run(TakesViews, strategy, devices, data=lambda: Cut(rows(), ROWS))
+
+
+def test_batches_with_gaps_in_memory_equal_one_device(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_train_cut)
+    assert_compiled(*results)
+    assert_equals_one_device(results, _train_cut("auto", 1))

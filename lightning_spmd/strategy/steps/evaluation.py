@@ -152,6 +152,7 @@ class EvaluationSteps(TrainingIteration):
         values = followed.fill(resolve(executable.captured.returned, self._own_rows(executable, outputs), ()))
         if self._discard:
             return None
+        batch.write_back()
         with self.context.step_context(variant.method):
             calls, rows = followed.queue.calls, 0 if meeting is None else meeting.rows
             is_global = meeting is not None

@@ -190,6 +190,7 @@ class TrainingIteration:
                         raise RunsAgain from None
                     following.ran_eagerly(str(abandoned))
                     raise EagerOnce from None
+        batch.write_back()
         self.paused = executable if isinstance(executable, PausingExecutable) else None
         self._after(executable.captured)
         following.ran(followed.program, executable, part, self._found.index)

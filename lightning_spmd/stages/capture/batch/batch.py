@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError
+from lightning_spmd.ir.layout import is_dense
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.tree import leaves, map_leaves, structure
 from lightning_spmd.stages.capture.batch.rows_of_rank import (
     about_list,
@@ -58,6 +61,9 @@ class Batch:
         if self._lists:  # what is in them belongs to one row each
             inside = self._inside_lists()
             self.tensors = [i for i in self.tensors if i not in inside]
+        self._copied: list[tuple[Tensor, Tensor, int]] = []
+        if part:
+            self._close_gaps()
 
     @property
     def tensor_values(self) -> list[Tensor]:
@@ -145,6 +151,25 @@ class Batch:
         """Put copies in the plain memory order in place of tensors in another one."""
         for i in self.tensors:
             self.values[i] = self.values[i].contiguous()
+
+    def _close_gaps(self) -> None:
+        """Put plain copies in place of rows with gaps between their elements, or none (``x[:, :length]``, ``expand``).
+
+        Graphs of several ranks have pieces of a whole batch, which has no gaps.
+        """
+        for i in self.tensors:
+            live = self.values[i]
+            if live.is_contiguous() or self.is_shared(i) or is_dense(TensorSpec.of(live)):
+                continue
+            copy = live.detach().clone(memory_format=torch.contiguous_format).requires_grad_(live.requires_grad)
+            self.values[i] = copy
+            self._copied.append((live, copy, private.version_of(copy)))
+
+    def write_back(self) -> None:
+        """What a step wrote into copies is written into the user's tensors as well."""
+        for live, copy, version in self._copied:
+            if private.version_of(copy) != version:
+                live.copy_(copy.detach())
 
     def digests(self) -> list[str]:
         """For every tensor leaf, what is the same for the same numbers, and hardly ever for others."""
