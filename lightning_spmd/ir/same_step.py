@@ -354,7 +354,7 @@ def _kind(value: Any) -> str:
 def _same_target(one: Any, other: Any) -> bool:
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
         return one.__code__ is other.__code__
-    return one is other
+    return one == other
 
 
 # ---------------------------------------------------------------------- words

@@ -278,9 +278,6 @@ class GraphBuilder:
         for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
             self._notices.once(text)
 
-        program = request.program
-        if program is not None and program.samples:
-            request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
         captured = self._without_first_step(lambda: capture_followed(self._capture_request(request, split)))
         self._dump("captured", captured.graph_module, captured.signature)
         state = self._live_state(captured)

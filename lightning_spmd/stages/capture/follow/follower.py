@@ -496,6 +496,7 @@ class Step(TorchFunctionMode):
         self._seed = 0
         self._layers: Any = None
         self._draws = False
+        self._fewest: int | None = None
         self._just_told: Sequence[int] | None = None
         self.memory = Memory(self, follower.holders)
         self._own_calls: tuple[int, Values] | None = None
@@ -1213,31 +1214,44 @@ class Step(TorchFunctionMode):
         if len(told) != len(note.counts):
             raise CannotBeFollowed(f"{note.name} makes other things than before")
         self.counts += told
+        self._fewest = None
 
     @property
-    def _fewest(self) -> int:
+    def fewest(self) -> int:
         """The least of the counts that may be others."""
-        pins = self.pins
-        return min((count for i, count in enumerate(self.counts) if i not in pins), default=1 << 62)
+        if self._fewest is None:
+            pins = self.pins
+            self._fewest = min((count for i, count in enumerate(self.counts) if i not in pins), default=1 << 62)
+        return self._fewest
 
-    def _resize(self, note: Note) -> None:
-        """The results of a known call have the sizes of this step."""
+    def _fit(self, note: Note) -> None:
+        """A known call is the note's for the counts of this step, and its results have their sizes.
+
+        Raises:
+            CannotBeFollowed: it is not.
+        """
+        if note.pins:
+            self._fewest = None
         if note.apart is not None:
             raise CannotBeFollowed(note.apart)
-        if note.least and self._fewest < note.least:
-            raise CannotBeFollowed(f"{note.name} treats {self._fewest} rows or elements in another way")
+        if note.least and self.fewest < note.least:
+            raise CannotBeFollowed(f"{note.name} treats {self.fewest} rows or elements in another way")
+        if note.sizes is not None and tuple([self.counts[i] for i in note.needs]) != note.sized_for:
+            self.resize(note)
+
+    def resize(self, note: Note) -> None:
+        """The results of a known call have the sizes of this step."""
         if note.sizes is None:
-            return
-        shapes = tuple([shape for shape, _ in note.sizes(self.counts)])
-        before = tuple([tuple(mould.shape) for mould in note.moulds])
-        if shapes == before:
-            return
+            raise ValueError("results whose sizes do not depend on counts")
+        wanted = tuple([self.counts[i] for i in note.needs])
         if len(note.spare) < _SPARE:
-            note.spare[before] = note.moulds, list(note.handed)
-        if (known := note.spare.pop(shapes, None)) is not None:  # nobody but the note has what is spare
-            note.moulds, note.handed[:] = known[0], known[1]
+            note.spare[note.sized_for] = note.moulds, list(note.handed)
+        note.sized_for = wanted
+        if (known := note.spare.pop(wanted, None)) is not None:  # nobody but the note has what is spare
+            note.moulds, note.handed[:] = known
             return
         with self.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
+            shapes = [shape for shape, _ in note.sizes(self.counts)]
             note.moulds = list(map(sized, note.moulds, shapes))
             note.handed[:] = [mould.detach() for mould in note.moulds]
 
@@ -1262,6 +1276,7 @@ class Step(TorchFunctionMode):
                             later.apart, later.least = reason, 0
                         return
                     note.pins, note.take = {i: self.counts[i] for i in sorted(counts)}, None
+                    self._fewest = None
                     begin = depth
                     break
             else:
@@ -1284,7 +1299,8 @@ class Step(TorchFunctionMode):
         except Apart as error:
             return f"what {note.name} gives is as large as the data say in a way of its own ({error})"
         if found is not None:
-            note.sizes, note.needs = compiled_specs(found), counts_in(found)
+            note.sizes, note.needs = compiled_specs(found), tuple(sorted(counts_in(found)))
+            note.sized_for, note.spare = tuple([self.counts[i] for i in note.needs]), {}
         note.least = 0
         for count, (specs, _) in reversed(list(enumerate(few))):
             wanted = [spec.shape for spec in rows[0][0][depth]]
@@ -1372,11 +1388,12 @@ class Step(TorchFunctionMode):
             try:
                 if note.counts:
                     self._count(note, args, kwargs)
-                self._resize(note)
+                self._fit(note)
             except CannotBeFollowed as error:
                 self.notes.pop()
                 del self.held[note.depth]
                 del self.counts[known_counts:]
+                self._fewest = None
                 self.here = before
                 self.eagerly(str(error))
                 return note.func(*args, **kwargs)
@@ -1820,8 +1837,8 @@ class Step(TorchFunctionMode):
         """Why the path is for the counts of this step alone, or is not even for these; None if it is for all."""
         reason = next((note.apart for note in self.notes if note.apart is not None), None)
         least = max((note.least or 0 for note in self.notes), default=0)
-        if reason is None and self.counts and self._fewest < least:
-            return f"a call treats {self._fewest} rows or elements in another way"
+        if reason is None and self.counts and self.fewest < least:
+            return f"a call treats {self.fewest} rows or elements in another way"
         return reason
 
     @property

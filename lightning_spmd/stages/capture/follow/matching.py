@@ -265,7 +265,7 @@ def compiled(
         return never
     lines = ["def take(step, args, kwargs):", " try:", f"  if not ({' and '.join(terms)}): return MISSED"]
     lines.append(" except IndexError: return MISSED")  # a call before has other placeholders
-    if any(other.counts for other in path[: note.depth + 1]):
+    if note.counts or note.pins or note.apart is not None:
         lines.append(f" return step.take({code.bind(note)}, args, kwargs or {{}})")
     else:
         lines += _taking(code, note)
@@ -278,6 +278,11 @@ def _taking(code: _Compiler, note: Note) -> Iterator[str]:
     code.names["h"] = note.handed
     if note.draws:
         yield f" if not step.may_draw(): return step.called({code.bind(note.func)}, args, kwargs or {{}})"
+    if note.least:  # it may be another call for so few rows
+        yield f" if step.fewest < {note.least}: return step.take({code.bind(note)}, args, kwargs or {{}})"
+    if note.sizes is not None:
+        counts = "".join(f"step.counts[{i}], " for i in note.needs)
+        yield f" if ({counts}) != {code.bind(note)}.sized_for: step.resize({code.bind(note)})"
     yield " sources = step.sources"
     for number in sorted(code.met):
         yield f" sources[id({code.met[number]})] = {code.bind(Outside(number))}"

@@ -211,7 +211,8 @@ class Note:
         sizes: gives shape and strides of its results from the counts of a step, if they depend on them.
         least: counts below this one are treated in another way; None where that is not known yet.
         apart: why its results have no sizes for other counts than those with which it was recorded, if so.
-        needs: the counts on which the sizes of its results depend.
+        needs: the counts on which the sizes of its results depend, by their position.
+        sized_for: those counts, as its placeholders are now.
         pins: counts for which alone it is this call, with others it is another one.
         roots: of each result what it shares memory with, itself if nothing, and how many elements behind it begins.
         writes: into whose memory it writes.
@@ -256,7 +257,8 @@ class Note:
     sizes: Callable[[Sequence[int]], tuple[tuple[Any, Any], ...]] | None = None
     least: int | None = None
     apart: str | None = None
-    needs: frozenset[int] = frozenset()
+    needs: tuple[int, ...] = ()
+    sized_for: tuple[int, ...] = ()
     pins: dict[int, int] = field(default_factory=dict[int, int])
     roots: list[tuple[Source, int]] = field(default_factory=list[tuple[Source, int]])
     writes: frozenset[Source] = frozenset()
