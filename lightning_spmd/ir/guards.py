@@ -82,19 +82,26 @@ class Guards:
         Args:
             graph_inputs: gives the values of the graph's inputs; called only if a predicate needs them.
         """
-        return self._failure(self.predicate, graph_inputs)
+        return self._failure(self.predicate, graph_inputs, self.values)
 
     def failure_at(self, read: int, graph_inputs: Callable[[], Sequence[Any]]) -> str | None:
         """The same for a value that Python reads while the rest of its numbers are not known yet.
+
+        Named values are compared at the first read and when Python is done: what decides values that it reads in
+        between are the calls that it makes.
 
         Args:
             read: how often it has read in this step.
             graph_inputs: as above.
         """
-        return self._failure(self.at_reads[read] if read < len(self.at_reads) else None, graph_inputs)
+        predicate = self.at_reads[read] if read < len(self.at_reads) else None
+        return self._failure(predicate, graph_inputs, () if read else self.values)
 
-    def _failure(self, predicate: PredicateGuard | None, graph_inputs: Callable[[], Sequence[Any]]) -> str | None:
-        for guard in self.values:
+    @staticmethod
+    def _failure(
+        predicate: PredicateGuard | None, graph_inputs: Callable[[], Sequence[Any]], values: Sequence[ValueGuard]
+    ) -> str | None:
+        for guard in values:
             if (reason := guard.failure()) is not None:
                 return reason
         return None if predicate is None else predicate.failure(graph_inputs())

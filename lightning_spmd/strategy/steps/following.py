@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.counted import GRAPHS
-from lightning_spmd.ir.first import first
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Counts, Dimension
@@ -254,6 +253,7 @@ class _Talk:
         self._known_alone = known_alone
         self._likely: Likely | None = None
         self._is_over, self._same = False, 0  # so many calls are those of the likely graph
+        self._numbers: dict[tuple[int, Any], Any] = {}  # in these calls
         self.conversation: Conversation | None = None
 
     def help_out(self) -> Sequence[Tensor] | None:
@@ -279,8 +279,8 @@ class _Talk:
         """
         if self._meeting is not None and self._meeting.is_own and self._step.must_be_graph:
             raise CannotBeFollowed("a value is read on each rank's own batch, and the ranks have parts of parameters")
-        # the graph goes on where the user's switches are others
-        with torch.inference_mode(mode=self._infers), torch.no_grad():
+        infers = torch.inference_mode(mode=self._infers)  # the user's switches may be others
+        with contextlib.nullcontext() if torch.is_inference_mode_enabled() is self._infers else infers, torch.no_grad():
             return self._values()
 
     def _values(self) -> Sequence[Tensor] | None:
@@ -297,7 +297,7 @@ class _Talk:
             return None if self._meeting is None or self._meeting.is_own else self._of_the_beginning()
         if self.conversation is None:
             self.conversation = self._begin(self._likely.executable)
-        return self.conversation.values(None if first else self._numbers())
+        return self.conversation.values(None if first else self._told(len(self._step.notes) - 1))
 
     def end(self, program: Program, executable: Executable) -> tuple[Sequence[Any], Pending | None] | None:
         """Python is done: the outputs of the graph, if it is the step's; else it has not run."""
@@ -306,8 +306,7 @@ class _Talk:
             self.drop()
             return None
         self.conversation = None
-        reads = program.reads()
-        return conversation.end([self._live.numbers[key] for key in program.numbers_behind(reads[-1])])
+        return conversation.end(self._told(len(program.notes)))
 
     def drop(self) -> None:
         """The graph is not the step's."""
@@ -345,8 +344,7 @@ class _Talk:
         executable, read = self._likely.executable, self._reads
         self._reads += 1
         if not read:
-            self._live.outside = self._step.outside
-        self._live.numbers = self._step.numbers_between(0, len(self._step.notes))
+            self._live.outside, self._live.numbers = self._step.outside, self._numbers
         inputs = functools.partial(executable.inputs, self._tensors)
         return executable.captured.guards.failure_at(read, inputs) is None
 
@@ -360,15 +358,14 @@ class _Talk:
         # a number that is another one for the first time is a constant of that graph
         numbers = self._step.numbers_between(begin, end)
         self._same = end
+        self._numbers |= numbers
         return numbers.keys() == {key for key in program.free if begin <= key[0] < end}
 
-    def _numbers(self) -> list[Any]:
-        """What Python has computed since it read last."""
+    def _told(self, depth: int) -> list[Any]:
+        """What Python has computed since it read last, when it reads again at a depth, or is done."""
         if self._likely is None:
             return []
-        last = first((note for note in self._step.notes[-2::-1] if note.asks), "earlier read")
-        numbers = self._step.numbers_between(last.depth + 1, len(self._step.notes))
-        return [numbers[key] for key in self._likely.program.numbers_behind(last)]
+        return [self._numbers[key] for key in self._likely.program.numbers_before(depth)]
 
 
 def program_of_beginning(step: Step, live: Live) -> Program:
@@ -711,7 +708,7 @@ class Following:
     def ran(self, program: Program, executable: Executable, part: Any, index: int | None) -> None:
         """A graph was a step's: where the next one reads first, it may begin."""
         self._eager, self._has_graphs = 0, True
-        reads = program.reads()
+        reads = program.reads
         if reads:
             self._likely.setdefault(part, {})[reads[0].number] = Likely(program, executable, index, *self._runs_on)
 

@@ -129,6 +129,8 @@ class HandStep:
 
     def _unwatched(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """A function that is none of the user's, which may look at the states of optimizers."""
+        if not self._states:
+            return function
 
         def unwatched() -> Any:
             with contextlib.ExitStack() as stack:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +109,7 @@ class Program:
     at: Sequence[int] | None = None
     added: tuple[tuple[Source, Source], ...] = ()
 
+    @functools.cached_property
     def reads(self) -> list[Note]:
         """The calls by which Python gets values."""
         return [note for note in self.notes if note.asks]
@@ -115,11 +118,26 @@ class Program:
         """The ``id`` of each result that Python was handed, and may have."""
         return frozenset(id(placeholder) for note in self.notes for placeholder in note.handed)
 
+    @functools.cached_property
+    def _numbers(self) -> dict[int, list[tuple[int, Place]]]:
+        """The numbers that Python has computed since it read last, by the depth of a read; the end is one as well."""
+        depths = [-1, *(note.depth for note in self.reads), len(self.notes)]
+        return {
+            end: sorted((key for key in self.free if begin < key[0] <= end), key=repr)
+            for begin, end in itertools.pairwise(depths)
+        }
+
+    def numbers_before(self, depth: int) -> list[tuple[int, Place]]:
+        """The numbers that Python has computed when it reads, and behind the read before.
+
+        Args:
+            depth: of the read; the number of calls where Python is done.
+        """
+        return self._numbers[depth]
+
     def numbers_behind(self, read: Note) -> list[tuple[int, Place]]:
         """The numbers that Python has computed when it has read, and before it reads again."""
-        later = [note.depth for note in self.notes[read.depth + 1 :] if note.asks]
-        end = later[0] if later else len(self.notes)
-        return sorted((key for key in self.free if read.depth < key[0] <= end), key=repr)
+        return self._numbers[min(depth for depth in self._numbers if depth > read.depth)]
 
     @property
     def key(self) -> tuple[Any, ...]:
