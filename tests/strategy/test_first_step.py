@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import TrainingCase, assert_bitwise, assert_compiled, one_device, train, train_on
+from tests.strategy.small import Quiet, assert_as_eager
 
 # SGD's momentum begins as the first gradient; Lion's step is no part of a graph
 GRAPHS = {
@@ -26,6 +30,21 @@ def test_one_graph_where_the_first_step_is_like_the_others(name: str, graphs: in
     ours = train(case, "spmd")
     assert_bitwise(ours, one_device(case))
     assert ours.captures == graphs
+
+
+class Reads(Quiet):
+    """Python reads a value in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * 0.5 if loss.item() > 0 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_one_graph_where_python_reads() -> None:
+    assert assert_as_eager(Reads).captures == 1
 
 
 @pytest.mark.parametrize("data_parallel", ["replicate", "zero2", "zero3"])

@@ -188,6 +188,8 @@ class Executable:
         """
         if self._talking is None:
             self._talking = function_of(self._main.step.graph_module, talks=True)
+        if self.family is not None:
+            self.family.sizes.begin(batch)
         return self._talking(*self._main.inputs(batch))
 
     def ended(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], Pending | None]:
