@@ -44,7 +44,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def written_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Those of an operator's arguments that it writes into."""
+    """The arguments that an operator writes into."""
     undeclared = _UNDECLARED_WRITES.get(target)
     if undeclared is not None:
         training, positions = undeclared
@@ -81,7 +81,7 @@ def _declared_aliases(target: Any) -> tuple[_Argument, ...]:
 
 @functools.cache
 def gives_fresh_tensors(target: Any) -> bool:
-    """Whether an operator writes into nothing, and nothing that it gives shares storage with what it takes."""
+    """Whether an operator writes into no argument, and its results share no storage with its arguments."""
     schema = target._schema  # noqa: SLF001 - how operators are described everywhere in torch
     if target in _UNDECLARED_VIEWS or target in _UNDECLARED_WRITES or schema.is_mutable:
         return False
@@ -139,7 +139,7 @@ def _is_disjoint(parent: Any) -> bool:
 
 
 def overlapping(one: fx.Node | None, other: fx.Node | None) -> bool:
-    """Whether two pieces of one storage may share an element; those of two different splits may."""
+    """Whether two views of one storage may share an element."""
     if one is None or other is None or one.args[0] is not other.args[0]:
         return True
     return bool(one.args[1] == other.args[1])

@@ -1,7 +1,7 @@
-"""Which node must come before which: by data, by writes to shared storage, by the order of random draws and questions.
+"""The order that nodes must keep: by data, writes to shared storage, random draws and questions to other ranks.
 
-``Dependences(graph)`` reads the constraints off the present order, which is taken to be right; any other order that
-respects them computes the same. Stages that move nodes ask this table, and the verifier checks the result anew.
+``Dependences(graph)`` derives constraints from the present order, which is assumed to be correct. Any other order that
+respects them computes the same. Stages that move nodes ask this table, and the verifier checks the result again.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ def _reach(starts: Iterable[fx.Node], edges: dict[fx.Node, set[fx.Node]]) -> set
 
 @dataclass(frozen=True)
 class Tail:
-    """What follows from the end of collectives and from nothing else: waits, and what reads their results.
+    """Nodes that follow from the end of collectives alone: waits, and the nodes that read their results.
 
     Args:
         starts: the collectives, in order.
-        nodes: their waits and all that depends on them, in order; no other collective does.
+        nodes: the waits and everything that depends on them, in order. No other collective depends on them.
         returns: whether the iteration's outputs need it.
     """
 

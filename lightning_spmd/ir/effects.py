@@ -1,4 +1,4 @@
-"""What a node does besides making its value, and what lasts longer than the graph: for passes that remove nodes."""
+"""Effects of a node besides its value, and storage that outlives the graph: for passes that remove nodes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def is_unnoticed(node: fx.Node) -> bool:
-    """Whether running a node can be noticed only by its result and by what it writes into its operands.
+    """Whether a node's only effects are its result and writes into its operands.
 
-    Operators of libraries and users are always noticed, whatever their schema says: a kernel that prints or counts is
-    a debugging aid. So are collectives, random draws, the choice of a random stream, and assertions.
+    Operators of libraries and users always count as noticed, whatever their schema says: a kernel that prints or counts
+    is a debugging aid. So do collectives, random draws, the selection of a random stream, and assertions.
     """
     if node.op == "get_attr":
         return True
@@ -67,20 +67,20 @@ def outputs_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 
 def leaving_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Storage roots of what leaves the graph."""
+    """Storage roots of the graph's outputs."""
     return {roots[value] for value in outputs_of(graph)}
 
 
 def lasting_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Storage roots that something may read after the graph ran: inputs, constants, and what leaves."""
+    """Storage roots that may be read after the graph has run: inputs, constants and outputs."""
     return {n for n in graph.nodes if n.op in ("placeholder", "get_attr")} | leaving_storages(graph, roots)
 
 
 def is_same_on_all_ranks(step: ShardedStep, node: fx.Node) -> bool:
-    """Whether what the graph says about a node (arguments, shape, strides) is the same in every rank's graph.
+    """Whether a node's arguments, shape and strides are the same in every rank's graph.
 
-    Ranks must take the same decisions. With uneven rows a local size may happen to be the one that makes a view change
-    nothing here and something elsewhere, so only values that are not sharded count; the same holds for chunks.
+    Ranks must take the same decisions. With uneven rows, a local size may happen to make a view trivial on one rank and
+    not on another. So only values that are not sharded count. The same holds for chunks.
     """
     if node.meta.get("rank_dependent"):
         return False
@@ -113,12 +113,12 @@ def writes_before(graph: fx.Graph, regions: Mapping[fx.Node, Region]) -> dict[fx
 
 
 def replace_reads(old: fx.Node, new: fx.Node, shift: int = 0, *, keep_output: bool = False) -> None:
-    """Make every reader of ``old`` read ``new``, and tell the verifier on which side of its writes that must be.
+    """Make every reader of ``old`` read ``new``, and tell the verifier which writes come before.
 
     Args:
         old: a value.
-        new: one that is the same when the readers run.
-        shift: how many writes ``new``'s storage has seen between ``new`` and where ``old`` was made.
+        new: a value that is equal when the readers run.
+        shift: how many writes ``new``'s storage has seen between ``new`` and the creation of ``old``.
         keep_output: leave the graph's output alone.
     """
     for reader in list(old.users):
@@ -142,7 +142,7 @@ def counts_of(node: fx.Node) -> dict[fx.Node, int]:
 
 
 def set_counts(node: fx.Node, counts: Mapping[fx.Node, int]) -> None:
-    """Store what :func:`counts_of` gives, after operands or counts changed."""
+    """Store the result of :func:`counts_of` after operands or counts have changed."""
     operands = node.all_input_nodes
     if all(o in counts for o in operands):
         node.meta[_COUNTS] = tuple(counts[o] for o in operands)

@@ -25,12 +25,12 @@ class Family:
     """The captured steps of batches that differ in size.
 
     Args:
-        step: the one that was traced; numbers that follow from sizes have formulas.
-        sizes: what is open.
+        step: the traced step; numbers that follow from sizes have formulas.
+        sizes: the open sizes.
         seen: the sizes in that trace.
-        places: the open sizes themselves: those that are independent of the others as themselves, the rest as formulas
-            of these, or as a number where the step wants this very one.
-        fixed: where in the user's code such a number is wanted, by the position of the size.
+        places: the open sizes themselves. Independent ones stand for themselves, the others are formulas of them, or a
+            number if the step uses the size itself.
+        fixed: for each size by position, the place in user code that uses the number itself.
     """
 
     step: CapturedStep
@@ -70,8 +70,8 @@ def rebuilt(step: CapturedStep, change: Callable[[Any], Any], *, marked: bool = 
 
     Args:
         step: the step.
-        change: gives the number in place of a number, and anything else as it is.
-        marked: what ``change`` gives has formulas; those in specs are left out.
+        change: maps a number to its replacement, and returns anything else unchanged.
+        marked: whether the replacements have formulas; those in specs are left out.
     """
 
     def spec(value: Any) -> Any:

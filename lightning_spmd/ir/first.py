@@ -15,7 +15,7 @@ def first(items: Iterable[T], wanted: str) -> T:
 
     Args:
         items: where to look.
-        wanted: what it is, for the message.
+        wanted: description of the item, for the message.
 
     Raises:
         VerificationError: there is none.
@@ -26,5 +26,5 @@ def first(items: Iterable[T], wanted: str) -> T:
 
 
 def last(items: Iterable[T], wanted: str) -> T:
-    """The last item of what can be walked backwards; otherwise as :func:`first`."""
+    """The last item of a reversible iterable, otherwise like :func:`first`."""
     return first(reversed(items), wanted)  # type: ignore[call-overload]

@@ -1,7 +1,7 @@
-"""Where in its storage a view lies: which views are the same bytes, without a table of which operators cancel.
+"""The geometry of views: which views are the same bytes, without a table of operators that cancel.
 
-Every view operator is run on meta tensors, from the value that it was taken of: shape, strides and offset relative to
-that value say all there is to say. Two values of one base with the same geometry are the same tensor.
+Every view operator runs on meta tensors, starting from its base value. Shape, strides and offset relative to the base
+describe a view completely. Two values of one base with the same geometry are the same tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Geometry:
     """A tensor in the storage of ``base``.
 
     Args:
-        base: the value that the view operators start from; an in-place result starts anew.
+        base: the value that the view operators start from; an in-place result is a new base.
         shape, stride, dtype: of the tensor.
         offset: in elements, relative to ``base``.
     """
@@ -54,7 +54,7 @@ def is_view(node: fx.Node) -> bool:
 def geometries(graph: fx.Graph) -> dict[fx.Node, Geometry]:
     """The geometry of every node that produces one tensor.
 
-    A view whose arguments are not plain numbers, or differ from rank to rank, is a base of its own.
+    A view whose arguments are not plain numbers, or differ between ranks, is a base of its own.
     """
     roots = storage_roots(graph)
     found: dict[fx.Node, Geometry] = {}

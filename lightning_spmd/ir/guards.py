@@ -1,8 +1,9 @@
-"""When a captured graph may be used again.
+"""Conditions for using a captured graph again.
 
-Two kinds. *Value guards*: a named Python value (attribute, flag) must equal what capture saw. *Predicate guards*: the
-outcome of a comparison that user or optimizer code made on a host number (``batch_idx % 100 == 0``, ``rho_t > 5``)
-must be the same for this step's numbers; so a counter does not force a new graph each step, a changed decision does.
+There are two kinds. *Value guards*: a named Python value (attribute, flag) must equal the captured one. *Predicate
+guards*: a comparison that user or optimizer code made on a host number (``batch_idx % 100 == 0``, ``rho_t > 5``) must
+have the same outcome for this step's numbers. So a counter does not force a new graph in each step, but a changed
+decision does.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Guards:
     Args:
         values: flags and structures.
         predicate: decisions on numbers.
-        at_reads: of them, for each read of a value, those that are made before it and behind the one before.
+        at_reads: for each read of a value, the decisions between the previous read and this one.
     """
 
     values: list[ValueGuard] = field(default_factory=list[ValueGuard])
@@ -77,10 +78,10 @@ class Guards:
     at_reads: Sequence[PredicateGuard | None] = ()
 
     def failure(self, graph_inputs: Callable[[], Sequence[Any]]) -> str | None:
-        """First reason why the graph may not be used now, or None.
+        """The first reason why the graph may not be used now, or None.
 
         Args:
-            graph_inputs: gives the values of the graph's inputs; called only if a predicate needs them.
+            graph_inputs: returns the values of the graph's inputs; called only if a predicate needs them.
         """
         return self._failure(self.predicate, graph_inputs, self.values)
 

@@ -1,12 +1,12 @@
-"""What calls of torch's own operators produce, remembered for the process.
+"""Remembers the results of calls of torch's own operators for the process.
 
-What such a call gives depends on what its operands look like and on nothing else. The layers of a model repeat the same
-calls; so do the traces of one step, the program of each rank, and each size of a rank's piece. To ask torch's shape
-function takes a hundred microseconds.
+The result's spec depends only on the specs of the operands. A model's layers repeat the same calls, and so do the
+traces of one step, the programs of each rank, and the sizes of a rank's piece. Asking torch's shape function takes a
+hundred microseconds.
 
-Not remembered: operators of others (their shape functions may look at anything), results that depend on data or on the
-place in a storage, complex numbers (a conjugate view looks like any other tensor), what changes the shape of its
-operand in place, and what is made of other operators (``atleast_1d`` gives its operand back, or a view, or neither).
+Not remembered: operators of libraries (their shape functions may look at anything), results that depend on data or on a
+storage offset, complex numbers (a conjugate view looks like any other tensor), operators that change the shape of their
+operand in place, and composite operators (``atleast_1d`` may return its operand, or a view).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _UNLIKE = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dy
 
 
 class Unlike(TypeError):
-    """A value of which its spec does not tell all."""
+    """A value that its spec does not describe completely."""
 
 
 def key_of(op: Any, args: Any, kwargs: Any, look: Callable[[Any], Any]) -> Any:
-    """What a call's result depends on; None if that is unknown.
+    """The key that determines a call's result; None if unknown.
 
     Args:
         op: the operator.
         args: of the call.
         kwargs: of the call.
-        look: gives the TensorSpec of whatever stands for a tensor, else the value; raises :class:`Unlike`.
+        look: returns the TensorSpec of a value that stands for a tensor, otherwise the value; raises :class:`Unlike`.
     """
     if not _is_known(op):
         return None
@@ -69,12 +69,12 @@ def is_known(key: Any) -> bool:
 
 
 def known(key: Any) -> Any:
-    """The specs that a call gives, a tuple or list of them, or None."""
+    """The specs of a call's result (one, or a tuple or list), or None."""
     return _results[key]
 
 
 def remember(key: Any, value: Any) -> None:
-    """``value`` is what :func:`known` says from now on."""
+    """Store ``value`` as the answer of :func:`known`."""
     parts = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else [value]
     if key is None or any(isinstance(v, TensorSpec) and v.dtype.is_complex for v in parts):
         return
@@ -84,7 +84,7 @@ def remember(key: Any, value: Any) -> None:
 
 
 def forget() -> None:
-    """Begin anew, as a process does."""
+    """Forget everything, as in a new process."""
     _results.clear()
 
 

@@ -1,11 +1,11 @@
-"""How a tensor's elements lie in memory, read off shape and strides.
+"""The memory layout of a tensor, derived from its shape and strides.
 
-A tensor is *dense* where its elements fill their memory without gaps and overlaps, in any order of dimensions: plain
-(row by row), channels-last, transposed. Most operators do not care. Some walk memory and do: the fused optimizers on
-the host take parameter, gradient and state side by side in the order of memory, whatever their strides say. So the rule
-is that a graph's tensors lie as those of the captured graph, and :func:`walked` tells where it is checked.
+A tensor is *dense* if its elements fill their memory without gaps and overlaps, in any order of dimensions: plain
+(row-major), channels-last, transposed. Most operators accept any layout. Some depend on it: torch's fused optimizers on
+the host walk parameter, gradient and state side by side in memory order, whatever their strides. So a graph's tensors
+must have the layouts of the captured graph; :func:`walked` says where that is checked.
 
-Strides of dimensions of size one say nothing; tensors without elements lie in every way.
+Strides of dimensions of size one mean nothing. A tensor without elements has every layout.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def is_dense(spec: TensorSpec) -> bool:
 
 
 def memory_order(spec: TensorSpec) -> tuple[int, ...]:
-    """The dimensions of a dense tensor from the outermost in memory to the innermost; in order where it is not dense.
+    """The dimensions of a dense tensor from the outermost in memory to the innermost; in order if it is not dense.
 
-    Dimensions of size one stay where they are if the others are in order: then memory is row-major.
+    Dimensions of size one keep their place if the others are in order, so that memory is row-major.
     """
     plain = tuple(range(len(spec.shape)))
     large = [d for d in plain if spec.shape[d] != 1]
@@ -48,7 +48,7 @@ def memory_order(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the dense tensor of this shape whose dimensions lie in this order, the outermost first."""
+    """Strides of a dense tensor of this shape with this order of dimensions, the outermost first."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = step
@@ -62,12 +62,12 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_plain(spec: TensorSpec) -> bool:
-    """Whether the elements lie row by row, without gaps."""
+    """Whether the tensor is row-major without gaps."""
     return lies_as(spec, TensorSpec(spec.shape, row_major(spec.shape), spec.dtype, spec.device))
 
 
 def densely(spec: TensorSpec) -> TensorSpec:
-    """The dense tensor in the same order; a plain one where the tensor has gaps or overlaps itself."""
+    """A dense tensor with the same memory order; a row-major one if the tensor has gaps or overlaps."""
     return TensorSpec(spec.shape, strides_in_order(spec.shape, memory_order(spec)), spec.dtype, spec.device)
 
 

@@ -32,12 +32,13 @@ class Section(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Where a node comes from.
+    """The origin of a node.
 
     Args:
         section: part of the iteration.
-        module: fully qualified name of the module whose forward made it (its gradient's for backward nodes).
-        source: ``file:line`` of the user's code, empty where unknown.
+        module: fully qualified name of the module whose forward made it (for backward nodes, whose gradient it
+            computes).
+        source: ``file:line`` of the user's code, empty if unknown.
     """
 
     section: Section
@@ -114,7 +115,7 @@ def tell_place(error: BaseException, what: str) -> None:
 
 
 def value_of(node: fx.Node) -> Any:
-    """What the node produces: a TensorSpec, a number, or a tuple of these."""
+    """What a node produces: a TensorSpec, a number, or a tuple of these."""
     return node.meta.get("val")
 
 

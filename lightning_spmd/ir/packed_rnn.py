@@ -53,19 +53,19 @@ _LAYERS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a layer is besides its weights.
+    """A layer's configuration without its weights.
 
     Args:
         mode: ``LSTM``, ``GRU``, ``RNN_TANH`` or ``RNN_RELU``.
         bias: whether weights have biases among them.
-        layers: how many.
+        layers: number of layers.
         bidirectional: whether it also goes backwards.
         train: whether a backward pass may follow.
-        sort: rows are sorted by their lengths first; otherwise they have to be.
+        sort: rows are sorted by length first; otherwise they must be sorted already.
         rows_first: padded rows are (rows, time, units), otherwise (time, rows, units).
-        autocast: what products are computed in, if not in the dtype of the input.
-        cached: whether autocast casts a weight once, so that the gradients of its steps are added up in that dtype.
-        even: all rows are as long. Under autocast an LSTM on the CPU gives another dtype then.
+        autocast: dtype of products; None: that of the input.
+        cached: whether autocast casts a weight only once, so that gradients of its time steps are added in that dtype.
+        even: whether all rows have the same length. Under autocast an LSTM on the CPU then returns another dtype.
     """
 
     mode: str

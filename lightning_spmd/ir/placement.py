@@ -78,7 +78,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Every rank of the axis has a whole tensor of its own, of a shape of its own."""
+    """Every rank of the axis has a whole tensor of its own, with its own shape."""
 
     def __str__(self) -> str:
         return "O"
@@ -93,7 +93,7 @@ def blocks_of(sizes: Sequence[int]) -> Blocks:
 
 
 def block_sizes(size: int, blocks: Blocks) -> tuple[int, ...] | None:
-    """Sizes of the blocks of a dimension of ``size``, or None if it does not consist of such blocks."""
+    """Sizes of the blocks of a dimension of ``size``; None if it does not consist of such blocks."""
     if isinstance(blocks, int):
         return (size // blocks,) * blocks if size % blocks == 0 else None
     total = sum(blocks)
@@ -120,12 +120,11 @@ class ShardAxis:
         size: number of ranks along the axis.
         rank: this rank's coordinate on the axis.
         group: name of the process group of the axis (what functional collectives take).
-        split: rows of the global batch that each rank holds, one entry a rank. Even splits where a rank's piece of any
-            other dimension is asked for.
-        within: the neighbours of this rank among which chunks lie; None: all ranks of the axis.
-        across: the ranks of the axis that hold the chunk that this rank holds; None: it alone.
-        folded: whether what is split lies folded: of 2N pieces rank r holds the r-th and the r-th from the end (the
-            zigzag order of context parallelism, in which causal attention is the same work on every rank).
+        split: rows of the global batch by rank. Other dimensions are split evenly.
+        within: the neighbours of this rank that together hold all chunks; None: all ranks of the axis.
+        across: the ranks of the axis that hold the same chunk as this rank; None: only this rank.
+        folded: whether pieces are folded: of 2N pieces rank r holds the r-th and the r-th from the end (the zigzag
+            order of context parallelism, which makes causal attention equal work on every rank).
     """
 
     name: str
@@ -139,7 +138,7 @@ class ShardAxis:
 
     @property
     def chunks(self) -> ShardAxis:
-        """The axis over which chunks lie."""
+        """The axis over which chunks are distributed."""
         return self.within or self
 
     @property
@@ -205,7 +204,7 @@ class ShardAxis:
         return start, min(longest, size - start)
 
     def pieces(self, size: int, rank: int | None = None) -> tuple[tuple[int, int], ...]:
-        """(start, length) of what this rank holds of a dimension of global ``size``, in the order in which it lies."""
+        """(start, length) of this rank's parts of a dimension of global ``size``, in storage order."""
         at = self.rank if rank is None else rank
         length = self.local_size(size, at)
         if self.folded:
@@ -214,7 +213,7 @@ class ShardAxis:
         return ((size * sum(self.split[:at]) // self.total, length),)
 
     def offset(self, size: int, rank: int | None = None) -> int:
-        """Where this rank's piece of a dimension of global ``size`` starts.
+        """Start of this rank's piece of a dimension of global ``size``.
 
         Raises:
             ValueError: on a folded axis, where a rank has two pieces.
@@ -223,7 +222,7 @@ class ShardAxis:
         return piece[0]
 
     def find(self, size: int, index: int, blocks: Blocks = 1) -> int | None:
-        """Where this rank holds ``index`` of a dimension of global ``size`` split in blocks; None: it does not."""
+        """This rank's local index of ``index`` in a dimension of global ``size`` split in blocks; None: it has none."""
         before = 0
         for block in block_sizes(size, blocks) or ():
             for start, length in self.pieces(block):

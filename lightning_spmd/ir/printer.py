@@ -79,15 +79,15 @@ def write_stage(
     """Write ``readable(...)`` to ``directory/name.py`` and return the path.
 
     Args:
-        directory: made if it is not there.
-        name: of the file, without suffix.
+        directory: created if missing.
+        name: file name without suffix.
         graph_module: the graph.
         signature: its signature.
-        previous: what an earlier call returned for the stage before; how this one differs from it is written to
-            ``directory/name.diff``, a unified diff, empty if it does not.
+        previous: the result of the call for the stage before. A unified diff to it is written to
+            ``directory/name.diff``; it is empty if nothing changed.
 
     Raises:
-        ConfigurationError: nothing can be written there.
+        ConfigurationError: the directory cannot be written.
     """
     path = Path(directory) / f"{name}.py"
     text = readable(graph_module, signature)

@@ -23,13 +23,13 @@ READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator'
 
 
 class ReadMiss(Exception):
-    """A decision is another one than the graph was captured with; nothing has been changed.
+    """A decision differs from the captured one; nothing has been changed.
 
     Args:
         place: ``file:line`` of the decision.
-        seen: what it is now.
-        expected: what the graph was captured with.
-        values: what was read until then, by the number of the read.
+        seen: its value now.
+        expected: its captured value.
+        values: the values read so far, by the number of the read.
     """
 
     def __init__(self, place: str, seen: Number, expected: Number, values: Mapping[int, Number]) -> None:
@@ -38,17 +38,17 @@ class ReadMiss(Exception):
 
 
 def holds(seen: Number, expected: Number, place: str, numbers: Sequence[int], *values: Number) -> None:
-    """Ask whether a decision is the one of the capture.
+    """Ask whether a decision is the captured one.
 
     Args:
-        seen: what Python decides with.
-        expected: what it was at capture.
+        seen: the value that Python decides with.
+        expected: its value at capture.
         place: ``file:line`` of the decision.
-        numbers: which reads the rest are.
-        values: all that was read until here.
+        numbers: the numbers of the remaining reads.
+        values: all values read so far.
 
     Raises:
-        ReadMiss: it is not.
+        ReadMiss: it differs.
     """
     if not same_number(seen, expected):
         raise ReadMiss(place, seen, expected, dict(zip(numbers, values, strict=True)))
@@ -60,14 +60,14 @@ def same_number(one: Number, other: Number) -> bool:
 
 
 class HandedCounts(NamedTuple):
-    """What a graph counts for Python.
+    """Counts in a graph that Python needs.
 
     Args:
-        counts: of the graph.
-        first: the number of the first one that is counted here.
-        number: of those that are.
-        told: gives what Python was told, of a run that begins when Python is done.
-        place: ``file:line`` that makes what is as large.
+        counts: all counts of the graph.
+        first: index of the first count here.
+        number: how many counts are here.
+        told: for a run that begins after Python is done, returns what Python was told.
+        place: ``file:line`` of the call whose result has this size.
     """
 
     counts: Counts
@@ -78,14 +78,14 @@ class HandedCounts(NamedTuple):
 
 
 class HandOver:
-    """Hands values to Python in the middle of a run, and takes the numbers that Python has by then.
+    """Hands values to Python in the middle of a run and receives the numbers that Python has then.
 
-    A run may end there, as at a decision: Python may go on otherwise than the graph does.
+    A run may end here, as at a decision, because Python may take another path than the graph.
 
     Args:
-        number: which of the graph's it is.
-        numbers: gives the numbers, of a run that begins when Python is done.
-        counts: Python is handed whole numbers, on which sizes in the graph depend.
+        number: index among the graph's hand-overs.
+        numbers: for a run that begins after Python is done, returns the numbers.
+        counts: whether Python gets whole numbers on which sizes in the graph depend.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HandOver:
         self.__name__ = f"hand_over_{number}"
 
     def handed(self, values: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """What Python gets."""
+        """The values that Python gets."""
         if self._counts is None:
             return values
         found = [int(value) for value in values]
@@ -117,7 +117,7 @@ class HandOver:
         return self._numbers()
 
     def counted(self) -> range:
-        """The counts that it gives."""
+        """The counts among them."""
         counts = self._counts
         return range(0) if counts is None else range(counts.first, counts.first + counts.number)
 
@@ -142,5 +142,5 @@ def is_check(node: fx.Node) -> bool:
 
 
 def checks_of(graph: fx.Graph) -> list[fx.Node]:
-    """All such nodes, in order."""
+    """All decisions in a graph, in order."""
     return [node for node in graph.nodes if is_check(node)]

@@ -1,8 +1,8 @@
-"""Whether two captured graphs of a step are equal, node for node, and where they first differ.
+"""Compares two captured graphs of a step node for node, and finds the first difference.
 
-Numbers of the host are compared by structure first and then by value: a number that one capture keeps as an input may
-be a constant behind a guard in the other, and then only its value now decides. Tensors that the code reaches from
-outside are the same if they are one tensor, or equal.
+Host numbers are compared by structure first, then by value: one capture may keep a number as an input that is a
+constant behind a guard in the other. Then the present value decides. Tensors from outside are equal if they are the
+same object or have equal values.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Difference:
     """The first place where two graphs of one step differ.
 
     Args:
-        was: what the first graph has there.
-        now: what the second one has.
-        source: ``file:line`` of the user's code, empty where unknown.
-        module: path of the module whose code it is.
+        was: the node of the first graph.
+        now: the node of the second graph.
+        source: ``file:line`` of the user's code, empty if unknown.
+        module: path of the module.
     """
 
     was: str
@@ -57,13 +57,13 @@ def first_difference(
     births: Births | None = None,
     live: Callable[[], Sequence[Any]] | None = None,
 ) -> Difference | None:
-    """Where ``other`` first does something else than ``one``, or None.
+    """The first difference of ``other`` from ``one``, or None.
 
     Args:
         one: the graph in use, or that of a first step.
         other: a later capture of the same step.
-        births: nodes of ``one`` that make optimizer state which ``other`` is given, by owner and entry.
-        live: gives the values of the inputs of ``one`` now; without it, numbers that are not computed alike differ.
+        births: nodes of ``one`` that create optimizer state which is an input of ``other``, by owner and entry.
+        live: returns the present values of ``one``'s inputs. Without it, numbers that are computed differently differ.
     """
     return _Comparison(one, other, births or {}, live).difference()
 

@@ -1,4 +1,4 @@
-"""Whether two values of a program are the same, as far as can be told: tensors, plain values, whatever users pass."""
+"""Compares two values of a program as far as possible: tensors, plain values, and objects of users."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def same_tensor(one: Tensor, other: Tensor) -> bool:
 
 
 def same_plain(one: Any, other: Any, depth: int = _DEPTH) -> bool:
-    """Equality that tells 1 from 1.0 and True, knows NaN, and looks into containers, functions and plain objects.
+    """Equality that distinguishes 1 from 1.0 and True, knows NaN, and compares containers, functions and plain objects.
 
-    Objects without an equality of their own and without attributes cannot be told apart and count as equal.
+    Objects without ``__eq__`` and without attributes cannot be distinguished and count as equal.
     """
     if one is other:
         return True

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 
 class SeveralOptimizers(Optimizer):
-    """Optimizers as one; it has nothing of its own.
+    """Several optimizers presented as one, without state of its own.
 
     Args:
-        parts: the live optimizers, no parameter in two of them.
+        parts: the live optimizers; they have no parameter in common.
     """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:  # pyright: ignore[reportMissingSuperCall]
@@ -60,7 +60,7 @@ class _States(Mapping[Tensor, Any]):
 
 
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers behind one: itself, if it is no :class:`SeveralOptimizers`."""
+    """The optimizers behind this one; the optimizer itself if it is not a :class:`SeveralOptimizers`."""
     return optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
 

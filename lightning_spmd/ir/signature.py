@@ -31,7 +31,7 @@ MOVES = "another one in most steps"
 
 
 class InputRole(enum.StrEnum):
-    """What a graph input is."""
+    """The role of a graph input."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -48,7 +48,7 @@ class InputRole(enum.StrEnum):
 
 
 class OutputRole(enum.StrEnum):
-    """What a graph output is."""
+    """The role of a graph output."""
 
     LOSS = "loss"
     STEP_OUTPUT = "step_output"
@@ -68,7 +68,7 @@ class GraphInput:
     """One placeholder.
 
     Args:
-        role: what it is.
+        role: its role.
         key: how the runtime finds the live value, by role: parameter, buffer, gradient ``(fqn,)``; constant
             ``(index into CapturedStep.constants,)``; optimizer state ``(fqn, name)``; hyper-parameter
             ``(group, name)`` or ``(group, name, index)``; batch ``(leaf index,)``; host value ``(name,)``; loss scale

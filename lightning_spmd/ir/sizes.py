@@ -1,10 +1,9 @@
 # pyright: basic
 # (this module walks arguments of any type; every access follows a check that pyright cannot see)
-"""One graph for batches of many sizes: its numbers that are formulas of these sizes, and their values in a step.
+"""One graph for batches of many sizes: numbers in it that are formulas of the sizes, and their values in a step.
 
-Such a number stands in the arguments of nodes as a :class:`Size`: an integer like any other, with the value that it has
-for the sizes with which the graph was made, and a formula. What runs a graph asks for the values of the step
-(``Sizes.now``); everybody else sees integers.
+Such a number is a :class:`Size` in the arguments of nodes: an integer with the value for the sizes that the graph was
+made for, and a formula. The runtime asks for the step's values (``Sizes.now``); all other code sees integers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Formula:
 
     Args:
         code: Python of ``s0``, ``s1``, ..., the sizes in the order of ``Sizes.places``.
-        factor: what it is multiplied with, as a fraction; the result is whole.
+        factor: a fraction to multiply with; the result is whole.
     """
 
     code: str
@@ -80,7 +79,7 @@ class Size(int):
 
 
 class SizeFloat(float):
-    """A float of a graph that follows from the sizes of the batch; arguments as those of :class:`Size`."""
+    """A float that follows from the sizes of the batch; arguments as for :class:`Size`."""
 
     formula: Formula
     sizes: Sizes
@@ -106,8 +105,8 @@ class Sizes:
     """The sizes of a batch that one graph leaves open.
 
     Args:
-        places: where they are.
-        condition: Python of ``s0``, ``s1``, ...: whether the graph is right for these sizes.
+        places: positions of the open sizes in the batch.
+        condition: Python of ``s0``, ``s1``, ...: whether the graph is valid for these sizes.
     """
 
     def __init__(self, places: Sequence[Dimension], condition: str) -> None:
@@ -150,7 +149,7 @@ class Sizes:
         return self._values
 
     def now(self, formulas: Sequence[Formula]) -> Callable[[], tuple[Any, ...]]:
-        """A function that gives the numbers of the step that runs."""
+        """A function that returns the numbers of the current step."""
         compute = self.function(f"({''.join(f'{formula}, ' for formula in formulas)})")
         known: OrderedDict[tuple[int, ...], tuple[Any, ...]] = OrderedDict()
 
@@ -186,11 +185,11 @@ class Counts(Sizes):
         self.current = [0] * number
 
     def put(self, first: int, values: Sequence[int]) -> None:
-        """From here on some of them are known.
+        """Set some of the counts.
 
         Args:
-            first: the number of the first one.
-            values: theirs.
+            first: index of the first one.
+            values: their values.
         """
         self.current[first : first + len(values)] = values
 

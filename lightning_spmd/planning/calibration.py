@@ -1,10 +1,10 @@
-"""Measures what this machine's CPU reaches, so that a plan for ``cpu`` is one for this machine.
+"""Measures the speed of this machine's CPU, so that a plan for ``cpu`` is one for this machine.
 
-A second or two of what steps are made of: products of linear layers, convolutions, attention, functions, sums,
-additions, small operators. Each goes on for a while, as a step does, for one that is short says nothing of a machine
-that others use too; operands and results are memory that the process has, and no cache holds. Where several ranks run,
-all of them measure the same thing at the same time, for they share cores and memory, and the mean of the ranks counts.
-The link is what an all-reduce among them takes.
+The calibration runs the kinds of work of which steps consist, for a second or two: products of linear layers,
+convolutions, attention, functions, sums, additions, small operators. Each runs as long as a step does, because a short
+measurement is unreliable on a shared machine. Operands and results are in allocated memory, but not in caches. All
+ranks measure the same work at the same time, since they share cores and memory, and the mean counts. The link's speed
+is that of an all-reduce among them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _SMALL, _LARGE = 1 << 10, 8 << 20
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured.
+    """The result of a calibration.
 
     Args:
-        seconds: of each work, the mean of the ranks.
-        all_reduces: seconds of a small and a large one; None where there is one rank.
-        on_cpu: of the time of a process, the share in which it had a core.
+        seconds: of each kind of work, the mean of the ranks.
+        all_reduces: seconds of a small and a large all-reduce; None with one rank.
+        on_cpu: share of the time for which a process had a core.
     """
 
     seconds: Mapping[str, float]
@@ -55,7 +55,7 @@ class Calibration:
     on_cpu: float
 
     def device(self, device: DeviceType) -> DeviceType:
-        """The device with what this process reaches in place of what a maker says."""
+        """The device with measured speeds in place of the maker's."""
         seconds = self.seconds
         products = 3 * sum(2.0 * _ROWS * a * b for a, b in _WIDTHS)
         flops = {name: products / seconds[name] for name in _DTYPES}
@@ -80,7 +80,7 @@ class Calibration:
         )
 
     def link(self, link: LinkType) -> LinkType:
-        """The link among the ranks that run now; as it is where there is one."""
+        """The link among the ranks with measured speed; unchanged with one rank."""
         if self.all_reduces is None:
             return link
         (small, large), ranks = self.all_reduces, dist.get_world_size()
@@ -108,7 +108,7 @@ def calibrate() -> Calibration:
 
 
 def mean_of(found: Sequence[Calibration]) -> Calibration:
-    """What several calibrations say together, of a machine that is not the same all the time."""
+    """The mean of several calibrations."""
     pairs = [c.all_reduces for c in found if c.all_reduces is not None]
     return Calibration(
         {name: statistics.mean(c.seconds[name] for c in found) for name in found[0].seconds},

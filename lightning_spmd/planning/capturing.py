@@ -1,7 +1,7 @@
 """Captures the graphs of a recipe's training iteration in one process, with parameters that take no memory.
 
-Lightning's own ``fit`` runs as far as the first ``training_step``: hooks, data, optimizers, schedulers, precision and
-the mode of the run are what they are in training. There the step is captured, and the fit ends.
+Lightning's own ``fit`` runs up to the first ``training_step``, so hooks, data, optimizers, schedulers, precision and
+the mode of the run are those of training. The step is captured there, and the fit ends.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Build = Callable[[Any], tuple[L.Trainer, L.LightningModule, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A graph of the iteration.
+    """One graph of the iteration.
 
     Args:
-        variant: what it holds.
+        variant: the part of the iteration that it holds.
         times: how often it runs in one iteration.
         captured: the global-view graph.
     """
@@ -63,9 +63,9 @@ class Capture:
     Args:
         parts: in order.
         module: the module, its parameters without memory.
-        rows: of one rank's batch, as the data gives it.
-        batches: how many of them make the global batch.
-        precision: what the Trainer says.
+        rows: rows of one rank's batch, as the data gives it.
+        batches: number of such batches in the global batch.
+        precision: the Trainer's.
     """
 
     parts: Sequence[Part]
@@ -76,7 +76,7 @@ class Capture:
 
     @property
     def remarks(self) -> Sequence[str]:
-        """What is planned otherwise than it may run."""
+        """Where the plan may differ from the real run."""
         kinds = (nn.LSTM, nn.GRU, nn.RNN)
         names = [f"{name} ({type(m).__name__})" for name, m in self.module.named_modules() if isinstance(m, kinds)]
         if not names:
@@ -117,16 +117,16 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 
 
 def capture_iteration(build: Build, batches: int, bf16_updates: Updates = "plain") -> Capture:
-    """Capture a training's iteration.
+    """Capture the iteration of a training.
 
     Args:
-        build: makes the training.
-        batches: how many ranks have a batch of their own.
+        build: creates the training.
+        batches: number of ranks with different batches.
         bf16_updates: how weights of bfloat16 are updated.
 
     Raises:
-        ConfigurationError: this training does not run as a graph, or cannot be run at all.
-        CaptureError: naming what keeps the step from being a graph.
+        ConfigurationError: the training does not run as a graph, or cannot run at all.
+        CaptureError: naming the reason why the step is no graph.
     """
     strategy = _CapturingStrategy(batches, bf16_updates)
     trainer, module, data = build(strategy)

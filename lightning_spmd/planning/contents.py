@@ -1,4 +1,4 @@
-"""What a rank's memory holds while a graph runs, by kind; ``cost/memory.py`` counts it."""
+"""The contents of a rank's memory while a graph runs, by kind; ``cost/memory.py`` counts them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UPDATE = (Section.CLIP, Section.OPTIMIZER)
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor that is in memory.
+    """A tensor in memory.
 
     Args:
         module: path of the module that made it.
@@ -48,14 +48,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies in memory while a graph runs.
+    """The contents of memory while a graph runs.
 
     Args:
-        always: bytes by kind of what is there all the time.
-        curve: by position in the graph, bytes by kind of what comes and goes.
-        peak_at: position of the highest point.
-        at_peak: what comes and goes and is there then, the largest first.
-        peak_node: the node that runs then.
+        always: bytes by kind that are always there.
+        curve: by position in the graph, bytes by kind of temporary tensors.
+        peak_at: position of the peak.
+        at_peak: temporary tensors at the peak, the largest first.
+        peak_node: the node that runs at the peak.
     """
 
     always: Mapping[str, int]
@@ -88,7 +88,7 @@ class Contents:
 
 
 def contents_of(step: ShardedStep) -> Contents:
-    """What lies in memory while the graph runs."""
+    """The contents of memory while the graph runs."""
     found = liveness(step.graph_module.graph, step.signature)
     always = Counter[str]()
     for role, size in found.inputs.items():

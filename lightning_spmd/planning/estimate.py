@@ -22,13 +22,13 @@ _SPLIT_BY_TENSOR = 0.7
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one rank.
+    """The estimate for one rank.
 
     Args:
         seconds: of a step.
-        fixed: bytes of what is always there, and of gradients.
-        activations: bytes at their highest point.
-        fits: whether that is less than the device has.
+        fixed: bytes that are always there, and of gradients.
+        activations: bytes at the peak.
+        fits: whether all of it fits on the device.
     """
 
     seconds: float
@@ -39,14 +39,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Totals:
-    """Of the whole iteration on one device.
+    """Totals of the whole iteration on one device.
 
     Args:
-        seconds: of computing.
+        seconds: of computation.
         parameters: bytes.
-        state: bytes of the optimizer's.
-        activations: bytes at their highest point.
-        between: bytes of what products with weights give in the forward pass.
+        state: bytes of optimizer state.
+        activations: bytes at the peak.
+        between: bytes of the results of products with weights in the forward pass.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ class Totals:
 
 
 def estimated(totals: Totals, layout: Layout, machines: Machines) -> Estimate:
-    """What a layout will cost, roughly."""
+    """A rough estimate of a layout's cost."""
     options: Mapping[str, Any] = layout.options
     sizes = layout.sizes
     data, context, tensor = (sizes.get(f"{n}_parallel", 1) for n in ("data", "context", "tensor"))
@@ -84,7 +84,7 @@ def estimated(totals: Totals, layout: Layout, machines: Machines) -> Estimate:
 
 
 def totals_of(capture: Capture, machines: Machines) -> Totals:
-    """What the iteration is on one device, which all layouts share."""
+    """The totals of the iteration on one device, which all layouts share."""
     seconds, between = 0.0, 0
     for part in capture.parts:
         for node in part.captured.graph_module.graph.nodes:

@@ -1,4 +1,4 @@
-"""A plan as plain data: what ``--json`` writes, and what tables and the page show."""
+"""A plan as plain data, for ``--json``, tables and the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def facts_of(outlook: Outlook) -> dict[str, Any]:
-    """Everything that a plan says."""
+    """All facts of a plan."""
     return {
         "format": FORMAT,
         "run": _run(outlook),
@@ -44,7 +44,7 @@ def facts_of(outlook: Outlook) -> dict[str, Any]:
 
 
 def search_facts(found: Search) -> list[dict[str, Any]]:
-    """What a search found, the best first; layouts that were only estimated come last."""
+    """The results of a search, the best first; layouts that were only estimated come last."""
     rows: list[dict[str, Any]] = []
     for candidate in [*found.built, *found.others]:
         outlook = candidate.outlook

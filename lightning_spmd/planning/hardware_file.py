@@ -45,11 +45,11 @@ class Hardware:
     links: Mapping[str, LinkType]
 
     def device(self, name: str, key: str) -> DeviceType:
-        """The device of that name; ``key`` is where it was written."""
+        """The device of that name; ``key`` is the place in the file."""
         return self.devices[known(name, self.devices, key)]
 
     def link(self, name: str, key: str) -> LinkType:
-        """The link of that name; ``key`` is where it was written."""
+        """The link of that name; ``key`` is the place in the file."""
         return self.links[known(name, self.links, key)]
 
 
@@ -68,7 +68,7 @@ def known(name: Any, names: Iterable[str], key: str) -> str:
 
 
 def read_hardware(file: str | None) -> Hardware:
-    """The table, with what a file says in it.
+    """The built-in table with the changes of a file.
 
     Raises:
         ConfigurationError: the file cannot be read, or a key or value in it is wrong; the message names its path.

@@ -35,11 +35,11 @@ class PaperMesh(Mesh):
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where the ranks of a process group are.
+    """The ranks of a process group.
 
     Args:
-        size: how many they are.
-        stride: from one of them to the next, in ranks.
+        size: number of ranks.
+        stride: distance between neighbours, in ranks.
     """
 
     size: int
@@ -48,12 +48,12 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a training lies on its ranks.
+    """The layout of a training on its ranks.
 
     Args:
-        options: of ``SPMDStrategy``, as the recipe gives them.
-        devices: ranks of each node.
-        nodes: how many nodes.
+        options: options of ``SPMDStrategy`` in the recipe.
+        devices: ranks per node.
+        nodes: number of nodes.
     """
 
     options: Mapping[str, Any]
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def batches(self) -> int:
-        """How many ranks have a batch of their own."""
+        """Number of ranks with different batches."""
         return batch_coordinates(self.sizes, 0)[0]
 
     def mesh(self) -> PaperMesh | None:
@@ -98,7 +98,7 @@ class Layout:
         return PaperMesh(kept, 0, nowhere, nowhere, shard)
 
     def groups(self) -> dict[str, GroupPlace]:
-        """Where the ranks of each process group are, by its name."""
+        """The ranks of each process group, by its name."""
         mesh = self.mesh()
         if mesh is None:
             return {}
@@ -118,10 +118,10 @@ class BuiltPart:
     """The graphs of a part of the iteration.
 
     Args:
-        part: what they were made of.
+        part: the part that they were made from.
         graphs: setup, main and cleanup.
-        seconds: of every node of every graph, by the graph's name and the node's.
-        gathered: what had to be gathered, a line each.
+        seconds: times of all nodes, by the graph's name and the node's.
+        gathered: tensors that had to be gathered, one line each.
     """
 
     part: Part
@@ -147,10 +147,10 @@ def build_layout(
 
     Args:
         capture: the iteration.
-        layout: where it runs.
-        seconds_of: times of the nodes of a graph.
-        kind: of device, for which the stages decide.
-        on_stage: told of each stage and pass; what it raises ends the work.
+        layout: the layout.
+        seconds_of: returns the times of a graph's nodes.
+        kind: kind of device, on which the stages depend.
+        on_stage: called at each stage and pass; an exception that it raises ends the work.
 
     Raises:
         ConfigurationError: the layout does not fit the training.

@@ -1,4 +1,4 @@
-"""All that a plan says, from which output is printed, drawn and written."""
+"""The complete result of a plan, from which output is printed, drawn and written."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Phase:
     """A graph that a rank runs.
 
     Args:
-        name: of the part and the phase.
+        name: name of the part and the phase.
         times: how often it runs in one steady iteration; 0 for setup and cleanup.
         step: the graph.
-        played: when what runs.
-        contents: what lies in memory.
+        played: the simulated run.
+        contents: the contents of memory.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Layer:
-    """How a parameter lies.
+    """A parameter's placement.
 
     Args:
         name: of the parameter.
-        shape: whole.
-        local: on rank 0.
+        shape: global shape.
+        local: shape on rank 0.
         placements: by axis.
         bytes: on rank 0.
     """
@@ -85,22 +85,22 @@ class Layer:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a training will be like on one rank.
+    """The prediction for one rank.
 
     Args:
-        machines: what it runs on.
-        layout: how it lies there.
+        machines: the devices and links.
+        layout: the layout.
         axes: ranks by axis.
-        rows: of a rank's batch.
-        global_rows: of all of them.
+        rows: rows of a rank's batch.
+        global_rows: rows of the global batch.
         precision: of the Trainer.
-        parameters: how many numbers the model has.
-        phases: what runs, in order.
-        groups: where the ranks of each group are.
-        flops: of the products of an iteration, on all ranks together, without what is done twice.
-        peak_flops: that all devices could do a second, by the maker.
-        remarks: what the stages told of.
-        layers: how parameters lie.
+        parameters: number of parameters.
+        phases: the graphs, in order.
+        groups: the ranks of each group.
+        flops: floating-point operations of the products in an iteration, on all ranks together, without recomputation.
+        peak_flops: operations per second of all devices, by the maker.
+        remarks: messages of the stages.
+        layers: the placement of each parameter.
     """
 
     machines: Machines
@@ -171,7 +171,7 @@ class Outlook:
 
     @property
     def needed_bytes(self) -> float:
-        """The same with what the device reserves for itself."""
+        """The bytes that are needed, with the device's own reserve."""
         return self.peak_bytes + self.machines.device.reserved
 
     @property
@@ -180,7 +180,7 @@ class Outlook:
         return self.needed_bytes <= self.machines.device.memory
 
     def always(self, kind: str) -> int:
-        """Bytes of a kind that lie there all the time."""
+        """Bytes of a kind that are always there."""
         return max((p.contents.always.get(kind, 0) for p in self.phases), default=0)
 
     def largest(self, kind: str) -> int:
@@ -189,7 +189,7 @@ class Outlook:
 
     # ------------------------------------------------------------------ communication
     def collectives(self) -> Iterator[Collective]:
-        """Those of a steady iteration, in order."""
+        """The collectives of a steady iteration, in order."""
         for phase in self.phases:
             for span in phase.played.spans if phase.times else ():
                 if span.stream != COMPUTE:
@@ -213,13 +213,13 @@ class Outlook:
 def outlook_of(
     capture: Capture, layout: Layout, machines: Machines, on_stage: Callable[[str], None] = lambda _stage: None
 ) -> Outlook:
-    """What a training will be like.
+    """Predict a training.
 
     Args:
         capture: its iteration.
-        layout: where it runs.
+        layout: the layout.
         machines: the devices and links there.
-        on_stage: told of each stage and pass; what it raises ends the work.
+        on_stage: called at each stage and pass; an exception that it raises ends the work.
 
     Raises:
         ConfigurationError: the layout does not fit.

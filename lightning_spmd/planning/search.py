@@ -1,10 +1,10 @@
-"""Ranks layouts of a training: which of those that fit takes the least time for the same global batch.
+"""Ranks the layouts of a training: which layout that fits is fastest for the same global batch.
 
-Every way to fill the ranks (data, context and tensor axis, ``replicate``, ``zero2``, ``zero3``) gets an estimate from
-the captured graph alone (``estimate.py``). Then the graphs of the most promising ones are built and played, as for a
-plan, as many as the time allows; where one does not fit, activations are made again; of the best one other buckets are
-tried.
-One capture serves them all: the captured graph is that of one device on the global batch.
+All combinations of data, context and tensor axis with ``replicate``, ``zero2`` and ``zero3`` get an estimate from the
+captured graph alone (``estimate.py``). Then the graphs of the most promising ones are built and simulated, as for a
+plan, as many as the time allows. Layouts that do not fit are tried with recomputed activations, and the best one with
+other bucket sizes. One capture serves all of them, because the captured graph is that of one device on the global
+batch.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Candidate:
     """A layout.
 
     Args:
-        layout: where it runs.
-        estimate: what the captured graph alone says of it.
-        outlook: what its graphs say; None if there was no time for them, or it cannot be.
-        reason: why it cannot be.
+        layout: the layout.
+        estimate: from the captured graph alone.
+        outlook: from its graphs; None if there was no time, or it is not possible.
+        reason: why it is not possible.
     """
 
     layout: Layout
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a recipe has to say to get it."""
+        """The options that a recipe needs for this layout."""
         wanted = self.layout.options
         return {k: wanted[k] for k in _TOLD if k in wanted and wanted[k] not in (_USUAL.get(k), None, "auto")}
 
@@ -66,11 +66,11 @@ class Candidate:
 
 @dataclass
 class Search:
-    """What was found.
+    """The result of a search.
 
     Args:
-        built: layouts whose graphs were built or cannot be, the best first.
-        others: those for which there was no time, the most promising first.
+        built: layouts whose graphs were built or are not possible, the best first.
+        others: layouts for which there was no time, the most promising first.
         seconds: how long it took.
     """
 
@@ -96,11 +96,12 @@ def search(
 
     Args:
         capture: the iteration.
-        own: the recipe's layout, which is among them; others keep its options but for those of the axes.
+        own: the recipe's layout, which is included; the others keep its options except for those of the axes.
         machines: the devices and links.
-        budget: seconds after which no further layout is begun, and what is half done is left once there is a result.
-        say: told what is going on.
-        begun: when these seconds began, by ``time.monotonic``; None: now.
+        budget: seconds after which no further layout is begun, and a half-built one is abandoned once there is a
+            result.
+        say: called with progress messages.
+        begun: start of these seconds, by ``time.monotonic``; None: now.
     """
     totals = totals_of(capture, machines)
     queue = _ordered([Candidate(layout, estimated(totals, layout, machines)) for layout in layouts(capture, own)], own)

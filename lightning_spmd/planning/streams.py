@@ -1,8 +1,9 @@
-"""When a rank computes and communicates: the graphs of an iteration, played with times instead of tensors.
+"""Simulates the graphs of an iteration with times instead of tensors: when a rank computes and communicates.
 
-The host issues one operator after the other; on a GPU the device runs them in a stream behind it, on a CPU the host is
-the device. A collective begins when it is issued, its operand is there and the one before it in its group has ended; a
-wait holds the device up until it has ended. What an iteration leaves under way is waited for in the next one.
+The host issues one operator after the other. On a GPU the device runs them in a stream behind the host; on a CPU the
+host is the device. A collective begins when it is issued, its operand exists, and the previous one of its group has
+ended. A wait blocks the device until the collective has ended. Collectives in flight at the end of an iteration are
+waited for in the next one.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ COMPUTE = "compute"
 
 @dataclass
 class Span:
-    """Something that takes time.
+    """A node's time in a stream.
 
     Args:
-        node: what runs.
-        stream: where: ``COMPUTE``, or the name of a process group.
+        node: the node.
+        stream: ``COMPUTE``, or the name of a process group.
         begin: seconds since the first graph began.
         end: likewise.
     """
@@ -48,14 +49,14 @@ class Span:
 
 @dataclass
 class Played:
-    """One run of a graph.
+    """One simulated run of a graph.
 
     Args:
-        name: of the phase.
+        name: name of the phase.
         begin: when it began, in seconds since the first graph began.
-        spans: what began in it.
+        spans: nodes that began in it.
         carried: collectives that began in the run before and end in this one.
-        stalls: when the device waited for a collective; their node is what started it.
+        stalls: times in which the device waited for a collective; their node is the start of the collective.
         end: when the device was done.
         at: by position in the graph, when the device was done with the node.
     """
@@ -79,7 +80,7 @@ class Played:
         return sum(s.seconds for s in self.stalls)
 
     def waited(self, node: fx.Node) -> float:
-        """Seconds in which the device waited for what this node started."""
+        """Seconds in which the device waited for the collective that this node starts."""
         return sum(s.seconds for s in self.stalls if s.node is node)
 
     @property
@@ -97,7 +98,7 @@ class Player:
     """The streams of a rank, over any number of graphs.
 
     Args:
-        machines: what it runs on.
+        machines: the devices and links.
     """
 
     def __init__(self, machines: Machines) -> None:

@@ -23,11 +23,11 @@ Facts = Mapping[str, Any]
 
 
 def print_plan(facts: Facts, console: Console) -> None:
-    """Print what a plan says.
+    """Print a plan.
 
     Args:
         facts: ``facts_of`` an outlook.
-        console: where.
+        console: the console.
     """
     for part in (_header, _memory, _holders, _time, _messages, _modules):
         console.print(part(facts))
@@ -36,11 +36,11 @@ def print_plan(facts: Facts, console: Console) -> None:
 
 
 def print_search(found: Search, console: Console) -> None:
-    """Print what a search found, the best first.
+    """Print the results of a search, the best first.
 
     Args:
-        found: by the search.
-        console: where.
+        found: the results.
+        console: the console.
     """
     columns = ("layout", "batch of a data rank", "memory", "step", "waiting", "MFU", "samples a second")
     table = _table(f"Layouts for the same global batch, {found.seconds:.0f} s", *columns)

@@ -20,10 +20,10 @@ _KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_t
 
 @dataclass(frozen=True)
 class Message:
-    """What a collective moves.
+    """A collective's message.
 
     Args:
-        kind: which one.
+        kind: kind of collective.
         size: bytes, as in ``cost.collectives``.
         group: name of the process group.
     """
@@ -34,7 +34,7 @@ class Message:
 
 
 def message_of(node: fx.Node) -> Message:
-    """What the start of a collective moves."""
+    """The message of a collective's start node."""
     name = str(node.target)
     kinds: list[Kind] = [kind for kind in _KINDS if kind in name]
     operands = [s for n in node.all_input_nodes for s in specs_in(n.meta.get("val"))]
@@ -43,11 +43,11 @@ def message_of(node: fx.Node) -> Message:
 
 @dataclass(frozen=True)
 class Clock:
-    """Tells times of nodes.
+    """Returns times of nodes.
 
     Args:
-        machines: what they run on.
-        groups: where the ranks of each process group are.
+        machines: the devices and links.
+        groups: the ranks of each process group.
     """
 
     machines: Machines

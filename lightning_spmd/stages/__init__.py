@@ -182,19 +182,19 @@ def finish(
     return graphs
 
 
-def lowering(mode: str, company: LoweringContext, last: Lowering = as_python) -> Lowering:
+def lowering(mode: str, context: LoweringContext, last: Lowering = as_python) -> Lowering:
     """The lowering that ``SPMDStrategy(lowering=mode)`` asks for.
 
     Args:
         mode: one of ``stages.runtime.lowering.MODES``.
-        company: the rest of the run.
+        context: the rest of the run.
         last: what the graph with regions runs as.
     """
     if mode == "none":
         return last
     from lightning_spmd.stages.runtime.regions.lowering import RegionLowering  # nothing of it runs where nobody asks
 
-    return RegionLowering(mode, company, last)
+    return RegionLowering(mode, context, last)
 
 
 def _guarded(captured: CapturedStep) -> frozenset[tuple[InputRole, tuple[Any, ...]]]:

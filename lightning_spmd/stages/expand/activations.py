@@ -1,11 +1,11 @@
-"""Activations between parallel layers: when a partial sum is reduced, when a sequence shard is gathered.
+"""Activations between parallel layers: when a partial sum is reduced, and when a sequence shard is gathered.
 
-On a data-parallel axis a gradient travels as a partial sum as far as arithmetic is linear. On a tensor-parallel axis
-that would be wrong economy: the partial sums are activations, each of them read in several places. There a plan says
-how activations lie *between* the blocks (``parallel_plan.PlansActivations``), and
+On a data-parallel axis a gradient stays a partial sum as long as arithmetic is linear. On a tensor-parallel axis that
+would be expensive: the partial sums are activations, each with several readers. There a plan gives the placement of
+activations *between* blocks (``parallel_plan.PlansActivations``), and
 
-* a partial sum takes that placement at its first reader; until then only what is linear and its only reader may pass it
-  on (views, the sum with another partial sum, the rest of the loss);
+* a partial sum takes that placement at its first reader; until then only linear operators that are its only reader may
+  pass it on (views, the sum with another partial sum, the rest of the loss);
 * a sequence shard is gathered where it enters a product with a weight that is split over the axis, before it is
   flattened into rows: the weight itself never moves.
 """
@@ -41,12 +41,12 @@ _DEPTH = 6
 
 @dataclass(frozen=True)
 class ActivationRules:
-    """What holds of activations on one axis.
+    """Rules for activations on one axis.
 
     Args:
         axis: the axis.
-        between: how they lie between blocks.
-        weights: the parameters of the graph and how they lie.
+        between: their placement between blocks.
+        weights: the parameters of the graph and their placements.
     """
 
     axis: ShardAxis
@@ -54,7 +54,7 @@ class ActivationRules:
     weights: Mapping[fx.Node, Placement]
 
     def settled(self, spec: TensorSpec) -> Placement:
-        """How a reduced activation of this spec lies."""
+        """The placement of a reduced activation with this spec."""
         where = self.between
         if isinstance(where, Shard) and len(spec.shape) > 2 and self.axis.divides(spec.shape[where.dim]):
             return where
@@ -63,7 +63,7 @@ class ActivationRules:
     def operand_changes(
         self, node: fx.Node, current: Callable[[fx.Node], Placement]
     ) -> tuple[dict[fx.Node, Placement], dict[fx.Node, Placement]]:
-        """What must happen to the operands of an operator before it reads them.
+        """The changes of an operator's operands before it reads them.
 
         Returns:
             operands that are reduced from here on for all readers, and operands that this reader sees differently.

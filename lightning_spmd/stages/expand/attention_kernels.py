@@ -1,10 +1,10 @@
-"""Attention kernels on parts of queries and keys, and how the parts' results become the whole's.
+"""Attention kernels on parts of queries and keys, and how results of the parts are merged.
 
-A kernel gives its output and the logarithm of the sum of exponentials of its scores, row by row. With both, results for
-parts of the keys are put together (:func:`merged`), and the backward kernel, given the output and that logarithm of all
-keys, gives each part's share of the gradients (FlashAttention, arXiv:2205.14135; ring attention, arXiv:2310.01889).
+A kernel returns its output and the logsumexp of its scores, row by row. With both, results for parts of the keys can be
+merged (:func:`merged`). The backward kernel, given the output and the logsumexp over all keys, computes each part's
+share of the gradients (FlashAttention, arXiv:2205.14135; ring attention, arXiv:2310.01889).
 
-Kernels differ in their arguments and in the shape of the logarithm; :class:`Kernel` is where that is known.
+Kernels differ in their arguments and in the shape of the logsumexp; :class:`Kernel` describes them.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def mask_of(call: OpCall) -> int | None:
 
 
 def can_be_parted(call: OpCall, rows: int) -> bool:
-    """Whether results for parts of ``rows`` rows can be put together.
+    """Whether results for parts of ``rows`` rows can be merged.
 
-    Not where a kernel draws random numbers (each part would draw its own, and the backward pass must draw the same),
-    not where it gives the gradient of a mask, not where it pads.
+    This is not possible if a kernel draws random numbers (each part would draw its own, and the backward pass must draw
+    the same), computes the gradient of a mask, or pads.
     """
     wanted = call.get("grad_input_mask")
     padded = "_efficient_" in str(call.op) and rows % _PADDED_ROWS != 0
@@ -58,7 +58,7 @@ def can_be_parted(call: OpCall, rows: int) -> bool:
 
 
 def why_whole(node: fx.Node) -> str | None:
-    """Why an attention kernel cannot work on parts of keys, if that is so for a reason of its own."""
+    """Why an attention kernel cannot work on parts of keys, if the kernel itself is the reason."""
     if getattr(node.target, "overloadpacket", None) not in KERNELS:
         return None
     if bind_arguments(node.target, node.args, node.kwargs).get("dropout_p"):

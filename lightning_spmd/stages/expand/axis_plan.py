@@ -1,4 +1,4 @@
-"""What propagation decides along one axis, and what of the graph's storage it must know for that."""
+"""The result of propagation along one axis, and the facts about the graph's storages that it needs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class AxisPlan:
     Args:
         axis: the mesh axis.
         layouts: the chosen layout of every operator node.
-        operands: the tensor operands that a layout's ``inputs`` speak of.
+        operands: the tensor operands that a layout's ``inputs`` refer to.
         outputs: placement of each output of a node.
         results: placement of each graph output.
         replicated: operators for which no rule was found, and the bytes gathered for that.
-        failures: what is wrong with the rules of some of them.
-        gathered: operators that cannot work on activations as they lie, and the bytes gathered for that.
-        remedy: what to say of those: what may avoid it, or why nothing does.
+        failures: errors in the rules of some of them.
+        gathered: operators that cannot work on activations with their placement, and the bytes gathered for them.
+        remedy: advice for these: how to avoid the gather, or why it cannot be avoided.
     """
 
     axis: ShardAxis
@@ -41,7 +41,7 @@ class AxisPlan:
 
 @dataclass(frozen=True)
 class Aliasing:
-    """What of the global graph's storage matters here; the same for all axes."""
+    """The relevant facts about the global graph's storages, which are the same for all axes."""
 
     roots: dict[fx.Node, fx.Node]
     pieces: dict[fx.Node, fx.Node | None]
@@ -52,7 +52,7 @@ class Aliasing:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> Aliasing:
-        """That of a graph."""
+        """The facts about a graph."""
         regions = storage_regions(graph)
         roots = {node: root for node, (root, _) in regions.items()}
         pieces = {node: piece for node, (_, piece) in regions.items()}

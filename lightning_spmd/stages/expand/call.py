@@ -1,8 +1,8 @@
-"""What a sharding rule sees (:class:`OpCall`) and what it answers (:class:`Layout`).
+"""The input of a sharding rule (:class:`OpCall`) and its answer (:class:`Layout`).
 
-A rule speaks about one operator call and one mesh axis. Operands are the tensors among the arguments in schema order,
-lists flattened; outputs are flattened the same way. Rules are asked only when some operand is not replicated (or a
-placement of the result was asked for), and need not mention the layout in which everything is replicated.
+A rule is about one operator call and one mesh axis. Operands are the tensors among the arguments in schema order, with
+lists flattened; outputs are flattened in the same way. Rules are asked only if some operand is not replicated, or a
+placement of the result is wanted. They need not list the layout in which everything is replicated.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Layout:
     Args:
         inputs: the placement that each operand must have.
         outputs: the placement that each output then has.
-        emit: builds the local program where the operator itself on local tensors is not it; gives one node an output.
+        emit: builds the local program if it is not the operator itself on local tensors; returns one node per output.
         local: whether that program has no collective on this axis.
-        expected: whether what it must gather is what the axis' plan is about, and not worth a word.
+        expected: whether the gather that it needs is the purpose of the axis' plan, so that no warning is given.
     """
 
     inputs: tuple[Placement, ...]
@@ -243,10 +243,10 @@ def rowwise(call: OpCall, excluded: Sequence[int] = (), *, last: int = 0) -> lis
 
 
 class LocalCall:
-    """What a custom emitter or a localizer sees of one call: local operands, placements on every axis.
+    """The input of a custom emitter or localizer: local operands, and placements on every axis.
 
     Args:
-        program: where nodes are appended.
+        program: the program to which nodes are appended.
         node: the global node.
         layouts: the chosen layout on each axis.
         operands: the local operands, in schema order.
@@ -285,7 +285,7 @@ class LocalCall:
         return self._locals[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As ``[]``, or ``default`` if the overload has no such argument."""
+        """Like ``[]``, or ``default`` if the overload has no such argument."""
         return self._locals.get(name, default)
 
     def replace(self, name: str, value: fx.Node) -> None:
@@ -334,7 +334,7 @@ class LocalCall:
         return new
 
     def default_if_possible(self, **overrides: Any) -> fx.Node | None:
-        """As :meth:`default` where the call is possible on every rank, else None."""
+        """Like :meth:`default` if every rank can make the call, otherwise None."""
         return self._written_as(self.program.call_if_possible, overrides)
 
     def _written_as(self, call: Callable[..., fx.Node | None], overrides: dict[str, Any]) -> fx.Node | None:

@@ -48,9 +48,9 @@ class Emitter:
 
     Args:
         graph: the global graph.
-        plans: what propagation chose, one entry a mesh axis.
+        plans: the result of propagation, one entry per mesh axis.
         axes: the mesh axes, with the coordinates of the rank whose program is written.
-        longer: places where some rank cannot take the shorter form of what is written.
+        longer: places where some rank cannot use the shorter form of the program.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Emitter:
         return self
 
     def graph_module(self) -> fx.GraphModule:
-        """What was written."""
+        """The program."""
         return self.program.finish(self.outputs)
 
     # ------------------------------------------------------------------ pieces

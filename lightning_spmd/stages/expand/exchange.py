@@ -32,12 +32,12 @@ _functional = torch.ops._c10d_functional
 
 
 def can_exchange(placement: Shard, axis: ShardAxis) -> bool:
-    """Whether all ranks' pieces are of one size, in equal blocks: what this file is for."""
+    """Whether all ranks' pieces have the same size, in equal blocks, as the functions of this file require."""
     return axis.is_even and isinstance(placement.outer, int)
 
 
 def pieces_first(program: LocalProgram, node: fx.Node, dim: int, outer: int, axis: ShardAxis) -> fx.Node:
-    """``(N, before, piece, after)``, dense: entry r is what rank r holds of a whole dimension in ``outer`` blocks."""
+    """``(N, before, piece, after)``, dense: entry r is rank r's piece of a whole dimension in ``outer`` blocks."""
     shape = program.shape(node)
     before, after = math.prod(shape[:dim]) * outer, math.prod(shape[dim + 1 :])
     length = shape[dim] // outer // axis.size
@@ -102,7 +102,7 @@ def all_to_all(program: LocalProgram, node: fx.Node, source: Shard, target: Shar
 
 
 def among_zeros(program: LocalProgram, node: fx.Node, source: Shard, axis: ShardAxis) -> fx.Node:
-    """This rank's piece where it is in the whole, zeros elsewhere: the ranks' sum is the whole."""
+    """This rank's piece at its place in the whole, zeros elsewhere; the sum over the ranks is the whole."""
     shape = program.shape(node)
     size = math.prod(shape)
     flat = reshaped(program, node, (1, size))
@@ -116,9 +116,9 @@ def among_zeros(program: LocalProgram, node: fx.Node, source: Shard, axis: Shard
 def positions(
     size: int, dim: int, placements: Sequence[Placement], axes: Sequence[ShardAxis]
 ) -> list[tuple[int, int]] | None:
-    """(start, length) of what this rank has of a dimension that several axes may split, in the order in which it lies.
+    """(start, length) of this rank's parts of a dimension that several axes may split, in storage order.
 
-    None where a placement splits it in blocks.
+    None if a placement splits it in blocks.
     """
     found = [(0, size)]
     for placement, axis in zip(placements, axes, strict=True):
@@ -144,7 +144,7 @@ def _within(ranges: Sequence[tuple[int, int]], start: int, length: int) -> Itera
 def own_index(
     size: int, index: int, dim: int, placements: Sequence[Placement], axes: Sequence[ShardAxis]
 ) -> int | None:
-    """Where this rank has ``index`` of a dimension that several axes may split; None: another rank has it."""
+    """This rank's local index of ``index`` in a dimension that several axes may split; None if another rank has it."""
     here: int | None = index
     for placement, axis in zip(placements, axes, strict=True):
         if here is None or not isinstance(placement, (Shard, Chunk)) or placement.dim != dim:

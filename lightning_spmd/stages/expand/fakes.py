@@ -1,7 +1,7 @@
 """Results of a program's calls: remembered (``ir/known_results``), or computed on fake tensors.
 
-A program is written once for every size that a rank's piece has, and again where the ranks found a difference: nearly
-all of its calls are known by then. Fake tensors are made where a call is new.
+A program is written once for every size of a rank's piece, and again if the ranks find a difference, so nearly all of
+its calls are known. Fake tensors are only made for new calls.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Fakes:
         self._makes_lazy = False
 
     def spec(self, node: fx.Node) -> TensorSpec:
-        """What the tensor of a node looks like by now: ``transpose_`` and the like change it."""
+        """The present spec of a node's tensor, which ``transpose_`` and similar operators change."""
         return TensorSpec.of(self._made[node]) if node in self._reshaped else node.meta["val"]
 
     def is_lazy(self, node: fx.Node) -> bool:
@@ -64,7 +64,7 @@ class Fakes:
         return tensor.is_conj() or tensor.is_neg()
 
     def result(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What a call produces: its specs and, where it was made, its fake tensors."""
+        """The result of a call: its specs and, if they were made, its fake tensors."""
         self._makes_lazy |= getattr(op, "overloadpacket", None) in _LAZY
         if op is operator.getitem and args[0] not in self._made:
             return args[0].meta["val"][args[1]], None
@@ -79,7 +79,7 @@ class Fakes:
         return value, fake
 
     def keep(self, node: fx.Node, fake: Any) -> None:
-        """``fake`` is what the node produces; it was computed, so it may be a view that nothing else tells of."""
+        """Store ``fake`` as the node's result. It was computed and may be a view."""
         if fake is None:
             return
         self._made[node] = fake

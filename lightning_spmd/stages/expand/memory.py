@@ -1,15 +1,15 @@
-"""Operators that depend on the memory layout of their operands: they get the captured one.
+"""Operators that depend on the memory layout of their operands: they get the captured layout.
 
-Most operators take tensors as they are, and expansion need not care how a gathered or reduced value lies. Some do
-look (and ``as_strided``, which addresses the storage behind its operand: ``storage.py``):
+Most operators accept any layout, and expansion need not know the layout of a gathered or reduced value. These depend on
+it (and ``as_strided``, which addresses the storage behind its operand: ``storage.py``):
 
 * fused optimizers walk the memory of parameter, gradient and state side by side;
 * cuDNN's recurrent backward reads its forward kernel's result as that left it, whatever the strides say;
 * kernels of libraries and users may do anything.
 
-For these a value that lies otherwise is copied into the captured layout first. What must be the same in every rank's
-graph is decided by what all ranks see: where shapes differ from rank to rank, a dimension of size one on this rank may
-be a larger one elsewhere, so there a wrong layout is an error, which replicates the operator, and no copy.
+For these, a value with another layout is first copied into the captured one. Decisions use only what all ranks see,
+because the copy must be in every rank's graph. If shapes differ between ranks, a dimension of size one on this rank may
+be larger elsewhere. A wrong layout is then an error, which replicates the operator.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def looks_at_memory(node: fx.Node) -> bool:
 def as_captured(
     program: LocalProgram, operand: fx.Node, local: fx.Node, placements: Sequence[Placement], reader: fx.Node
 ) -> fx.Node:
-    """``local``, this rank's part of ``operand``, laid out as at capture; a copy where it lies otherwise.
+    """``local``, this rank's part of ``operand``, in the captured memory layout; a copy if necessary.
 
     Args:
-        program: where a copy is appended.
+        program: the program to which a copy is appended.
         operand: the global value.
         local: this rank's part.
-        placements: how it is a part.
-        reader: an operator that looks at memory, or the graph's output.
+        placements: how the operand is split.
+        reader: an operator that depends on the layout, or the graph's output.
 
     Raises:
-        ExpansionError: it lies otherwise, and a copy would not do.
+        ExpansionError: the layout is wrong, and a copy would not help.
     """
     wanted = local_spec(spec_of(operand), placements, program.axes)
     if lies_as(spec_of(local), wanted):

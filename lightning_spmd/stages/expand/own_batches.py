@@ -1,9 +1,9 @@
-"""Along an axis whose ranks have batches of their own, every value that depends on one is the rank's own.
+"""Local batches: along this axis every value that depends on the batch is the rank's own.
 
-Nothing has to be propagated there: an operator with such an operand runs as it is, parameters are gathered for it where
-they lie in chunks. What is made of parameters alone is the same on all ranks. Capture marks what leaves for all ranks
-(:class:`~lightning_spmd.ir.node_info.Term`): gradients, loss, logged values, each rank's already weighted. From there
-on they are partial sums like any other, and everything behind them is as on a batch that is split.
+Nothing is propagated there. An operator with such an operand runs unchanged, and parameters stored in chunks are
+gathered for it. Values computed from parameters alone are the same on all ranks. Capture marks values that leave for
+all ranks (:class:`~lightning_spmd.ir.node_info.Term`): gradients, loss and logged values, already weighted by the
+rank's share. From there on they are ordinary partial sums, as with a split batch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lightning_spmd.stages.expand.call import Layout, OpCall
 
 
 def layout_of_own(call: OpCall, *, updating: bool) -> Layout | None:
-    """The layout of an operator on what is a rank's own; None where nothing of it is.
+    """The layout of an operator on a rank's own values; None if it has no such operand.
 
     Args:
-        call: the operator; what it makes of nothing (zeros, random numbers) is the rank's own as well.
-        updating: it belongs to the update, which all ranks make alike.
+        call: the operator. Values created from nothing (zeros, random numbers) are the rank's own too.
+        updating: whether it belongs to the update, which all ranks do alike.
 
     Raises:
-        ExpansionError: the update looks at what is a rank's own.
+        ExpansionError: the update reads a rank's own value.
     """
     own = [isinstance(placement, Own) for placement in call.current]
     if updating:
@@ -43,9 +43,9 @@ def layout_of_own(call: OpCall, *, updating: bool) -> Layout | None:
 
 
 def subject_of(node: fx.Node) -> str:
-    """What a value is, by a name that is the same on ranks with other graphs: of the term or input that it is made of.
+    """A name for a value that is the same on ranks with other graphs: the term or input that it was made from.
 
-    Graphs of ranks' own batches need not be alike, but what they exchange must be, in the same order.
+    Graphs of local batches may differ, but their collectives must be the same, in the same order.
     """
     while True:
         term: Term | None = node.meta.get(TERM)

@@ -50,7 +50,7 @@ class StartAgain(Exception):
 
 
 class Placing:
-    """What propagation along one axis knows.
+    """The state of propagation along one axis.
 
     Args:
         graph: the global graph.
@@ -58,8 +58,8 @@ class Placing:
         axis: the axis.
         plan: placements of inputs and outputs.
         banned: operators whose rules did not fit: replicate them.
-        outer: what was chosen on the axes before this one, which split first: their pieces are what this one splits.
-        starts: how the results lie with which sequences begin to be split over this axis, if it splits sequences.
+        outer: placements on the axes before this one, which split first; this axis splits their pieces.
+        starts: if the axis splits sequences, the placements of the results where the split begins.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The graph being written: every call is made on fake tensors (``fakes``), which gives its spec and catches bad shapes.
+"""The graph being written. Every call is made on fake tensors (``fakes``), which give its spec and check its shapes.
 
-All ranks must write the same calls. What a piece allows depends on its size, though: one row is contiguous in every
-order, and a kernel may refuse a tensor without rows. So the program is written for every size that a rank's piece has
-(``expand``): a shorter form is taken where all of them can take it (:meth:`LocalProgram.agreed`), and a call that one
-of them cannot make is made by none.
+All ranks must write the same calls, although the possible calls depend on the size of a piece: one row is contiguous in
+every order, and a kernel may refuse a tensor without rows. So the program is written for every size of a rank's piece
+(``expand``). A shorter form is used if all ranks can use it (:meth:`LocalProgram.agreed`), and a call that one of them
+cannot make is made by none.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class LocalProgram:
 
     Args:
         axes: the mesh axes.
-        longer: places where some rank cannot take the shorter form; a place is a node of the global graph and how many
-            such choices were made for it before.
+        longer: places where some rank cannot use the shorter form. A place is a node of the global graph and the number
+            of such choices made for it before.
     """
 
     def __init__(self, axes: tuple[ShardAxis, ...], longer: set[tuple[fx.Node, int]] | None = None) -> None:
@@ -53,12 +53,12 @@ class LocalProgram:
         self._fakes = Fakes(has_rows=all(axis.split[axis.rank] or not axis.total for axis in axes))
 
     def begin(self, node: fx.Node) -> None:
-        """What is written from here on is what ``node`` of the global graph becomes."""
+        """Begin the program of ``node`` of the global graph."""
         self.info = info_of(node)
         self._place = node
 
     def agreed(self, possible: bool) -> bool:
-        """Whether the shorter form of what is written next may be taken: where it is possible on every rank."""
+        """Whether the shorter form of the next call may be used: it is possible on every rank."""
         if self._place is None:
             return possible
         place = (self._place, self._choices[self._place])
@@ -75,11 +75,11 @@ class LocalProgram:
         return new
 
     def spec(self, node: fx.Node) -> TensorSpec:
-        """What a new node produces on this rank."""
+        """The spec of a new node on this rank."""
         return self._fakes.spec(node)
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Local shape of what a new node produces."""
+        """The local shape of a new node."""
         return self.spec(node).shape
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -90,7 +90,7 @@ class LocalProgram:
         return node
 
     def call_if_possible(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node | None:
-        """As :meth:`call` where every rank can make the call, else None."""
+        """Like :meth:`call` if every rank can make the call, otherwise None."""
         try:
             self._fakes.result(op, args, kwargs)
         except (RuntimeError, ValueError):
@@ -109,14 +109,14 @@ class LocalProgram:
         return self.call(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def collective(self, op: Any, operand: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
-        """Append a functional collective on ``operand`` and the wait for it; gives the waited result.
+        """Append a functional collective on ``operand`` and its wait, and return the result.
 
-        The result's spec is stated, not computed: no process group needs to exist while graphs are built.
+        The result's spec is stated, not computed, so no process group needs to exist while graphs are built.
         """
         return self.wait(self.start(op, operand, shape, *args))
 
     def start(self, op: Any, operand: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
-        """Append a functional collective; what is written before :meth:`wait` runs beside it."""
+        """Append a functional collective. Calls that are appended before :meth:`wait` run beside it."""
         source = self.spec(operand)
         # With uneven rows strides may differ among the ranks (one row is contiguous either way); their graphs may not.
         # Libraries read the memory as it lies.
@@ -129,7 +129,7 @@ class LocalProgram:
         return started
 
     def wait(self, started: fx.Node) -> fx.Node:
-        """Append the wait for a collective; gives its result."""
+        """Append the wait for a collective and return its result."""
         waited = self._append(_functional.wait_tensor.default, (started,), {}, self.spec(started))
         waited.meta["info"] = self._communicating()
         return waited

@@ -140,7 +140,7 @@ class _Ring:
         return [run(aten.view.default, part, list(s)) for part, s in zip(parts, self.shapes, strict=True)]
 
     def send(self, packed: fx.Node) -> fx.Node:
-        """Start handing on to the next rank; what the rank before sends comes out."""
+        """Start sending to the next rank, and return what the previous rank sends."""
         size, rank, program = self.axis.size, self.axis.rank, self.call.program
         rows = program.shape(packed)[0]
         to = [rows if r == (rank + 1) % size else 0 for r in range(size)]

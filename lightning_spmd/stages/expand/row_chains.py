@@ -54,14 +54,14 @@ class NoChain(Exception):
 
 @dataclass(frozen=True)
 class Chain:
-    """Operators that work on rows.
+    """Operators that work row by row.
 
     Args:
-        source: what has the rows, before the views that flatten them for the product.
+        source: the value that has the rows, before the views that flatten them for the product.
         views: these views; others may read them too.
         nodes: the product and what follows it, in order.
-        inputs: what the chain reads from outside, ``source`` first.
-        results: what others read of it.
+        inputs: values that the chain reads from outside, ``source`` first.
+        results: its values that other nodes read.
     """
 
     source: fx.Node
@@ -105,7 +105,7 @@ def products(graph: fx.Graph) -> list[fx.Node]:
 
 
 def source_of(product: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """(what has a product's rows, the views that flatten them)."""
+    """(the value that has a product's rows, the views that flatten them)."""
     views: list[fx.Node] = []
     node = _rows_of(product)
     while (base := aliased_argument(node)) is not None and is_pure(node) and is_tensor(base):
@@ -122,10 +122,10 @@ def _rows_of(product: fx.Node) -> fx.Node:
 
 # ---------------------------------------------------------------- what is known before any row is
 def prepare(product: fx.Node) -> None:
-    """Take out of a chain what looks as if it needed all of its rows and does not.
+    """Remove nodes from a chain that seem to need all of its rows but do not.
 
     A gradient begins with ``ones_like(loss)``, which is a number. A mean over targets that are not ignored divides by
-    their weight, which the loss' operator gives beside the sum: the targets alone say it.
+    their weight, which the loss operator returns beside the sum; it follows from the targets alone.
     """
     for node in _reached(product):
         spec, target = node.meta.get("val"), cast(Any, node.target)
@@ -165,10 +165,10 @@ def _weigh_by_targets(node: fx.Node) -> None:
 
 
 def gradients_in_place(product: fx.Node) -> None:
-    """Make the gradient of scores in the memory of their logarithms, which nobody reads any more.
+    """Write the gradient of scores into the memory of their logarithms, which have no other reader.
 
     Before: ``d = nll_backward(g, p, y); s = log_softmax_backward(d, p)``, each as large as ``p``. After, with the slope
-    ``k`` of each row, which targets say: ``s = exp_(p) * k; s[row, y] -= k``.
+    ``k`` of each row, which follows from the targets: ``s = exp_(p) * k; s[row, y] -= k``.
     """
     order = {node: i for i, node in enumerate(product.graph.nodes)}
     roots = storage_roots(product.graph)

@@ -102,12 +102,12 @@ class _RowPlan:
 
 
 def chunk_losses(step: ShardedStep, wanted: int | None, budget: int | None = None) -> str:
-    """Work on the rows of a step's losses in chunks, in place; gives what was done, or why it was not.
+    """Compute the rows of a step's losses in chunks, in place. Returns what was done, or why not.
 
     Args:
         step: this rank's step, before the passes.
-        wanted: how many chunks.
-        budget: instead, how many bytes one of them may take.
+        wanted: number of chunks.
+        budget: instead, the bytes that one chunk may take.
     """
     if any(0 in axis.split for axis in step.axes):
         return "nothing is done where some rank has no row"
@@ -131,7 +131,7 @@ def chunk_losses(step: ShardedStep, wanted: int | None, budget: int | None = Non
 
 
 def what_chunks_would_save(step: ShardedStep) -> str:
-    """What to tell users whose logits are the peak of a training step; empty where they are not."""
+    """A message for users whose logits are the memory peak of a training step; otherwise empty."""
     graph = step.graph_module.graph
     wide = products(graph)[:1]
     if not wide or spec_of(wide[0]).bytes < _WORTH_A_WORD or not any(map(_is_backward, graph.nodes)):

@@ -1,4 +1,4 @@
-"""What collectives work on, for ``bucket_collectives``: how their operands are shaped, and which are gradients."""
+"""Operands of collectives, for ``bucket_collectives``: their shape, and which of them are gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loosen(graph: fx.Graph, kinds: Collection[Any]) -> None:
 
 
 def shaping(value: fx.Node, *, casts: bool = False) -> tuple[fx.Node, list[fx.Node]]:
-    """What a collective's operand is made of, and how, for it alone: permuted, copied into that order, padded.
+    """The value behind a collective's operand, and the operators that only shape it: permute, copy, pad.
 
     Args:
         value: the operand.
@@ -63,7 +63,7 @@ def shaping(value: fx.Node, *, casts: bool = False) -> tuple[fx.Node, list[fx.No
 
 
 def move_behind(anchor: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node:
-    """Put nodes one after the other behind ``anchor``; gives the last of them."""
+    """Move nodes behind ``anchor``, in order, and return the last one."""
     for node in nodes:
         anchor.append(node)
         anchor = node

@@ -70,12 +70,12 @@ class Member:
 
     @property
     def value(self) -> fx.Node:
-        """What is sent."""
+        """The value that is sent."""
         return self.start.all_input_nodes[0]
 
     @cached_property
     def spec(self) -> TensorSpec:
-        """Of what is sent."""
+        """The spec of the value that is sent."""
         return spec_of(self.value)
 
     @property
@@ -85,7 +85,7 @@ class Member:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What must agree for two to share a bucket: among others whether it exists early, and is needed late."""
+        """What must agree for two members to share a bucket, including when the operand is ready and the result read."""
         when = self.section is not Section.FORWARD if self.of_input else None
         return (self.start.target, *self.start.args[1:], self.spec.dtype, self.dtype, self.spec.device, when)
 
@@ -96,17 +96,17 @@ class Member:
 
     @property
     def traffic(self) -> tuple[Any, str]:
-        """What shares one bucket size: operator and group."""
+        """Operator and group: collectives with the same traffic share one bucket size."""
         return self.start.target, str(self.start.args[-1])
 
     def result(self) -> TensorSpec:
-        """The spec of what is waited for: the layout of the value where shapes agree."""
+        """The spec of the result: the layout of the value if shapes agree."""
         return self.spec if self.start.target is ALL_REDUCE else spec_of(self.wait)
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Collectives that become one, and where."""
+    """Collectives that become one, and its place."""
 
     members: list[Member]
     start_at: int = 0
@@ -129,13 +129,13 @@ class Bucket:
 
 # ---------------------------------------------------------------- how
 def write(graph: fx.Graph, memory: Memory, buckets: Sequence[Bucket], *, in_place: bool = True) -> None:
-    """Walk the old order, waits before a node and starts behind it; what they replace goes at the end.
+    """Walk the old order and write the buckets. Waits go before a node, starts behind it; replaced nodes go last.
 
     Args:
         graph: the graph.
-        memory: of it, before anything was written.
-        buckets: to write.
-        in_place: gradients may be made inside of buckets, in the order in which they are made.
+        memory: the graph's storages before anything was written.
+        buckets: the buckets to write.
+        in_place: whether gradients may be computed inside buckets, in the order in which they are made.
     """
     starts: dict[int, list[Bucket]] = {}
     waits: dict[int, list[Bucket]] = {}

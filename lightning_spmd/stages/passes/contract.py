@@ -1,7 +1,7 @@
-"""What a pass declares, and the check of a pass list before anything runs.
+"""The contract of a pass, and the check of a pass list before anything runs.
 
-After DeepSpeed's ``compile/passes/contract.py``: the requirements of a list are checked as a whole, so a wrong order is
-an error at setup that names the pass and what it misses, never a wrong graph.
+As in DeepSpeed's ``compile/passes/contract.py``, the requirements of a list are checked as a whole. A wrong order is an
+error at setup that names the pass and the missing one, never a wrong graph.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ REDUCE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.f
 
 @dataclass
 class PassState:
-    """What one run of the passes over one graph knows; never shared between graphs.
+    """The state of one run of the passes over one graph; never shared between graphs.
 
     Args:
         bucket_size_mb: cap of a communication bucket in MiB, or ``"auto"``.
-        reduce_dtype: in which gradients travel, a name in REDUCE_DTYPES; None: as they are.
-        rematerialize: the share of the activations' bytes to give back, or as an integer the bytes to leave; None: all.
-        offload: as ``rematerialize``, for activations that go to the host's memory.
-        in_order: buckets are the same whatever the order in which gradients become ready (ranks have other graphs).
-        notes: what each pass did, for dumps and messages.
+        reduce_dtype: dtype in which gradients are reduced, a name in REDUCE_DTYPES; None: their own.
+        rematerialize: the share of the activations' bytes to free, or as an integer the bytes to leave; None: keep all.
+        offload: as ``rematerialize``, for activations that move to host memory.
+        in_order: buckets must not depend on the order in which gradients become ready, because ranks have other graphs.
+        notes: a note of each pass, for dumps and messages.
     """
 
     bucket_size_mb: float | str = "auto"
@@ -45,7 +45,7 @@ class GraphPass:
     """A function on a sharded step, with its contract.
 
     Args:
-        name: what error messages, dumps and ``SPMDStrategy(passes=[...])`` call it.
+        name: its name in error messages, dumps and ``SPMDStrategy(passes=[...])``.
         run: changes the step's graph in place.
         requires: passes that must have run before.
         after: passes that, if they are in the list, must come before this one.
@@ -63,7 +63,7 @@ def check_order(passes: Sequence[GraphPass]) -> None:
     """Check a pass list.
 
     Raises:
-        ConfigurationError: naming the pass and what it misses, or what comes too late.
+        ConfigurationError: naming the pass and the one that is missing or comes too late.
     """
     names = [p.name for p in passes]
     for position, current in enumerate(passes):

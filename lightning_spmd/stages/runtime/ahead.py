@@ -1,8 +1,8 @@
 """A graph that begins while the ranks still compare what each of them would run.
 
-Until its first effect, a write into what outlives the run or a collective, nobody can tell that a graph has begun: its
-forward pass, and its backward pass where batches are split. So the question whether all ranks agree is asked there, and
-the answer had this long to arrive.
+A run can be abandoned until its first effect: a collective, or a write into something that outlives the run. With a
+split batch that is after the forward pass and most of the backward pass. The graph asks there whether all ranks agree,
+so the answer had all this time to arrive.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Outvoted(Exception):
 
 
 def asking(step: ShardedStep, ask: Callable[[], None]) -> ShardedStep:
-    """A copy of a graph that calls ``ask`` in front of its first effect, or at its end.
+    """A copy of a graph that calls ``ask`` before its first effect, or at its end.
 
     Args:
         step: the graph.
-        ask: raises where the graph must not go on.
+        ask: raises if the graph must not continue.
     """
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     result = graph.graph_copy(step.graph_module.graph, made)

@@ -1,11 +1,11 @@
-"""Exchanges in which ranks decide together: place, graph, whether to build, whether to stop.
+"""Exchanges in which ranks decide together: place in the run, graph, whether to build, whether to stop.
 
-All messages go through a process group of their own on the host, so they never wait behind bulk collectives (a
-broadcast on the default group was seen to return after 149 ms with 20 MB in flight, after 1.2 ms on its own group).
-Where all ranks are on one machine, the exchange before each step goes through memory that they share
-(``shared_numbers.py``).
-Every exchange says at which place of the run the rank is: ranks at different places learn it there, in words, and not
-from a collective that never ends.
+All messages use a process group of their own on the host, so they never wait behind bulk collectives. (A broadcast on
+the default group returned after 149 ms with 20 MB in flight, on its own group after 1.2 ms.) If all ranks are on one
+machine, the exchange before each step goes through shared memory (``shared_numbers.py``).
+
+Every exchange contains the rank's place in the run. Ranks at different places get an error that says so, instead of a
+collective that never ends.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ THE_END = "the end"
 
 @dataclass(frozen=True)
 class Place:
-    """A place of the run, the same for all ranks that do the same.
+    """A place in the run, equal on all ranks that do the same.
 
     Args:
-        what: happens there.
+        what: the activity there.
         epoch: of training.
-        batch: index in its epoch or dataloader; None where it is no batch.
+        batch: index in its epoch or dataloader; None if it is not a batch.
         loader: which dataloader.
-        remark: what this rank should add if the others are elsewhere.
+        remark: added to the message of this rank if the others are elsewhere.
     """
 
     what: str
@@ -73,15 +73,15 @@ class Place:
 
 @dataclass(frozen=True)
 class StepVote:
-    """What all ranks said before a step: extremes over the ranks of a few numbers.
+    """The result of the vote before a step: extremes over the ranks of a few numbers.
 
     Args:
-        missing: some rank has no graph for its batch.
+        missing: whether some rank has no graph for its batch.
         graph: (smallest, largest) index of the graph that the ranks would run.
         rows: (smallest, largest) number of rows in a rank's batch.
         shape: (smallest, largest) hash of everything else about the batch.
         ends: whether (all ranks, some rank) have no batch after this one.
-        told: the largest of what the ranks were told from outside (``strategy/ranks/requeue.py``); 0 is nothing.
+        told: the largest request that a rank received from outside (``strategy/ranks/requeue.py``); 0 is none.
     """
 
     missing: bool
@@ -121,18 +121,18 @@ class ControlPlane:
     def vote(
         self, place: Place, graph: int | None, rows: int, shape: int, *, ends: bool = False, told: int = 0
     ) -> StepVote:
-        """Exchange what this rank would do; one all-reduce of twelve numbers.
+        """Exchange what this rank would do: one all-reduce of twelve numbers.
 
         Raises:
-            RankDisagreementError: on every rank; they are at different places.
-            RankLostError: one of them is gone.
+            RankDisagreementError: on every rank, if they are at different places.
+            RankLostError: a rank is gone.
         """
         return self.cast(place, graph, rows, shape, ends=ends, told=told)()
 
     def cast(
         self, place: Place, graph: int | None, rows: int, shape: int, *, ends: bool = False, told: int = 0
     ) -> Callable[[], StepVote]:
-        """Begin a :meth:`vote`; what is returned waits for the others, and raises what ``vote`` does."""
+        """Begin a :meth:`vote`. The returned function waits for the other ranks and raises what ``vote`` raises."""
         self.place = place
         index, where = -1 if graph is None else graph, place.number()
         numbers = [graph is None, index, -index, rows, -rows, shape, -shape, where, -where, ends, not ends, told]
@@ -158,11 +158,11 @@ class ControlPlane:
         self.vote(place, None, 0, 0)
 
     def gather(self, value: Any, place: Place | None = None) -> list[Any]:
-        """Every rank's picklable value, by rank.
+        """Gather a picklable value of every rank, by rank.
 
         Args:
-            value: this rank's.
-            place: where the ranks meet first; None: they have met for the same purpose already.
+            value: this rank's value.
+            place: where the ranks meet first; None if they have already met for this purpose.
         """
         if place is not None:
             self.meet(place)

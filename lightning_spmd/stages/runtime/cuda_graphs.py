@@ -1,15 +1,15 @@
-"""CUDA graphs of the final graphs: what can be recorded is launched as a whole, the rest runs between recordings.
+"""CUDA graphs: parts of a final graph are recorded and launched as a whole; the rest runs between recordings.
 
-A recording is kernels with their addresses. So that replaying it is what the graph would compute now:
+A recording is a list of kernels with fixed addresses. Three rules make a replay compute what the graph would:
 
-* parameters, buffers and state must lie where they lay: addresses are compared in every step, other ones are recorded
-  anew, and after a few times never again;
-* what comes from elsewhere each step (batches, gradients that are held, results of what is not recorded, buffers that
-  the step replaces) is copied in, and back where it is written;
-* what leaves the step is copied out of the memory of the recordings, which the next step uses again.
+* Parameters, buffers and state must keep their addresses. Addresses are compared in every step; a graph with new
+  addresses is recorded again, and after a few times no more.
+* Tensors that come from elsewhere in each step (batches, held gradients, results of nodes that are not recorded,
+  buffers that the step replaces) are copied in, and copied back if they are written.
+* Tensors that leave the step are copied out, because the next step uses the recordings' memory again.
 
-Random operators take the default generator, whose seed and offset a replay reads; streams are chosen between
-recordings. One pool serves all graphs of a run: nothing in it lives from one step to the next.
+Random operators use the default generator, whose seed and offset a replay reads. Streams are selected between
+recordings. One memory pool serves all graphs of a run, because nothing in it lives from one step to the next.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Recorder(Protocol):
     generation: int
 
     def on_device(self, spec: TensorSpec) -> bool:
-        """Whether a tensor lies where recordings work."""
+        """Whether a tensor is on the device of the recordings."""
         ...
 
     def prepare(self) -> None:
@@ -55,10 +55,10 @@ class Recorder(Protocol):
         ...
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what ``work`` launches, without running it; gives what runs it.
+        """Record what ``work`` launches, without running it, and return a function that runs it.
 
         Raises:
-            RuntimeError: something in it cannot be recorded. Nothing has been run, random numbers are as before.
+            RuntimeError: something in it cannot be recorded. Nothing was run, and random states are unchanged.
         """
         ...
 
@@ -82,7 +82,7 @@ class CudaRecorder:
         return spec.device.type == "cuda"
 
     def prepare(self) -> None:
-        """Memory that nobody holds goes back, for the pool is apart; what was recorded before is no longer in use."""
+        """Free unused memory, since the pool is separate. Earlier recordings are no longer in use."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -126,11 +126,11 @@ class CudaRecorder:
 
 
 class CUDAGraphs:
-    """A lowering: graphs are run as recordings, where they can be.
+    """A lowering that runs graphs as recordings where possible.
 
     Args:
         recorder: of this rank's device.
-        say: told once a graph is recorded or will not be.
+        say: called when a graph is recorded, or cannot be.
     """
 
     def __init__(self, recorder: Recorder, say: Callable[[str], None] = tell) -> None:
@@ -300,5 +300,5 @@ class RecordedProgram:
 
 
 def of_device(device: torch.device) -> Lowering | None:
-    """The lowering for a device; None where there are no CUDA graphs."""
+    """The lowering for a device; None if the device has no CUDA graphs."""
     return CUDAGraphs(CudaRecorder(device)) if device.type == "cuda" else None

@@ -68,13 +68,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Pending:
-    """Work that an iteration left for the next one.
+    """Work that an iteration deferred to the next one.
 
     Args:
-        owner: whose ``cleanup`` does it.
-        values: what it needs from its own iteration; tensors in a list of one, from which they are taken.
-        inputs: all that ``cleanup`` takes: these values, and the state that it changes, as it was when the iteration
-            ended. What somebody puts in the place of a tensor afterwards is not that iteration's to change.
+        owner: the executable whose ``cleanup`` does the work.
+        values: inputs from its own iteration; each tensor is in a list of one element, from which it is taken.
+        inputs: all inputs of ``cleanup``: these values, and the state that it changes as it was at the end of the
+            iteration. A tensor that replaces one of these later is not changed.
     """
 
     owner: Executable
@@ -82,14 +82,14 @@ class Pending:
     inputs: Sequence[Any]
 
     def is_current(self) -> bool:
-        """Whether the state to be changed is where it was."""
+        """Whether the tensors to be changed are still the same."""
         return self.owner.finds_now(self)
 
 
 class Executable:
-    """A captured step, the graphs made of it, and how to feed them.
+    """A captured step, the graphs made from it, and the access to their live inputs.
 
-    Its first run checks layouts node by node, the next ones measure if there is something to arrange, and then the
+    Its first run checks memory layouts node by node, the next ones measure if the order can be improved, and then the
     final graphs are made.
 
     Attributes:
@@ -97,17 +97,17 @@ class Executable:
 
     Args:
         captured: signature, guards and recorded calls.
-        graphs: what runs at first: one graph, nothing deferred.
+        graphs: the graphs to begin with: one graph, nothing deferred.
         state: the live objects.
-        finish: makes the final graphs once the first have been measured; None keeps the first.
-        follow: joins a cleanup and a setup to the iteration that does both.
-        lower: makes callables of the final graphs.
-        on_repairs: told of the nodes whose results are copied into another layout from now on.
-        asks: whether graphs of several ranks can ask a question once they have begun.
-        family: the captured steps for all sizes that the graphs do for; None where they do for those of one batch.
+        finish: makes the final graphs after the measurement; None keeps the first ones.
+        follow: joins a cleanup and a setup to one iteration that does both.
+        lower: turns the final graphs into callables.
+        on_repairs: called with the nodes whose results are copied into another memory layout from now on.
+        asks: whether graphs of several ranks can ask a question after they have begun.
+        family: the captured steps for all sizes that the graphs serve; None if they serve one batch size.
 
     Attributes:
-        not_general: why it was tried in vain to make graphs for more sizes than those of one batch.
+        not_general: why graphs for more than one batch size could not be made.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Executable:
         return f"sizes {', '.join(map(str, values))} of a batch are treated otherwise than those before"
 
     def can_follow(self, pending: Pending) -> bool:
-        """Whether a run may take over what another iteration left."""
+        """Whether a run can take over the deferred work of another iteration."""
         decided = not isinstance(self._lower, Together) or self._main.is_settled
         return self.is_final and decided and not self.decides and pending.owner.graphs.cleanup is not None
 
@@ -181,7 +181,7 @@ class Executable:
         return self._draws
 
     def talk(self, batch: Sequence[Tensor]) -> Generator[Sequence[Tensor], Any, Sequence[Any]]:
-        """Begin a run that yields what it hands over to Python, is sent the numbers that Python has then, and ends.
+        """Begin a run as a generator: it yields values that Python reads and receives the numbers that Python then has.
 
         Args:
             batch: tensor leaves of the batch, in order.
@@ -193,7 +193,7 @@ class Executable:
         return self._talking(*self._main.inputs(batch))
 
     def ended(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], Pending | None]:
-        """Store what such a run gave; the outputs of the captured graph, and what is left undone."""
+        """Store the results of such a run. Returns the outputs of the captured graph and the deferred work."""
         self._store(outputs)
         return self._left_by(outputs)
 
@@ -203,19 +203,19 @@ class Executable:
         pending: Pending | None = None,
         question: Callable[[], None] | None = None,
     ) -> tuple[Sequence[Any], Pending | None]:
-        """Run one iteration: parameters, buffers and state are updated.
+        """Run one iteration. Parameters, buffers and state are updated.
 
         Args:
             batch: tensor leaves of the batch, in order.
-            pending: what the iteration before left undone, done here; only if :meth:`can_follow`.
-            question: asked before anything is changed or another rank involved, and as late as that; what it raises
-                leaves everything as it was. Only if :attr:`can_ask`, and nothing is pending.
+            pending: deferred work of the iteration before, done in this run; only if :meth:`can_follow`.
+            question: asked as late as possible before anything is changed or another rank is involved. If it raises,
+                everything is unchanged. Only if :attr:`can_ask`, and without pending work.
 
         Returns:
             the outputs of the captured graph, and what this iteration leaves undone.
 
         Raises:
-            ReadMiss: Python would decide otherwise than at capture; everything is as it was.
+            ReadMiss: Python would decide otherwise than at capture; everything is unchanged.
         """
         self._question = question
         if self.family is not None:
@@ -230,17 +230,17 @@ class Executable:
         return self._left_by(self._execute(program, batch, values, program.run))
 
     def forget(self, other: Executable) -> None:
-        """Let go of the program that does what another graph leaves."""
+        """Drop the program that takes over another graph's deferred work."""
         self._after.pop(id(other), None)
 
     def clean_up(self, pending: Pending) -> None:
-        """Do what an iteration of this graph left undone."""
+        """Do the deferred work of an iteration of this graph."""
         if self._cleanup is not None:
             with torch.no_grad(), private.disable_autocast(), ErrorsNamePlaces():
                 self._cleanup.run(*pending.inputs)
 
     def finds_now(self, pending: Pending) -> bool:
-        """Whether the tensors that pending work takes are still where it found them."""
+        """Whether the tensors of pending work are still the ones found at its beginning."""
         if self._cleanup is None:
             return True
         now = self._cleanup.inputs((), pending.values)
@@ -367,10 +367,10 @@ class Executable:
 
 
 def skips_state(captured: CapturedStep) -> int | None:
-    """Where a step says that it was skipped, if state that it would store depends on that.
+    """The output that says whether a step was skipped, if state to be stored depends on it.
 
-    That is the one value that the host reads for loss scaling: in a first step whose state begins as a gradient, and
-    of optimizers that put new tensors or numbers in place of others. Those of torch do not, after their first step.
+    It is the one value that the host reads for loss scaling: in a first step whose state begins as a gradient, and for
+    optimizers that replace tensors or numbers of their state. torch's optimizers do not, after their first step.
     """
     signature = captured.signature
     stored = any(True for _ in signature.outputs_of(*OF_THE_OPTIMIZER))

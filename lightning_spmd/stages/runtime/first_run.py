@@ -1,9 +1,9 @@
-"""The first run of a graph checks what capture could only assume: how kernels lay out their results.
+"""The first run of a graph checks the memory layout of each kernel's result, which capture could only assume.
 
-Shapes come from torch's shape functions, and some disagree with the kernels about strides (batch norm of a transposed
-input, the backward of an MSE loss). A captured ``view`` may then be impossible, and a fused optimizer that walks
-gradient and parameter side by side would be silently wrong. So the first run goes node by node; where a result is laid
-out otherwise, a copy into the expected layout is put behind it, for good. Nothing is copied where nothing differs.
+Shapes come from torch's shape functions, and some of these disagree with the kernels about strides (batch norm of a
+transposed input, the backward of an MSE loss). A captured ``view`` may then be impossible, and a fused optimizer that
+walks gradient and parameter side by side would be silently wrong. So the first run executes node by node. If a result
+has another layout, a copy into the expected layout is inserted behind its node, in all later runs too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayoutCheck(SizedInterpreter):
         self._written: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        """One node, repaired where needed."""
+        """Run one node, and repair its result if needed."""
         self._written.update(self._roots[o] for o in written_arguments(n))  # also by a kernel that then fails
         value = super().run_node(n)
         spec = n.meta.get("val")
@@ -63,7 +63,7 @@ class LayoutCheck(SizedInterpreter):
 
 
 def insert_repairs(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:
-    """Put a copy into the expected layout behind each of the nodes."""
+    """Insert a copy into the expected layout behind each of the nodes."""
     graph = graph_module.graph
     for node in nodes:
         spec, readers = node.meta["val"], list(node.users)

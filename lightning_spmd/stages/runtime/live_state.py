@@ -36,18 +36,18 @@ def in_parts(placements: tuple[Placement, ...]) -> bool:
 
 
 class LiveState:
-    """The live objects behind one graph.
+    """The live objects behind one graph's inputs and outputs.
 
     Args:
         module: the LightningModule.
         optimizer: its optimizer; None for graphs without one.
         names: fully qualified name of every parameter, by ``id``, as capture saw it.
         host_values: readers of host values by name (``batch_idx``, ``trainer.global_step``).
-        gradients: where gradients are held between micro-batches, by parameter name.
+        gradients: gradients held between micro-batches, by parameter name.
         streams: random numbers of several ranks, or None.
-        wrap: makes the tensor of this rank's part: ``(part, spec of the whole, placements)``.
+        wrap: makes a DTensor from this rank's part: ``(part, spec of the whole, placements)``.
         loss_scale: reads a tensor of loss scaling by its name.
-        named: readers of parameters and buffers that the step hands over itself, by name.
+        named: readers of parameters and buffers that the step itself passes to a call, by name.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LiveState:
 
     # ------------------------------------------------------------------ inputs
     def readers(self, inputs: Sequence[GraphInput], constants: Sequence[Reader]) -> list[Reader | int | None]:
-        """For each graph input a function that gives its live value; a batch leaf's position; None if it is pending."""
+        """For each graph input: a function that reads its live value, a batch leaf's position, or None if pending."""
         return [self._part(self._reader(entry, constants), entry) for entry in inputs]
 
     def _part(self, read: Reader | int | None, entry: GraphInput) -> Reader | int | None:
@@ -142,13 +142,13 @@ class LiveState:
         return [entry.name for entry, read in found if callable(read) and not isinstance(read(), DTensor)]
 
     def layout_guard(self, step: ShardedStep) -> ValueGuard:
-        """A guard on how parameters, buffers and state lie in memory: kernels, views and collectives depend on it.
+        """A guard on the memory layouts of parameters, buffers and state, on which kernels and views depend.
 
         Args:
             step: this rank's graph.
 
         Raises:
-            VerificationError: a tensor does not lie as the graph has it now.
+            VerificationError: a tensor does not have the layout that the graph expects now.
         """
         kept = (InputRole.PARAMETER, InputRole.BUFFER, InputRole.OPTIMIZER_STATE)
         entries = [entry for _, entry in step.signature.inputs_of(*kept) if getattr(entry.value, "shape", ())]
@@ -171,7 +171,7 @@ class LiveState:
 
         Args:
             step: the captured step.
-            local: this rank's graph of it, whose signature says which part of each value this rank has.
+            local: this rank's graph, whose signature says which part of each value this rank has.
         """
         found = []
         for position, (entry, mine) in enumerate(zip(step.signature.outputs, local.signature.outputs, strict=False)):

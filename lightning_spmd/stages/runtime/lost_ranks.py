@@ -87,11 +87,11 @@ def _how(code: int, status: int) -> str:
 
 
 class Peers:
-    """What one rank knows of the others.
+    """What one rank knows about the others.
 
     Args:
         store: a key-value store that all ranks reach, as ``torch.distributed`` makes one.
-        run: number of the run: notes of others do not count.
+        run: number of the run; notes of other runs are ignored.
         rank: this rank.
         processes: of all ranks.
     """
@@ -104,18 +104,18 @@ class Peers:
         self._noted = False
 
     def note(self, error: BaseException) -> None:
-        """Tell the others that this rank fails, and of what. The end of another rank is no news."""
+        """Tell the others that this rank fails, and why. The end of another rank is not reported again."""
         if not self._noted:
             self._noted = True
             lost = isinstance(error, RankLostError) or is_communication_failure(error)
             self._set("lost" if lost else "failed", _summary(error) + _raised_at(error))
 
     def wait_at(self, place: str) -> None:
-        """Tell the others where this rank has been waiting for a while."""
+        """Tell the others where this rank has been waiting."""
         self._set("waits", place)
 
     def news(self) -> str | None:
-        """What is known of ranks that failed or are gone; None if nothing is."""
+        """What is known of failed or lost ranks; None if nothing is."""
         for rank in self._others():
             if (text := self._get("failed", rank)) is not None:
                 return f"rank {rank} failed with {text}"
@@ -126,15 +126,15 @@ class Peers:
         return None
 
     def waiting(self) -> dict[int, str]:
-        """Ranks that have been waiting for a while, and where."""
+        """Ranks that have been waiting, and where."""
         return {rank: text for rank in self._others() if (text := self._get("waits", rank)) is not None}
 
     def explain(self, error: BaseException, place: str = "") -> RankLostError:
-        """The error that says whose end broke a collective, as far as that can be known.
+        """The error that names the rank whose end broke a collective, if it can be known.
 
         Args:
             error: what the collective raised.
-            place: where this rank was.
+            place: this rank's place in the run.
         """
         self._set("lost", str(error))
         deadline, known = time.monotonic() + PATIENCE, self.news()
@@ -184,21 +184,21 @@ def _too_slow(error: BaseException) -> str | None:
 
 
 def lost(what: str, where: str = "") -> RankLostError:
-    """The error of a rank that cannot go on.
+    """The error of a rank that cannot continue because another one is gone.
 
     Args:
-        what: is known of the other rank.
-        where: this one was.
+        what: what is known of the other rank.
+        where: this rank's place in the run.
     """
     place = f"{where}. " if where else ""
     return RankLostError(f"{what}. {place}{GO_ON}")
 
 
 def is_communication_failure(error: BaseException) -> bool:
-    """Whether a collective failed for the sake of another rank or of the network.
+    """Whether a collective failed because of another rank or of the network.
 
-    torch raises most of that as plain RuntimeErrors, from C++. What a ``raise`` in Python made is somebody's own
-    error, whatever it says: a data set whose storage closed a connection, a worker's traceback through ``socket.py``.
+    torch raises most such errors as plain RuntimeErrors, from C++. An error from a ``raise`` in Python is not one,
+    whatever its text: a data set whose storage closed a connection, a worker's traceback through ``socket.py``.
     """
     if isinstance(error, SPMDError):
         return isinstance(error, RankLostError)

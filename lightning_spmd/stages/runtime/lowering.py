@@ -1,6 +1,6 @@
 """Turns a final graph into a callable: Python, or a backend (Inductor regions, CUDA graphs).
 
-The first runs of a graph go node by node, for layouts and for measurements; only what runs from then on is lowered.
+The first runs of a graph go node by node, for layouts and measurements. Only the final graphs are lowered.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MODES = ("auto", "inductor", "none")
 
 @dataclass(frozen=True)
 class LoweringContext:
-    """What the lowering of a graph has to do with the rest of the run.
+    """What the lowering of a graph may ask about the run.
 
     Args:
         rank: this rank's number.
-        gather: gives every rank's value, by rank; called by all ranks in the same step.
-        steps_left: how many steps the run may still take.
-        on_result: told of the lowered graph (dumps).
-        on_region: told the number of each region that is about to be compiled, and how many there are; in the end that
-            number twice.
+        gather: gathers a value of every rank, by rank; called by all ranks in the same step.
+        steps_left: how many more steps the run may take.
+        on_result: called with the lowered graph (dumps).
+        on_region: called with the number of each region that is about to be compiled and the number of regions; at the
+            end with that number twice.
     """
 
     rank: int = 0
@@ -47,10 +47,11 @@ class LoweringContext:
 
 
 class Together(ABC):
-    """A lowering of which the ranks decide together, in the first runs of one graph of an iteration.
+    """A lowering on which the ranks decide together, in the first runs of one graph of an iteration.
 
-    A rank may finish pending work alone, and then runs ``setup`` while others run ``main``: nobody could wait for it in
-    there. So ``setup`` decides, and no iteration follows another one until it has; ``main`` does as was decided.
+    One rank may finish pending work alone and then runs ``setup`` while others run ``main``, so ranks cannot wait for
+    each other in ``main``. ``setup`` decides, and no iteration takes over another one's work until it has. ``main``
+    follows the decision.
     """
 
     @abstractmethod
@@ -59,11 +60,11 @@ class Together(ABC):
 
     @abstractmethod
     def following(self, step: ShardedStep) -> Callable[..., Sequence[Any]]:
-        """Makes a callable by what was decided, without a word to the others."""
+        """A callable that follows the decision, without another exchange."""
 
 
 def is_settled(run: Callable[..., Sequence[Any]]) -> bool:
-    """Whether a callable only does what its graph says: no more measuring, comparing, recording, asking other ranks."""
+    """Whether a callable only executes its graph: it no longer measures, compares, records or asks other ranks."""
     return isinstance(run, FunctionType) or bool(getattr(run, "is_settled", False))
 
 

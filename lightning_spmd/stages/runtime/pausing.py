@@ -29,12 +29,12 @@ Parts = Generator[Sequence[Any], None, Sequence[Any]]
 
 
 class PausingExecutable(Executable):
-    """An executable whose :meth:`run` ends before the update; :meth:`resume` does the rest, and :meth:`drop` does not.
+    """An executable whose :meth:`run` stops before the update; :meth:`resume` does it, :meth:`drop` abandons it.
 
     For iterations on several ranks, whose graphs are lowered to Python.
 
     Args:
-        pausing: gives the form of a graph that pauses.
+        pausing: makes the pausing form of a graph.
         args: as for other executables.
         kwargs: likewise.
     """
@@ -90,7 +90,7 @@ class PausingExecutable(Executable):
         return self._begin(program, batch, values, run or program.run), None
 
     def gradients(self) -> dict[str, Tensor]:
-        """What ``p.grad`` is in the pause, by parameter; no other rank need ask."""
+        """The values of ``p.grad`` during the pause, by parameter. This needs no other rank."""
         with torch.no_grad(), private.disable_autocast():
             values = self._show(*self._operands)
         found: dict[str, Tensor] = {}
@@ -102,7 +102,7 @@ class PausingExecutable(Executable):
         return found
 
     def operand_storages(self) -> set[int]:
-        """The memory that gradients are made of, where the update reads what is written into it."""
+        """The memory of the gradients. The update reads what is written into it."""
         return (
             set()
             if not self._shown.are_updated
@@ -121,10 +121,10 @@ class PausingExecutable(Executable):
         )
 
     def resume(self) -> Pending | None:
-        """Do the update; gives what the iteration leaves undone.
+        """Do the update. Returns the deferred work.
 
         Raises:
-            VerificationError: there is no iteration that has paused.
+            VerificationError: no iteration has paused.
         """
         parts, self._parts, self._operands = self._parts, None, ()
         if parts is None:

@@ -21,7 +21,7 @@ RUNS = 2
 
 
 class HostClock:
-    """Time on the host, where an operator has ended when its call returns."""
+    """Time on the host, where an operator is complete when its call returns."""
 
     def mark(self) -> float:
         """Now."""
@@ -43,7 +43,7 @@ class DeviceClock:
     """Time on a GPU: events in its stream, which take no synchronisation, so the host runs ahead as it always does."""
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind what has been issued."""
+        """An event behind the operators issued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -57,12 +57,12 @@ class DeviceClock:
         torch.cuda.synchronize()
 
     def has_passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether a mark has been passed; nobody waits for it."""
+        """Whether the device has passed a mark, without waiting."""
         return mark.query()
 
 
 def clock_of(graph: fx.Graph) -> HostClock | DeviceClock:
-    """The clock of the device on which a graph's values lie."""
+    """The clock of the device that a graph's values are on."""
     values = [node.meta.get("val") for node in graph.nodes]
     on_device = any(isinstance(v, TensorSpec) and v.device.type == "cuda" for v in values)
     return DeviceClock() if on_device else HostClock()
@@ -110,10 +110,10 @@ class Profile(SizedInterpreter):
 
 
 def agree(graph: fx.Graph, everyone: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One set of times for all ranks, from every rank's.
+    """One set of times for all ranks.
 
-    The slowest rank's computation counts; of a collective the shortest time, which is that of the rank that came last
-    and waited for nobody.
+    For computation the slowest rank counts. For a collective the shortest time counts: it is that of the last rank to
+    arrive, which waited for no other.
     """
     found: dict[str, float] = {}
     for node in graph.nodes:

@@ -25,7 +25,7 @@ from lightning_spmd.ir.steps import ShardedStep
 
 
 def draws_numbers(graph: fx.Graph) -> bool:
-    """Whether a graph has random operators; those of other libraries may be, whatever their tags say."""
+    """Whether a graph has random operators. Operators of other libraries may be random, whatever their tags say."""
     return any(
         draws_random(n) or getattr(n.target, "namespace", "aten") not in ("aten", "prims", "_c10d_functional")
         for n in graph.nodes
@@ -67,7 +67,7 @@ class RandomStreams:
                 torch.cuda.set_rng_state(device)
 
     def select(self, axes: tuple[str, ...] | None, draw: int) -> None:
-        """From now on draw for values split over these axes; None: all axes. ``draw`` tells calls of a run apart."""
+        """Draw from now on for values split over these axes; None: all axes. ``draw`` tells calls of a run apart."""
         coordinates = self.coordinates
         if isinstance(coordinates, int):
             position: object = coordinates if axes is None or axes else -1

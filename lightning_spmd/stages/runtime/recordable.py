@@ -1,14 +1,14 @@
 """Which nodes of a graph a CUDA graph can hold, and where the graph is cut.
 
-A recording repeats kernels on the same memory with the same numbers. So it cannot hold what depends on a number of this
-step (a learning rate), what the host takes part in (step counters, copies from and to it, operators that wait for the
-device to know a shape), and what others see (collectives, operators of libraries, the choice of a random stream). Those
-stay where they are, between two recordings::
+A recording repeats kernels on the same memory with the same arguments. It cannot hold nodes that depend on a number of
+the step (a learning rate), nodes in which the host takes part (step counters, copies from and to the host, operators
+that wait for the device to know a shape), and nodes with effects elsewhere (collectives, operators of libraries, the
+selection of a random stream). These run between two recordings::
 
     forward + backward │ all_reduce │ backward │ wait, fused_adamw(lr) │ ...
     recorded           │ Python     │ recorded │ Python                │
 
-Nothing is under way when a recording ends: collectives are started and waited for outside of them.
+Nothing is in flight when a recording ends: collectives start and end outside of recordings.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _ATTENTION = {
 
 @dataclass
 class Piece:
-    """Consecutive nodes, recorded or not.
+    """Consecutive nodes that are recorded, or not.
 
     Args:
         nodes: in order.
-        recorded: whether they are.
-        copied: storage roots at no lasting address whose values its kernels use: they are copied in.
-        written: those of them that it writes: they are copied back.
-        kept: its values that are read in Python, or leave the graph.
-        passed: its other values that are read outside of it, by recordings alone.
+        recorded: whether they are recorded.
+        copied: storage roots without a lasting address that its kernels use: their values are copied in.
+        written: the roots among them that it writes: their values are copied back.
+        kept: its values that Python reads or that leave the graph.
+        passed: its other values that only other recordings read.
     """
 
     nodes: list[fx.Node]
@@ -69,19 +69,19 @@ class Piece:
 
 @dataclass
 class Plan:
-    """A graph in pieces.
+    """A graph cut into pieces.
 
     Args:
         pieces: in order.
         placeholders: inputs, in order.
         constants: values of the graph module, by node.
         outputs: of the graph, numbers as they are.
-        roots: the node whose storage each node's value shares.
-        live: inputs that stay where they are in memory between steps, which recordings use as they are.
-        recorded: nodes in recordings; storage whose root is one belongs to a recording.
+        roots: for each node the node whose storage its value shares.
+        live: inputs whose address stays the same between steps; recordings use them directly.
+        recorded: nodes in recordings; storage whose root is one of them belongs to a recording.
         going: collectives that the next iteration waits for.
         left_out: why nodes are not recorded, by node.
-        dies: values that are read for the last time by a piece, by its index.
+        dies: for each piece, by index, the values that it reads last.
     """
 
     pieces: list[Piece]
@@ -136,12 +136,12 @@ def why_not(node: fx.Node, on_device: OnDevice) -> str | None:
 
 
 def cut(step: ShardedStep, on_device: OnDevice, refused: Iterable[fx.Node] = ()) -> Plan:
-    """A graph in pieces.
+    """Cut a graph into pieces.
 
     Args:
         step: the graph.
-        on_device: whether a tensor lies where recordings work.
-        refused: nodes that could not be recorded when it was tried.
+        on_device: whether a tensor is on the device of the recordings.
+        refused: nodes whose recording failed.
     """
     graph = step.graph_module.graph
     roots, live = storage_roots(graph), _live(step)

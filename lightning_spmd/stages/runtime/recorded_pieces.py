@@ -1,4 +1,4 @@
-"""Runs the pieces of a graph: gaps as Python, the others as recordings with memory of their own."""
+"""Runs the pieces of a graph: recordings with memory of their own, and gaps as Python."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Values = dict[fx.Node, Any]
 
 
 class Gap:
-    """What is not recorded, as one Python function.
+    """The nodes between two recordings, as one Python function.
 
-    What a collective works on until the next iteration waits for it is copied out of the memory of recordings first:
-    they would write into it meanwhile.
+    Operands of collectives that the next iteration waits for are copied out of the recordings' memory first, because
+    recordings would overwrite them.
 
     Args:
         plan: the graph in pieces.
@@ -101,13 +101,13 @@ class Recorded:
 
     # ------------------------------------------------------------------ recording
     def work(self, env: Values) -> None:
-        """What is recorded. Memory made here belongs to the recording; values end where they end in Python.
+        """The recorded nodes. Memory allocated here belongs to the recording, and values are freed as in Python.
 
         Args:
-            env: values at hand.
+            env: available values.
 
         Raises:
-            RuntimeError: a node cannot be recorded; :attr:`at` is it.
+            RuntimeError: a node cannot be recorded; :attr:`at` is that node.
         """
         for root in self._piece.copied:
             value = env[root]
@@ -210,7 +210,7 @@ def _copy(value: Tensor) -> Tensor:
 
 
 def storages(tensors: Iterable[Any]) -> list[int]:
-    """Where the memory of the tensors among these values begins."""
+    """The start addresses of the tensors among these values."""
     return [t.untyped_storage().data_ptr() for t in tensors if isinstance(t, Tensor) and t.numel()]
 
 

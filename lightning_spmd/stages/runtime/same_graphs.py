@@ -1,4 +1,4 @@
-"""All ranks have built the same graph, or an error shows where theirs begin to differ."""
+"""Checks that all ranks have built the same graph; the error shows the first difference."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ TENSOR = "tensor_parallel"
 
 
 def agree_on(control: ControlPlane, step: ShardedStep, captured: CapturedStep) -> None:
-    """Check that all ranks built the same graph before the first collective of it runs.
+    """Check that all ranks built the same graph, before its first collective runs.
 
     Args:
         control: the other ranks.
         step: this rank's graph.
-        captured: what it was made of.
+        captured: the step that it was made from.
 
     Raises:
         RankDisagreementError: on every rank, naming the first node that differs and both sides.
@@ -51,13 +51,13 @@ def agree_on(control: ControlPlane, step: ShardedStep, captured: CapturedStep) -
 
 
 def gradients_of(captured: CapturedStep) -> list[str]:
-    """Of a graph of a rank's own batch: the gradients that its batch gives, by the names of their terms."""
+    """The gradients in a graph of a local batch, by the names of their terms."""
     terms = (node.meta.get(TERM) for node in captured.graph_module.graph.nodes)
     return [term.name for term in terms if term is not None and term.is_gradient]
 
 
 def exchanges(step: ShardedStep, captured: CapturedStep) -> list[str]:
-    """One line a collective: what ranks must have in common whose graphs are of batches of their own."""
+    """One line per collective: what ranks with graphs of local batches must have in common."""
     groups = {part.group: part.name for axis in step.axes for part in axis.parts}
     lines: list[str] = []
     for node in step.graph_module.graph.nodes:
@@ -72,19 +72,19 @@ def exchanges(step: ShardedStep, captured: CapturedStep) -> list[str]:
 def agree_on_exchanges(
     control: ControlPlane, step: ShardedStep, captured: CapturedStep, mates: Sequence[int]
 ) -> str | None:
-    """Compare what ranks with graphs of their own will exchange, before the first collective of them runs.
+    """Compare the collectives of ranks with graphs of local batches, before the first collective runs.
 
     Args:
         control: the other ranks.
         step: this rank's graph.
-        captured: what it was made of.
-        mates: by rank, the number of the batch that it has; ranks with the same one must have the same graph.
+        captured: the step that it was made from.
+        mates: for each rank the number of its batch; ranks with the same number must have the same graph.
 
     Returns:
         what differs, on every rank; None if nothing does.
 
     Raises:
-        RankDisagreementError: on every rank; some that have the same batch made different graphs of it.
+        RankDisagreementError: on every rank, if ranks with the same batch built different graphs.
     """
     lines = exchanges(step, captured)
     alone = len(set(mates)) == len(mates)

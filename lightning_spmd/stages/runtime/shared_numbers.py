@@ -1,11 +1,11 @@
 """Small exchanges among ranks of one machine, through shared memory.
 
-A message through a socket wakes a thread at each end, and each of them wants a core that somebody computes on. Ranks of
-one machine write their numbers into a page of memory instead, and whoever needs them looks there: where all have come
-already, as they mostly have, that takes microseconds.
+A message through a socket wakes a thread at each end, and each thread needs a core that is busy computing. Instead,
+ranks of one machine write their numbers into a shared page of memory, and readers poll it. If all ranks have arrived
+already, which is the usual case, that takes microseconds.
 
-Each rank has a few slots, used in turn. A slot holds the number of the exchange, the numbers, and a hash of both: a
-slot that is being written, or whose parts another processor sees in another order, does not count yet.
+Each rank has a few slots, used in turn. A slot holds the number of the exchange, the values, and a hash of both. The
+hash shows whether a slot is still being written, or is seen in a different order by another processor.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 2e-3
 
 
 class SharedNumbers:
-    """Memory in which each rank of a machine shows a few numbers to the others.
+    """Memory in which each rank of a machine publishes a few numbers.
 
     Args:
-        path: of a file of :meth:`size` zeros that all ranks open; it may go as soon as all have.
+        path: a file of :meth:`size` zeros that all ranks open; it may be deleted after that.
         rank: this rank.
-        ranks: how many there are.
+        ranks: number of ranks.
         count: numbers in an exchange.
 
     Raises:
-        OSError: there is no such file, or it cannot be mapped.
-        ValueError: it is of another size.
+        OSError: the file does not exist or cannot be mapped.
+        ValueError: the file has another size.
     """
 
     def __init__(self, path: Path, rank: int, ranks: int, count: int) -> None:
@@ -63,7 +63,7 @@ class SharedNumbers:
 
     @property
     def token(self) -> bytes:
-        """What it begins with: by this ranks see that they have opened the same file."""
+        """The first numbers of the file. By these ranks verify that they opened the same file."""
         return bytes(self._memory[:_TOKEN])
 
     def show(self, numbers: Sequence[int]) -> int:
@@ -104,13 +104,13 @@ class SharedNumbers:
 
 
 def shared_numbers(rank: int, ranks: int, count: int, gather: Callable[[Any], list[Any]]) -> SharedNumbers | None:
-    """Memory that all ranks share; None if they are not on one machine.
+    """Memory shared by all ranks; None if they are not on one machine.
 
     Args:
         rank: this rank.
-        ranks: how many there are.
+        ranks: number of ranks.
         count: numbers in an exchange.
-        gather: gives every rank's value; all ranks call this function at the same place.
+        gather: gathers a value of every rank; all ranks call this function at the same place.
     """
     offered: tuple[str, bytes] | None = None
     with contextlib.suppress(OSError):

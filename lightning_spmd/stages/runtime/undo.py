@@ -1,4 +1,4 @@
-"""What a run changes besides parameters, kept so that the run can be undone."""
+"""State besides parameters that a run changes, kept so that the run can be undone."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def random_numbers_kept(*, draws: bool, always: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collectives_ended() -> Iterator[None]:
-    """Wait for what a run began that ended at a decision: all ranks began the same, and nobody else would.
+    """Wait for the collectives of an abandoned run. All ranks started the same ones.
 
-    What nobody waits for stays in c10d's registry, with its tensors, and holds the process group for ever.
+    A collective that is never waited for stays in c10d's registry, with its tensors and its process group.
     """
     try:
         yield
@@ -76,12 +76,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Before:
-    """How things are before a run.
+    """The state before a run.
 
     Args:
         inputs: of the graph.
         values: of these inputs.
-        all_of_them: also what is too large where a graph updates parameters.
+        all_of_them: include tensors that are too large to copy in every run, where a graph updates parameters.
     """
 
     def __init__(self, inputs: Sequence[GraphInput], values: Sequence[Any], *, all_of_them: bool = False) -> None:
@@ -90,7 +90,7 @@ class Before:
         self._random = TorchRandomState()
 
     def apart(self, output: Any) -> Any:
-        """What the run gave, in memory that is not put back."""
+        """A result of the run in memory that :meth:`restore` does not overwrite."""
         if not isinstance(output, Tensor):
             return output
         written = {value.untyped_storage().data_ptr() for value, _ in self._kept}

@@ -37,13 +37,13 @@ class Conversation:
         self._outputs: Sequence[Any] | None = None
 
     def values(self, numbers: Sequence[Any] | None) -> Sequence[Tensor]:
-        """What Python reads next.
+        """The values that Python reads next.
 
         Args:
-            numbers: that Python has computed since it read last; None at the beginning.
+            numbers: numbers that Python has computed since its last read; None at the beginning.
 
         Raises:
-            VerificationError: the graph hands nothing over any more.
+            VerificationError: the graph has no further read.
         """
         found = self._go_on(None if numbers is None else tuple(numbers))
         if found is None:
@@ -51,12 +51,12 @@ class Conversation:
         return found
 
     def end(self, numbers: Sequence[Any]) -> tuple[Sequence[Any], Pending | None]:
-        """Run to the end: parameters, buffers and state are updated.
+        """Run to the end. Parameters, buffers and state are updated.
 
-        Gives the outputs of the captured graph, and what the iteration leaves undone.
+        Returns the outputs of the captured graph and the deferred work.
 
         Args:
-            numbers: that Python has computed since it read last.
+            numbers: numbers that Python has computed since its last read.
         """
         if self._go_on(tuple(numbers)) is not None or self._outputs is None:
             raise VerificationError("a graph waits for Python to read, and Python is done")
@@ -64,7 +64,7 @@ class Conversation:
         return self.executable.ended(self._outputs)
 
     def drop(self) -> None:
-        """The run has not been: random numbers are those of before."""
+        """Abandon the run and restore the random states."""
         frame = getattr(self._run, "gi_frame", None)
         if frame is not None and self._streams is not None:  # what ranks began together all of them wait for
             wait_for_tensors_of(frame)

@@ -1,7 +1,7 @@
-"""Measures how long the graphs of a run wait for collectives: the communication that no computation hides.
+"""Measures how long the graphs of a run wait for collectives: communication that no computation hides.
 
-A final graph gets two marks of the clock around each wait and a mark of its beginning, nothing else; on a GPU the marks
-are events in its stream, so that nobody waits for them. Graphs whose waits nobody wants to know have none of it.
+A final graph gets a mark of the clock at its beginning and two around each wait. On a GPU the marks are events in its
+stream, so measuring does not wait. Graphs are only marked if the waits are used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WaitMeter:
         self._found: list[tuple[Any, Any]] | None = None
 
     def timing(self, lower: Lowering) -> Lowering:
-        """A lowering whose callables are measured, if that is wanted; those of CUDA graphs cannot be.
+        """A lowering whose callables are measured, if waits are used. CUDA graphs are not measured.
 
         Args:
             lower: makes the callables.
@@ -49,7 +49,7 @@ class WaitMeter:
         return (lambda step: lower(self._marked(step))) if self.wanted and lower is as_python else lower
 
     def take(self) -> Waits | None:
-        """The waits since the last call; None where no graph with marks has run, so that nothing is known."""
+        """The waits since the last call; None if no marked graph has run."""
         found, self._found = self._found, None
         return found
 

@@ -1,6 +1,6 @@
-"""Files: written whole, read intact.
+"""Checkpoint files: written completely, checked when read.
 
-``saving``       Lightning's hooks; ``state_dicts``: what of state is saved; ``distributed``: a folder of all ranks
-``whole_steps``  no half steps; ``whole_files``: no half files; ``intact``: is a file what was written
-``resumed_data`` the place in the data; ``folder_locks``: one run a folder
+``saving``       Lightning's hooks; ``state_dicts``: which state is saved; ``distributed``: a folder that all ranks fill
+``whole_steps``  no checkpoint of half a step; ``whole_files``: no half-written files; ``intact``: checks of a file
+``resumed_data`` the place in the data; ``folder_locks``: one run per folder
 """

@@ -1,7 +1,7 @@
 """Distributed checkpoints: folders into which every rank writes its part.
 
-Imported where one is written or read: ``torch.distributed.checkpoint`` would be a quarter of the time to import this
-package.
+This module is imported on first use, because ``torch.distributed.checkpoint`` would take a quarter of the package's
+import time.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ class CheckpointLayout:
     group: Any
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A tensor of the run as it is written."""
+        """A tensor of the run in the layout of the file."""
         if self.state is None or self.flat is None or not isinstance(tensor, DTensor):
             return tensor
         return self.flat.shard(self.state.whole(tensor), (CHUNK,) if tensor.ndim else (REPLICATE,))
 
     def empty(self, tensor: Tensor) -> Tensor:
-        """What a tensor of the run is read into."""
+        """An empty tensor in the layout of the file, to read a tensor of the run into."""
         if self.flat is None or not isinstance(tensor, DTensor):
             return torch.empty_like(tensor)
         return self.flat.shard(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), (CHUNK,))
 
     def take(self, tensor: Tensor, placements: Placements | None) -> Tensor:
-        """What was read, as the run has it."""
+        """A tensor that was read, in the layout of the run."""
         if self.state is None or self.flat is None or placements is None or not isinstance(tensor, DTensor):
             return tensor
         return self.state.shard(self.flat.whole(tensor), placements)
@@ -167,15 +167,15 @@ def load_distributed(path: Path, module: nn.Module, plan: ParallelPlan, layout: 
 
     Args:
         path: the folder.
-        module: whose ``state_dict`` says what is wanted, and how it lies.
-        plan: how optimizer state lies.
+        module: the module whose ``state_dict`` gives the wanted names and placements.
+        plan: the placement of optimizer state.
         layout: how tensors are laid out in the file.
 
     Returns:
         The checkpoint as Lightning knows it; optimizer states with numbers for parameters.
 
     Raises:
-        ConfigurationError: naming entries that are missing, or of another shape.
+        ConfigurationError: naming entries that are missing or have another shape.
     """
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()

@@ -1,8 +1,8 @@
-"""Checks that a checkpoint is one and is as it was written, before a run resumes from it.
+"""Checks before a run resumes that a checkpoint is one, and is undamaged.
 
-``torch.load`` does not look at the sums that a file has of its parts, and a folder's shards have none: a flipped bit
-would be trained on. A file's are checked by rank 0; a folder has a list of its files with sizes and sums
-(``seals.json``), and every rank checks some of them.
+``torch.load`` does not check the checksums in a file, and the shards of a folder have none: a flipped bit would be
+trained on. Rank 0 checks a file. A folder has a list of its files with sizes and checksums (``seals.json``), and each
+rank checks some of the files.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _ANOTHER = "Go on from another one: ModelCheckpoint(save_top_k=...) keeps more t
 
 
 def seals_of(folder: Path, rank: int) -> Seals:
-    """Sizes and sums of the files of a distributed checkpoint that a rank wrote."""
+    """Sizes and checksums of the files that a rank wrote into a distributed checkpoint."""
     names = [path.name for path in folder.glob(f"__{rank}_*")]
     names += [".metadata", METADATA_FILE] if rank == 0 else []
     return {name: ((folder / name).stat().st_size, _sum_of(folder / name)) for name in names}
 
 
 def write_seals(folder: Path, of_ranks: Sequence[Seals]) -> None:
-    """Write the list, when all files are complete."""
+    """Write the list when all files are complete."""
     (folder / SEALS).write_text(json.dumps({name: seal for seals in of_ranks for name, seal in seals.items()}))
 
 
 def damage_of_folder(folder: Path, rank: int, ranks: int) -> str | None:
-    """What is wrong with a distributed checkpoint, as far as this rank looks; folders without a list are believed."""
+    """The damage of a distributed checkpoint, as far as this rank checks it. Folders without a list are trusted."""
     if not (folder / SEALS).is_file():
         return None
     try:
@@ -58,7 +58,7 @@ def damage_of_folder(folder: Path, rank: int, ranks: int) -> str | None:
 
 
 def damage_of_file(path: Path) -> str | None:
-    """What is wrong with a checkpoint file of which something is; files that are no archives say so when they load."""
+    """The damage of a checkpoint file. Files that are not archives raise an error when they are loaded."""
     if path.is_dir():
         return f"it is a folder without {METADATA_FILE}, so no distributed checkpoint"
     if not zipfile.is_zipfile(path) or not torch.serialization.get_crc32_options():
@@ -72,12 +72,12 @@ def damage_of_file(path: Path) -> str | None:
 
 
 def damaged(path: Path, what: str) -> ConfigurationError:
-    """The error of a checkpoint that cannot be gone on from."""
+    """The error for a damaged checkpoint."""
     return ConfigurationError(f"the checkpoint {path} cannot be read: {what}. {_ANOTHER}")
 
 
 def why_unreadable(path: Path) -> str:
-    """What a file is that could not be loaded."""
+    """Describes a file that could not be loaded."""
     size = path.stat().st_size
     if zipfile.is_zipfile(path):
         return "it is an archive that torch.save did not write, or one with a part missing"
@@ -89,7 +89,7 @@ def why_unreadable(path: Path) -> str:
 
 
 def check_is_training(path: Path, checkpoint: Any) -> None:
-    """Check that what was loaded is Lightning's.
+    """Check that a loaded object is a Lightning checkpoint.
 
     Raises:
         ConfigurationError: saying what it is, and what to do with it.

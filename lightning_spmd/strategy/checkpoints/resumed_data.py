@@ -1,9 +1,9 @@
-"""The place in the data of a run that ends mid-epoch and is resumed.
+"""The position in the data of a run that ends mid-epoch and is resumed.
 
-Lightning counts the batches and gives the data anew from the first one, unless a loader keeps its place itself. Here
-the checkpoint says what random numbers the order was drawn from, and what the first batch was. A run that goes on makes
-the same order and passes over what was trained; where its first batch is another one, the loader has ways of its own,
-and Lightning's way is taken.
+Lightning counts batches and starts the data again from the first one, unless a loader saves its position. Here the
+checkpoint holds the random state from which the order was drawn, and a hash of the first batch. The resumed run draws
+the same order and skips the trained batches. If its first batch differs, the loader has another way of ordering, and
+Lightning's behaviour is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _END = object()
 
 
 class EpochData:
-    """Where the order of an epoch comes from.
+    """The random state that decides the order of an epoch.
 
     Args:
         control: the other ranks; None on one device.
@@ -48,18 +48,18 @@ class EpochData:
 
     # ------------------------------------------------------------------ checkpoints
     def entry(self) -> dict[str, Any]:
-        """What to write; all ranks together."""
+        """The entry for a checkpoint; all ranks together."""
         firsts = [self._first] if self._control is None else self._control.gather(self._first)
         return {"iterator": self._iterator, "fetch": self._fetch, "first": firsts}
 
     def resume(self, entry: dict[str, Any] | None) -> None:
-        """What was read, of a run that goes on."""
+        """Keep the entry of a checkpoint that the run resumes from."""
         if entry is not None and entry.get(KEY) is not None:
             self._resumed = entry
 
     # ------------------------------------------------------------------ the loop
     def before_iterator(self, trainer: Any, loader: Any) -> None:
-        """Lightning is about to make the training iterator."""
+        """Called when Lightning is about to create the training iterator."""
         if self._resumed is None:
             self._iterator = pack_random_state(None)
             return
@@ -75,7 +75,7 @@ class EpochData:
                     set_epoch(trainer.fit_loop.epoch_progress.current.processed)
 
     def begin_epoch(self, trainer: Any, original: Callable[..., None], fetcher: Any) -> None:
-        """In place of what Lightning does before an epoch's first batch."""
+        """Replaces what Lightning does before an epoch's first batch."""
         entry, self._resumed = self._resumed, None
         if entry is None:
             if not self._is_new:

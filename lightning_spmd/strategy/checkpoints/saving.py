@@ -1,4 +1,4 @@
-"""The part of the strategy about state: what Lightning builds, saves and restores."""
+"""The strategy's hooks about state: what Lightning builds, saves and restores."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _CHECKPOINT_KEY = "lightning_spmd"
 
 
 class SavingStrategy(ProcessStrategy):
-    """A strategy whose state may be sharded over the ranks; ``checkpoints`` says how it is written.
+    """A strategy whose state may be sharded over the ranks.
 
     Args:
-        ranks: among which it lies.
-        save_distributed_checkpoint: whether every rank writes its part, into a folder.
-        wide_state: whether optimizer state is of more precision than its parameters.
+        ranks: the ranks that hold the state.
+        save_distributed_checkpoint: whether each rank writes its part, into a folder.
+        wide_state: whether optimizer state has a higher precision than its parameters.
         args, kwargs: those of :class:`ProcessStrategy`.
     """
 
@@ -66,7 +66,7 @@ class SavingStrategy(ProcessStrategy):
 
     @abstractmethod
     def flush(self) -> None:
-        """Finish what the last iteration left for the next one."""
+        """Complete the work that the last iteration deferred."""
 
     # ------------------------------------------------------------------ in parts and whole
     @override
@@ -82,10 +82,10 @@ class SavingStrategy(ProcessStrategy):
 
     @contextlib.contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Inside, sharded parameters of the module are plain whole tensors, to be read: for code that calls the module.
+        """A context in which the module's sharded parameters are plain whole tensors, for code that calls the module.
 
-        All ranks enter together. Every rank holds all parameters meanwhile; what is written to them is lost. Without
-        sharded parameters nothing happens.
+        All ranks enter together. Meanwhile each rank holds all parameters. Writes to them are lost. Without sharded
+        parameters the context does nothing.
 
         Example::
 

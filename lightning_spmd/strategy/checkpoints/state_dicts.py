@@ -1,12 +1,12 @@
-"""State to checkpoints and back, whichever part of it a rank holds.
+"""Converts state to checkpoints and back, whichever part of it a rank holds.
 
-A *single file* holds whole tensors under plain names and integer parameter ids, as any Trainer writes it: every plan
-and every number of devices reads it, and so does a process that has never heard of this package. A *distributed* one is
-a folder in which every rank writes its own part (``torch.distributed.checkpoint``; ``meta.pt`` holds what is no
-tensor), laid out as ``FSDPStrategy`` does, with optimizer state by parameter name. Either is read into whatever layout
-the run that reads it has.
+A *single file* holds whole tensors under plain names and integer parameter ids, as any Trainer writes it. Every plan on
+any number of devices reads it, and so do processes without this package. A *distributed* checkpoint is a folder in
+which each rank writes its part (``torch.distributed.checkpoint``; ``meta.pt`` holds everything that is not a tensor).
+Its layout is that of ``FSDPStrategy``, with optimizer state by parameter name. Both are read into the layout of the run
+that reads them.
 
-Both appear under their name at once, when they are complete: a process that dies in between leaves what was there.
+Both get their name when they are complete. If a process dies while writing, the previous checkpoint stays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_distributed_checkpoint(path: Path) -> bool:
 
 
 def is_sharded_state(value: Any) -> bool:
-    """Whether there is a DTensor in a nested state."""
+    """Whether a nested state contains a DTensor."""
     return any(isinstance(leaf, DTensor) for _, leaf in leaves(value))
 
 
@@ -48,7 +48,7 @@ def tensors_changed(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 # ---------------------------------------------------------------------- whole
 def gathered(value: Any, state: StateMesh, *, keep: bool) -> Any:
-    """A nested state with whole tensors in the memory of the host; a collective, one tensor after the other.
+    """A nested state with whole tensors in host memory, gathered one after the other by a collective.
 
     Args:
         value: the same structure on all ranks.

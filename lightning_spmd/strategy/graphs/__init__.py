@@ -1,9 +1,10 @@
-"""The graphs of a run: found, built, chosen by all ranks.
+"""The graphs of a run: found, built, and chosen by all ranks together.
 
-``graph_table``  the graphs and which one fits; ``open_sizes``: which sizes of batches vary
-``vote``         the vote of the ranks
-``building``     capture, expansion, passes, agreement; ``one_for_all_sizes``: of many sizes; ``own_graphs``: of own
-                 batches
-``run_context``  the objects that graphs are made in; ``live``: where their inputs are; ``not_built``: why there is none
-``first_step``, ``prepared_optimizers``  optimizers before a graph of their step
+``graph_table``  the graphs of a run and the one that fits a step; ``open_sizes``: which sizes of batches vary
+``vote``         the ranks' vote on the graph of a step
+``building``     capture, expansion, passes, agreement; ``one_for_all_sizes``: one graph for many batch sizes;
+                 ``own_graphs``: graphs of local batches
+``run_context``  the objects that graphs are built from; ``live_inputs``: the live values of a graph's inputs;
+                 ``not_built``: errors for steps without a graph
+``first_step``, ``prepared_optimizers``  optimizers before the first graph of their step
 """

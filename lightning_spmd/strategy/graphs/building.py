@@ -1,4 +1,4 @@
-"""Builds the graph of a step: capture, expansion, passes, and agreement of all ranks on the result."""
+"""Builds the graph of a step: capture, expansion, passes, and the ranks' agreement on the result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from lightning_spmd.strategy.steps.reading import Beginnings
 
 
 def samples_of(request: StepRequest) -> Sequence[tuple[int, ...]]:
-    """The counts for which the graphs of a step are made; none of a step whose sizes no data say."""
+    """The sample counts for which a step's graphs are made; none if the step has no data-dependent sizes."""
     return () if request.program is None else request.program.samples
 
 
@@ -59,31 +59,31 @@ Tell = Callable[[str, int | None], None]
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """A graph of the beginning of a step, up to where Python reads.
+    """A graph of the beginning of a step, up to a value that Python reads.
 
     Args:
         executable: the graph.
-        run: runs it for a request; random numbers are those that the step itself will draw.
+        run: runs it for a request, with the random numbers that the step itself will draw.
     """
 
     executable: Executable
     run: Callable[[StepRequest, str | None], Sequence[Tensor]]
 
     def fits(self, request: StepRequest) -> bool:
-        """Whether it is the beginning of a step: an optimizer's state and the step's numbers may be others."""
+        """Whether this is the beginning of a step. Optimizer state and numbers of the step may differ."""
         tensors = [] if request.batch is None else request.batch.tensor_values
         inputs = functools.partial(self.executable.inputs, tensors)
         return self.executable.captured.guards.failure(inputs) is None
 
     def values(self, request: StepRequest, place: str | None) -> Sequence[Tensor]:
-        """What Python reads of a step; nothing is changed.
+        """The values that Python reads of a step. Nothing is changed.
 
         Args:
             request: the step.
-            place: ``file:line`` that reads.
+            place: ``file:line`` of the read.
 
         Raises:
-            CaptureError: it cannot be run.
+            CaptureError: the graph cannot be run for this step.
         """
         step = self.executable.graphs.main
         tensors = [] if request.batch is None else request.batch.tensor_values
@@ -96,11 +96,11 @@ class Beginning:
 
 
 class GraphBuilder:
-    """Makes the executables of one run.
+    """Builds the executables of one run.
 
     Args:
-        context: what they are made in.
-        gradients: those held of earlier micro-batches, by name; the live dictionary.
+        context: the context of the run's graphs.
+        gradients: accumulated gradients of earlier micro-batches, by name. The dictionary is read in each step.
     """
 
     def __init__(self, context: RunContext, gradients: MutableMapping[str, Tensor]) -> None:
@@ -120,17 +120,17 @@ class GraphBuilder:
         known: Executable | None = None,
         refusal: str | None = None,
     ) -> Executable:
-        """A graph for a step: on all ranks the same, or of each rank's own batch.
+        """Build the graph of a step: the same on all ranks, or one for each rank's local batch.
 
         Args:
             request: the step.
-            split: rows of the global batch by data rank; empty for a batch of this rank's own.
-            known: what this rank has for its own batch already; others build.
+            split: rows of the global batch by data rank; empty for a local batch.
+            known: the graph that this rank already has for its local batch; the other ranks build.
             refusal: why this rank can have no further graph, or None.
 
         Raises:
-            CannotBeBuilt: on all ranks, with the reason of the first one that has one.
-            SPMDError: on all ranks; nobody can go on.
+            CannotBeBuilt: on all ranks, with the reason of the first rank that cannot build.
+            SPMDError: on all ranks, if the run cannot continue.
         """
         started = time.perf_counter()
 
@@ -169,7 +169,7 @@ class GraphBuilder:
         return executable
 
     def captured_alone(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
-        """The global-view graph of a step whose Python runs for it, and has not run otherwise.
+        """Capture the global-view graph of a step whose Python has not run; it runs here.
 
         Args:
             request: the step.
@@ -181,14 +181,14 @@ class GraphBuilder:
         return captured_step(self._capture_request(request, split))
 
     def beginning(self, request: StepRequest, split: tuple[int, ...]) -> Beginning:
-        """What gives the values that Python reads in a step that is followed; all ranks together.
+        """Build the graph that gives the values Python reads in a followed step; all ranks together.
 
         Args:
-            request: the step, whose program ends there.
+            request: the step, whose program ends at the read.
             split: rows of the global batch by data rank.
 
         Raises:
-            SPMDError: on all ranks; it cannot be built.
+            SPMDError: on all ranks, if it cannot be built.
         """
         by_hand = request.variant.by_hand
         variant = request.variant if by_hand else Variant.evaluation(request.variant.method)
@@ -203,14 +203,14 @@ class GraphBuilder:
         return Beginning(executable, functools.partial(self._beginnings.run, executable))
 
     def followed(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
-        """The global-view graph of a step that was followed, without clipping; all ranks together.
+        """Capture the global-view graph of a followed step, without clipping; all ranks together.
 
         Args:
             request: the step.
             split: rows of the global batch by data rank.
 
         Raises:
-            CannotBeBuilt: on all ranks; the step cannot be one graph.
+            CannotBeBuilt: on all ranks, if the step cannot be one graph.
         """
         captured, problem, control = None, None, self._context.control
         try:
@@ -223,10 +223,10 @@ class GraphBuilder:
         return captured
 
     def check_same_batch(self, request: StepRequest) -> None:
-        """Compare the batches of ranks that must have the same one; all ranks do so together.
+        """Compare the batches of ranks that must have equal ones; all these ranks together.
 
         Raises:
-            BatchError: on all ranks; they differ.
+            BatchError: on all ranks, if they differ.
         """
         context = self._context
         if request.batch is None or context.mesh is None or context.control is None or not context.mesh.shares_batches:
@@ -310,7 +310,7 @@ class GraphBuilder:
             functools.partial(self._follow, captured),
             lowering(
                 "none" if captured.variant.own_batch or samples_of(request) else context.options.lowering,
-                context.company(captured.variant.method, self._dump_of(self.captures)),
+                context.lowering_context(captured.variant.method, self._dump_of(self.captures)),
                 context.waits.timing(as_python if samples_of(request) else self._last_lowering),
             ),
             on_repairs=self._notices.of_repairs,

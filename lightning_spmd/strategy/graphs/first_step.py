@@ -1,4 +1,4 @@
-"""Creates the optimizer state of a first step beforehand, so that no graph of its own is built for that step."""
+"""Creates the optimizer's state before the first step, so that the first step needs no graph of its own."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def with_state(
     lay_out: Callable[[StateKey, Tensor], Tensor],
     again: Callable[[], CapturedStep],
 ) -> CapturedStep:
-    """The graph of every step in place of that of the first, whose state the optimizer then has.
+    """Replace the graph of the first step by the graph of all later steps, and create the state that it needs.
 
     Args:
-        captured: what was captured while the optimizer had no state for some parameters.
+        captured: the step, captured while the optimizer had no state for some parameters.
         optimizer: the live optimizer.
         parameters: its parameters by name.
-        lay_out: lays a whole tensor of its state out as the plan has it.
+        lay_out: gives a whole tensor of state its placement in the plan.
         again: captures the step once more.
 
     Returns:

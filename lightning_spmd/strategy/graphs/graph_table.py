@@ -1,4 +1,4 @@
-"""The graphs of one run, and which of them fits a step."""
+"""The graphs of one run, and the search for one that fits a step."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ MANY_SHAPES = 16
 
 
 class PathKey(tuple[Any, ...]):
-    """What a graph of a step that was followed is filed under."""
+    """The key of a followed step's graphs."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a look into the table gave.
+    """The result of a search in the table.
 
     Args:
-        key: what graphs for such a step are filed under.
+        key: the key of graphs for such a step.
         split: rows of the global batch by data rank; empty without a batch.
         index: a graph whose guards hold, or None.
-        reason: why the newest graph of that key does not fit; None where there is none.
-        vary: sizes of the batch that a graph that is built now should leave open, with their values.
+        reason: why the newest graph of that key does not fit; None if there is no such graph.
+        vary: sizes of the batch that a graph built now should leave open, with their values.
     """
 
     key: tuple[Any, ...]
@@ -55,12 +55,12 @@ class Found:
 
 
 class GraphTable:
-    """Every graph of a run.
+    """All graphs of a run.
 
     Args:
         trainer: the Trainer.
-        gradients: those held of earlier micro-batches, by name; the live dictionary.
-        rows_vary: whether graphs may leave the rows of batches open.
+        gradients: accumulated gradients of earlier micro-batches, by name. The dictionary is read in each step.
+        rows_vary: whether graphs may leave the number of rows open.
     """
 
     def __init__(self, trainer: Any, gradients: Mapping[str, Tensor], *, rows_vary: bool = True) -> None:
@@ -75,7 +75,7 @@ class GraphTable:
 
     @property
     def executables(self) -> list[Executable]:
-        """All graphs that are kept, in the order in which they were last used."""
+        """All graphs that are kept, the least recently used first."""
         return list(self._executables.values())
 
     def graph(self, index: int) -> Executable:
@@ -83,7 +83,7 @@ class GraphTable:
         return self._executables[index]
 
     def find(self, request: StepRequest, split: tuple[int, ...]) -> Found:
-        """Look for a graph whose guards hold."""
+        """Find a graph whose guards hold."""
         batch, step = request.batch, self.step_key(request)
         shapes = None if batch is None else batch.own_key() if request.variant.own_batch else batch.cache_key()
         key = (*step, shapes, split, *([request.needed] if request.needed else []))
@@ -113,7 +113,7 @@ class GraphTable:
         return None, reason
 
     def with_open_sizes(self, found: Found, request: StepRequest) -> Found:
-        """The same for a graph that is about to be built; it should leave open what varies."""
+        """The search result for a graph about to be built, which should leave varying sizes open."""
         batch = request.batch
         if batch is None:
             return found
@@ -127,7 +127,7 @@ class GraphTable:
         return dataclasses.replace(found, key=key, vary=vary)
 
     def closed(self, found: Found, request: StepRequest) -> tuple[Found, bool]:
-        """The same for a graph that leaves nothing open, and whether that is so for all further ones of the step."""
+        """The search result for a graph with fixed sizes, and whether later graphs of the step have fixed sizes too."""
         batch, step = request.batch, self.step_key(request)
         if batch is None:
             raise ValueError("without a batch no size is open")
@@ -135,23 +135,23 @@ class GraphTable:
         return dataclasses.replace(found, key=key, vary={}), self.open.refuse(batch, step)
 
     def step_key(self, request: StepRequest) -> tuple[Any, ...]:
-        """What a graph depends on beside the batch; the same on all ranks, or they do different things."""
+        """The key of what a graph depends on besides the batch. It is the same on all ranks that do the same."""
         accumulated = self._trainer.accumulate_grad_batches
         return request.variant, tuple(request.arguments), accumulated, tuple(self._gradients)
 
     def count_use(self, index: int) -> None:
-        """A graph is used once more; all ranks count alike."""
+        """Count one more use of a graph. All ranks count alike."""
         self._executables[index] = self._executables.pop(index)  # the last one in the order of their use
 
     def forget_unused(self) -> list[int]:
-        """Let go of the graphs that were not used for longest, as many as are too many."""
+        """Drop the least recently used graphs beyond the maximum."""
         gone = list(self._executables)[: max(0, len(self._executables) - MOST_GRAPHS)]
         for index in gone:
             self._forget(index)
         return gone
 
     def add(self, key: tuple[Any, ...], executable: Executable) -> int:
-        """File a new graph; gives its index."""
+        """Add a new graph and return its index."""
         index, self._built = self._built, self._built + 1
         self._executables[index] = executable
         self._indices.setdefault(key, []).append(index)
@@ -175,7 +175,7 @@ class GraphTable:
             )
 
     def surplus(self, found: Found) -> str | None:
-        """Why no further graph should be built for such a step; None where one may be."""
+        """Why no further graph should be built for such a step; None if one may be."""
         indices = self._indices.get(found.key, [])
         if len(indices) >= MAX_GRAPHS_PER_SHAPE:
             return (
@@ -192,7 +192,7 @@ class GraphTable:
         return None
 
     def follows_a_first_step(self, key: tuple[Any, ...]) -> bool:
-        """Whether every graph under a key is that of a first step, which another one follows by design."""
+        """Whether all graphs under a key are of first steps, which another graph follows by design."""
         return all(creates_state(self._executables[i].captured) for i in self._indices.get(key, ()))
 
 
@@ -207,5 +207,5 @@ def _is_of_a_path(key: tuple[Any, ...]) -> bool:
 
 
 def creates_state(step: CapturedStep) -> bool:
-    """Whether it is the graph of a first step."""
+    """Whether a captured step is a first step, which creates optimizer state."""
     return any(True for _ in step.signature.outputs_of(OutputRole.OPTIMIZER_STATE))

@@ -1,4 +1,4 @@
-"""Why a step has no graph; all ranks raise these errors together."""
+"""Errors for a step that has no graph. All ranks raise them together."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from lightning_spmd.stages.runtime.executor import Executable
 
 
 class CannotBeBuilt(Exception):
-    """Some rank could not capture or expand the step; all ranks raise this together."""
+    """A rank could not capture or expand the step. All ranks raise this together."""
 
 
 class OtherGradients(Exception):
-    """On all ranks together: their own batches do not reach the same parameters, or not in the same order.
+    """The ranks' local batches reach different parameters, or in a different order. All ranks raise this together.
 
     Args:
-        names: of all gradients, as their terms are called.
-        built: what this rank built, for batches at which the others' reach as much.
+        names: of all gradients.
+        built: what this rank built. It fits batches that reach the same parameters on all ranks.
     """
 
     def __init__(self, names: frozenset[str], difference: str) -> None:

@@ -1,9 +1,9 @@
-"""Makes one graph for batches of many sizes, in place of the graph of one size.
+"""Makes one graph for batches of many sizes, in place of the graph for one size.
 
-The step is traced once more with symbols in place of the sizes that vary (``sizes/symbolic_batch.py`` of capture). That
-gives formulas, and a condition under which they hold. Then final graphs are made for a few sizes that nobody has seen
-yet, whose numbers coincide with nothing else in the graph, and unified (``ir/unify.py``). What the formulas say of each
-of these sizes is compared with a capture of the noted calls at that size.
+The step is traced once more with symbols for the sizes that vary (``sizes/symbolic_batch.py`` of capture). That gives
+formulas and the condition under which they hold. Final graphs are then made for a few sizes that equal no other number
+in the graph, and unified (``ir/unify.py``). For each of these sizes the formulas are compared with a capture of the
+noted calls at that size.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def generalized(
     open_sizes: Mapping[Dimension, int],
     make: Callable[[CapturedStep], IterationGraphs],
 ) -> tuple[IterationGraphs, Family]:
-    """The graphs of a step for batches of all sizes that are treated as this one.
+    """The graphs of a step for batches of all sizes that are treated alike.
 
     Args:
         captured: the step of this batch.
-        request: that it was captured by.
+        request: the request that the step was captured for.
         open_sizes: the sizes of the batch that vary, with their values.
-        make: makes graphs of a captured step.
+        make: builds the graphs of a captured step.
 
     Raises:
         NotGeneral: with the reason.
@@ -81,12 +81,12 @@ def as_all_ranks(
     closed: Callable[[], Executable],
     control: ControlPlane | None,
 ) -> tuple[Executable | None, SPMDError | None]:
-    """A graph that leaves sizes open on all ranks or on none; called by all of them.
+    """A graph with open sizes on all ranks or on none; called by all ranks together.
 
     Args:
         executable: this rank's graph.
-        problem: why it has none.
-        closed: makes one that leaves nothing open.
+        problem: why this rank has no such graph.
+        closed: builds a graph with fixed sizes.
         control: messages among the ranks; None on one device.
     """
     mine = None if executable is None else executable.not_general

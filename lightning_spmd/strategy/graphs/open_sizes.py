@@ -1,4 +1,4 @@
-"""Which sizes of batches vary, and which of them a graph should leave open."""
+"""Which sizes of batches vary in a run, and which of them a graph should leave open."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class _Kind:
 
 
 class OpenSizes:
-    """What is known of the sizes of a run's batches; the same on all ranks.
+    """The batch sizes seen in a run, the same on all ranks.
 
     Args:
-        rows: whether the first dimension may be left open, too: on one device, where nobody splits it.
+        rows: whether the first dimension may be left open too: on one device, where it is not split.
     """
 
     def __init__(self, *, rows: bool) -> None:
@@ -48,7 +48,7 @@ class OpenSizes:
         self._looked: tuple[Sequence[Tensor], Any] = (), ((), ())  # the last look, asked for thrice a step
 
     def keys(self, batch: Batch, split: tuple[int, ...]) -> list[tuple[Any, ...]]:
-        """Under which graphs with open sizes that may do for a batch are filed, the newest first."""
+        """The keys of graphs with open sizes that may fit a batch, the newest first."""
         if not self._kinds:
             return []
         name, shapes = self._look(batch)
@@ -57,7 +57,7 @@ class OpenSizes:
         return [self._key(name, shapes, pattern, split) for pattern in reversed(patterns)]
 
     def note(self, batch: Batch) -> None:
-        """A graph is about to be built for a batch."""
+        """Note the sizes of a batch for which a graph is about to be built."""
         name, shapes = self._look(batch)
         kind = self._kinds.setdefault(name, _Kind())
         if shapes in kind.seen:
@@ -83,18 +83,18 @@ class OpenSizes:
         return {(p, d): shapes[p][d] for p, d in sorted(_open(kind.patterns[-1], shapes))}
 
     def key(self, batch: Batch, split: tuple[int, ...]) -> tuple[Any, ...]:
-        """Under which a graph that leaves all wanted sizes open is filed."""
+        """The key of a graph that leaves all wanted sizes open."""
         name, shapes = self._look(batch)
         return self._key(name, shapes, self._kinds[name].patterns[-1], split)
 
     def refuse(self, batch: Batch, step: Any) -> bool:
-        """A step has no graph for all sizes; says whether that is so for good."""
+        """Note that a step has no graph for all sizes. Returns whether that is final."""
         kind = self._kinds[self._look(batch)[0]]
         kind.refused[step] = kind.refused.get(step, 0) + 1
         return kind.refused[step] == _ATTEMPTS
 
     def describe(self, batch: Batch, places: Mapping[Dimension, int]) -> str:
-        """Names what varies, with some of the sizes."""
+        """Name the sizes that vary, with some of their values."""
         name, _ = self._look(batch)
         texts: list[str] = []
         for position, dim in places:

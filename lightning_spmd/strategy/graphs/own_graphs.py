@@ -1,8 +1,8 @@
-"""Graphs of local batches: each rank chooses its own; one rank may build while the others wait.
+"""Graphs of local batches: each rank chooses its own, and one rank may build while the others wait.
 
-When the Python of a step is done the ranks exchange whether one of them has to build a graph, and a hash of what
-they will exchange in it. Mostly nobody has: then each runs its own. Otherwise all of them meet; those that have their
-graph already wait for the others, and afterwards all compare what they are about to exchange.
+After the Python of a step the ranks exchange whether one of them has to build a graph, and a hash of the collectives in
+their graphs. Usually no rank builds, and each runs its own graph. Otherwise all ranks meet: those that have a graph
+wait, and then all compare their collectives.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lightning_spmd.strategy.steps.meeting import DONE, Done, Meeting
 
 
 class OwnGraphs:
-    """The graphs of this rank's own batches of one run.
+    """The graphs of this rank's local batches in one run.
 
     Args:
-        context: what they are made in.
-        builder: what makes them.
-        table: where they are kept.
-        flush: finishes what another iteration left.
+        context: the context of the run's graphs.
+        builder: builds them.
+        table: stores them.
+        flush: completes the deferred work of another iteration.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class OwnGraphs:
         self._exchanges: dict[int, int] = {}
 
     def meet(self, control: ControlPlane, request: StepRequest, moment: Moment) -> None:
-        """All ranks are at this step.
+        """Check that all ranks are at this step.
 
         Args:
             control: messages among the ranks.
             request: the step.
-            moment: where in the run it is.
+            moment: the place in the run.
 
         Raises:
-            RankDisagreementError: on every rank; they are not at the same batch, or about to do different things.
-            SIGTERMException: on every rank; one of them was told to stop.
+            RankDisagreementError: on every rank, if they are at different batches or do different things.
+            SIGTERMException: on every rank, if one of them received SIGTERM.
         """
         shape = hash_of_step(self.table.step_key(request), None)
         vote = control.cast(moment.place, 0, 0, shape, ends=moment.ends, told=moment.told)()
@@ -66,15 +66,15 @@ class OwnGraphs:
             check_same_part(control, self.table, request)
 
     def done(self, request: StepRequest, meeting: Meeting) -> OwnDone:
-        """The exchange once the Python of a step is done, begun."""
+        """Begin the exchange after the Python of a step."""
         found = self.table.find(request, ())
         return OwnDone(found, meeting.cast(DONE, 0, self._exchanged(found)), meeting.met)
 
     def executable(self, request: StepRequest, done: OwnDone) -> Executable:
-        """This rank's graph of a step, found or built.
+        """Find or build this rank's graph of a step.
 
         Raises:
-            CannotBeBuilt: on all ranks; one of them has none, or they would not exchange the same.
+            CannotBeBuilt: on all ranks, if one of them has no graph or their collectives differ.
         """
         found = done.found
         if done.result().index is not None and found.index is not None:
@@ -125,4 +125,4 @@ class OwnGraphs:
 
 
 class OwnDone(Done):
-    """The same once the Python of a step is done, on a batch of each rank's own: ranks run what exchanges the same."""
+    """The exchange after the Python of a step on local batches: ranks may run if their collectives are equal."""

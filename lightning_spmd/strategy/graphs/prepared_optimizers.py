@@ -1,4 +1,4 @@
-"""What is done to optimizers before a graph of their step is built."""
+"""Prepares optimizers before a graph of their step is built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_spmd.strategy.state.wide_state import widen_state
 
 
 def prepare(optimizer: Optimizer, context: RunContext, mesh: StateMesh | None) -> list[str]:
-    """Let an optimizer's state be as graphs expect it; what to tell the user of it."""
+    """Bring an optimizer's state into the form that graphs expect. Returns a message for the user, if any."""
     advice = context.scaler.advice(optimizer)
     texts = [] if advice is None else [advice]
     for part in parts_of(optimizer):

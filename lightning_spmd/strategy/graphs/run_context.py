@@ -35,17 +35,17 @@ from lightning_spmd.strategy.steps.own_batches import BatchMode
 
 
 class FellBack(Exception):
-    """This iteration cannot be one graph; the caller goes on eagerly."""
+    """The iteration cannot be one graph; the caller continues eagerly."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """How a micro-batch ran.
+    """How a micro-batch was run.
 
     Args:
-        executable: its graph; None: eagerly.
-        rows: of the global batch, where the host knows.
-        tables: of all graphs of its run.
+        executable: its graph; None if it ran eagerly.
+        rows: of the global batch, if known on the host.
+        tables: all tables of graphs of the run.
     """
 
     executable: Executable | None = None
@@ -54,12 +54,12 @@ class Ran:
 
     @classmethod
     def of(cls, executable: Executable, rows: Any, split: tuple[int, ...] | None, tables: tuple[Any, ...]) -> Ran:
-        """With the rows where they are known.
+        """The same record with the rows, if they are known.
 
         Args:
             executable: the graph.
             rows: of the global batch of several ranks; a number on a GPU is not waited for.
-            split: on one device the first sizes of all tensors of the batch, which may be rows or something else.
+            split: on one device the first sizes of all tensors of the batch, which may or may not be rows.
             tables: of all graphs of its run.
         """
         if split is not None:
@@ -83,8 +83,8 @@ class BuildEvent:
     """Progress of building one graph, for listeners.
 
     Args:
-        stage: ``"capture"``, ``"expand"``, ``"passes"``, ``"agree"`` or ``"ready"``; later, where a graph is compiled,
-            ``"lower"`` before each region, and ``"lowered"`` in the end.
+        stage: ``"capture"``, ``"expand"``, ``"passes"``, ``"agree"`` or ``"ready"``. Later, if a graph is compiled,
+            ``"lower"`` before each region and ``"lowered"`` at the end.
         variant: which part of the iteration the graph holds.
         seconds: since this build began.
         nodes: size of the graph, once known.
@@ -104,7 +104,7 @@ class RunContext:
 
     Args:
         module: the LightningModule.
-        optimizer: its optimizer; None where nothing is trained (``steps.evaluation``).
+        optimizer: its optimizer; None if nothing is trained (``steps.evaluation``).
         trainer: the Trainer.
         mesh: the mesh; None on one device.
         control: host messages among the ranks; None on one device.
@@ -115,13 +115,13 @@ class RunContext:
         dump_dir: where every stage's graph is written, or None.
         options: pass list and bucket size.
         plan: the parallel plan of a variant's graph.
-        new_parameters: what joins the module in mid-run; None where nobody has to share it.
-        bf16_updates: how weights of bfloat16 are updated.
-        fenced: some rank may finish pending work alone, when a hook of its looks at a weight.
-        batch: whether the ranks have one batch together or a batch each.
-        came_late: says what came since the mode of the run was chosen and asks for another one, or None.
-        waits: measures how long graphs wait for collectives, where somebody wants to know.
-        whole: whether weights are those of a step that the Trainer has counted.
+        new_parameters: shares parameters that join the module during the run; None if they need not be shared.
+        bf16_updates: how bfloat16 weights are updated.
+        fenced: whether one rank alone may finish pending work, because one of its hooks reads a weight.
+        batch: whether the ranks share one batch or have local ones.
+        came_late: names a hook that was added after the mode was chosen and needs another mode, or returns None.
+        waits: measures how long graphs wait for collectives; None if nobody asks.
+        whole: whether the weights belong to a step that the Trainer has counted.
     """
 
     module: Any
@@ -150,7 +150,7 @@ class RunContext:
         return TrainersScaler(self.trainer)
 
     def step_context(self, method: str) -> contextlib.AbstractContextManager[Any]:
-        """What the precision plugin puts around a step method, and so around the calls that it makes."""
+        """The context that the precision plugin puts around a step method and its calls."""
         precision = self.trainer.precision_plugin
         contexts = {
             "training_step": precision.train_step_context,
@@ -160,8 +160,8 @@ class RunContext:
         }
         return contexts[method]()
 
-    def company(self, method: str, on_result: Callable[[str, ShardedStep], None]) -> LoweringContext:
-        """What the lowering of a graph of a step method asks; ``on_result`` is told of the lowered graph."""
+    def lowering_context(self, method: str, on_result: Callable[[str, ShardedStep], None]) -> LoweringContext:
+        """What the lowering of a graph may ask; ``on_result`` gets the lowered graph."""
         begun: list[float] = []
 
         def on_region(number: int, count: int) -> None:
@@ -177,7 +177,7 @@ class RunContext:
         return LoweringContext(self.control.rank, self.control.gather, left, on_result, on_region)
 
     def steps_left(self, method: str) -> float:
-        """How many batches a step method may still be given; infinite where nobody knows."""
+        """How many more batches a step method may get; infinite if unknown."""
         trainer = self.trainer
         epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
         if method == "training_step":
@@ -193,16 +193,16 @@ class RunContext:
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """What the graphs of all runs of a strategy have in common.
+    """What the graphs of all runs of a strategy share.
 
     Args:
-        ranks: among which they are expanded.
+        ranks: the ranks for which graphs are expanded.
         options: pass list, bucket size, overlap.
         dump_dir: where every stage's graph is written, or None.
         listeners: called with each BuildEvent.
         bf16_updates: how weights of bfloat16 are updated.
-        batch: whether the ranks of training have one batch together or a batch each.
-        waits: measures how long graphs of training wait for collectives, where somebody wants to know.
+        batch: whether the ranks of training share one batch or have local ones.
+        waits: measures how long graphs of training wait for collectives; None if nobody asks.
     """
 
     ranks: Ranks
@@ -221,20 +221,20 @@ class GraphSettings:
         new_parameters: NewParameters | None,
         overlaps: bool | str,
     ) -> RunContext:
-        """What graphs of training are made in.
+        """The context of training's graphs.
 
         Args:
             module: the LightningModule.
             optimizer: its optimizer.
             streams: random numbers of several ranks.
-            new_parameters: what joins the module in mid-run.
+            new_parameters: shares parameters that join the module during the run.
             overlaps: whether iterations may overlap, or ``"auto"``.
         """
         context = self._context(module, optimizer, streams, self.dump_dir, overlaps, new_parameters)
         return dataclasses.replace(context, batch=self.batch, waits=self.waits)
 
     def of_evaluation(self, module: Any, streams: RandomStreams | None) -> RunContext:
-        """What graphs of evaluation steps are made in."""
+        """The context of the graphs of evaluation steps."""
         folder = None if self.dump_dir is None else self.dump_dir / "evaluation"
         return self._context(module, None, streams, folder, False, None)
 
@@ -270,14 +270,14 @@ class StepRequest:
     """One micro-batch to run, or the optimizer alone.
 
     Args:
-        batch: what Lightning hands to the step method; None: there is no forward pass.
+        batch: what Lightning passes to the step method; None if there is no forward pass.
         variant: part of the iteration.
         arguments: the method's other arguments by name.
         clip: gradient clipping to capture; None: none.
-        numbers: of Python's state, by path, that are inputs of graphs; they must be the same on all ranks.
-        vary: sizes of the batch that a graph that is built for it should leave open, with their values.
-        needed: parameters that get a gradient from another rank's own batch.
-        program: the step's calls, where its Python has run; None where a graph stands for it.
+        numbers: numbers of Python's state, by path, that are inputs of graphs. They must be equal on all ranks.
+        vary: sizes of the batch that a graph built for it should leave open, with their values.
+        needed: parameters that get a gradient from another rank's local batch.
+        program: the step's calls, if its Python has run; None otherwise.
     """
 
     batch: Batch | None

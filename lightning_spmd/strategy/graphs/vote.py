@@ -1,4 +1,4 @@
-"""Which graph all ranks run: one small exchange before each step, a second one where their rows differ."""
+"""The ranks' vote on the graph of a step: one small exchange before each step, a second one if their rows differ."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lightning_spmd.strategy.steps.shared_leaves import check_shared
 
 
 class GraphVote:
-    """The choice of a graph for one step, begun: what this rank would run, and a vote that is under way.
+    """The choice of a graph for one step: this rank's candidate, and the vote under way.
 
     Args:
         control: messages among the ranks.
         mesh: the mesh.
         table: the graphs.
         request: the step.
-        moment: where in the run it is.
-        follows: the step's Python runs first, and the graph is chosen behind it; the index that is found says nothing.
+        moment: the place in the run.
+        follows: the step's Python runs first and the graph is chosen after it, so the index found here is not used.
 
     Attributes:
-        found: what this rank would run if all ranks have as many rows.
+        found: the graph that this rank would run if all ranks have equally many rows.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class GraphVote:
         self._answer: Found | None = None
 
     def result(self) -> Found:
-        """The split and the graph on which all ranks agree; no graph if one of them has none.
+        """The split and the graph that all ranks agree on; no graph if one rank has none.
 
         Raises:
-            BatchError: on every rank; the batches cannot be one.
-            RankDisagreementError: on every rank; they are not at the same batch, or have different numbers of batches.
-            SIGTERMException: on every rank; one of them was told to stop.
+            BatchError: on every rank, if the batches cannot form one.
+            RankDisagreementError: on every rank, if they are at different batches or have different numbers of batches.
+            SIGTERMException: on every rank, if one of them received SIGTERM.
         """
         if self._answer is None:
             self._answer = self._counted()
@@ -87,7 +87,7 @@ class GraphVote:
 
 
 def agreed(control: ControlPlane | None, index: int | None) -> int | None:
-    """A graph that every rank would run, or None."""
+    """The graph that every rank would run, or None."""
     return index if control is None or len(set(control.gather(index))) == 1 else None
 
 
@@ -100,7 +100,7 @@ def _shape(table: GraphTable, request: StepRequest) -> int:
 
 @functools.lru_cache(maxsize=256)
 def hash_of_step(key: tuple[Any, ...], looks: tuple[Any, ...] | None) -> int:
-    """A hash of what is to be done with the batches of all ranks, and of what is known of these."""
+    """A hash of what all ranks must do with their batches, and of what is known about these."""
     return stable_hash((key, looks))
 
 
@@ -112,7 +112,7 @@ def _rows(batch: Batch | None) -> tuple[int, BatchError | None]:
 
 
 def check_same_part(control: ControlPlane, table: GraphTable, request: StepRequest) -> None:
-    """Say what is not the same on ranks that are about to run steps on batches of their own.
+    """Compare the steps that ranks are about to run on local batches, and name the difference.
 
     Raises:
         RankDisagreementError: on every rank.

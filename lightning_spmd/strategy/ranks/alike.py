@@ -1,4 +1,4 @@
-"""What must be equal on all ranks before the first graph is built: versions, and settings that change numbers."""
+"""Compares what must be equal on all ranks before the first graph: versions, and settings that change numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIX = {
 
 
 def facts() -> dict[str, tuple[str, str]]:
-    """Kind and value of each."""
+    """Kind and value of each compared fact."""
     precision = {
         "torch": ("version", torch.__version__),
         "lightning": ("version", version("lightning")),
@@ -32,7 +32,7 @@ def facts() -> dict[str, tuple[str, str]]:
 
 
 def check_same_tensors(module: nn.Module, control: ControlPlane | None) -> None:
-    """Compare parameters and buffers before they are sent: gloo ends a process that gets more than it has room for.
+    """Compare parameters and buffers before they are sent. gloo ends a process that receives more than it has room for.
 
     Raises:
         RankDisagreementError: on every rank, with the first difference.
@@ -59,7 +59,7 @@ def _matmul_precision() -> str:
 
 
 def check_alike(sides: Sequence[Mapping[str, tuple[str, str]]]) -> None:
-    """Compare what all ranks say.
+    """Compare the facts of all ranks.
 
     Raises:
         RankDisagreementError: on every rank, with the first difference.

@@ -1,4 +1,4 @@
-"""Exceptions that leave this package: none that Lightning swallows, none that hides which rank is gone."""
+"""Exceptions at the package's boundary: Lightning must not swallow them, and they name a lost rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ends_no_loop(method: F) -> F:
-    """Turn a StopIteration, which Lightning's loops take for the end of the data, into an error that is seen.
+    """Turn a StopIteration, which Lightning's loops take for the end of the data, into a visible error.
 
-    For what runs in place of the user's step. A step that runs as the user wrote it may raise one to end its epoch.
+    This wraps code that runs in place of the user's step. A step that runs as written may raise StopIteration to end
+    its epoch.
     """
 
     @functools.wraps(method)
@@ -36,7 +37,7 @@ def ends_no_loop(method: F) -> F:
 
 
 def names_lost_ranks(method: F) -> F:
-    """Let a strategy's method say which rank is gone where a collective broke off."""
+    """Decorate a strategy's method: if a collective breaks off, the error names the lost rank."""
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,10 +49,10 @@ def names_lost_ranks(method: F) -> F:
 
 @contextlib.contextmanager
 def lost_ranks_named(control: ControlPlane | None) -> Iterator[None]:
-    """Inside, a collective that breaks off says which rank is gone.
+    """A context in which a broken collective raises an error that names the lost rank.
 
     Raises:
-        RankLostError: in place of torch's line about a socket.
+        RankLostError: in place of torch's error about a socket.
     """
     try:
         yield

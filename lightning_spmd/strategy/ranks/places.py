@@ -1,8 +1,8 @@
-"""Where in the run a rank is, as its exchanges say it, and the error if others are elsewhere.
+"""The place of a rank in the run, sent with each exchange, and the error if other ranks are elsewhere.
 
-Lightning gives every rank a loop of its own. Ranks whose loops end at different times meet nowhere by themselves: one
-goes on to the next batch, the other validates, and both wait. So each batch's exchange says whether it is the last one,
-and the borders of an epoch are meeting points too.
+Lightning gives every rank its own loop. If loops end at different times, one rank goes on to the next batch while
+another validates, and both wait for ever. So each batch's exchange says whether the batch is the last one, and ranks
+also meet at the ends of epochs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ FITTING = TrainerFn.FITTING
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank knows at an exchange.
+    """The state of a rank at an exchange.
 
     Args:
-        place: where it is.
+        place: the place in the run.
         ends: it has no batch after this one.
-        stops: the loop ends here all the same, and nothing else needs the other ranks.
-        requests: what is asked of this process from outside; it is told to the others, and theirs to it.
-        finish: lets training end behind the batch that begins here, as on one device; None: it ends here.
+        stops: the loop ends here although batches follow, and nothing else needs the other ranks.
+        requests: what this process was asked from outside (SIGTERM, requeue). It is sent to the others.
+        finish: lets training end after the batch that begins here, as on one device; None: it ends here.
     """
 
     place: Place
@@ -52,21 +52,21 @@ class Moment:
 
     @property
     def told(self) -> int:
-        """What this process was told."""
+        """The requests to this process, as a number."""
         return 0 if self.requests is None else self.requests.told
 
     def meet(self, control: ControlPlane, flag: bool = False) -> bool:
-        """Make sure that all ranks are here, and act on what they say (:meth:`check`); whether a rank has a flag."""
+        """Check that all ranks are here and act on their states (:meth:`check`). Returns whether a rank has a flag."""
         vote = control.vote(self.place, None, int(flag), 0, ends=self.ends, told=self.told)
         self.check(control, vote)
         return vote.rows[1] > 0
 
     def check(self, control: ControlPlane, vote: StepVote) -> None:
-        """Act on what all ranks said of themselves.
+        """Act on the states of all ranks.
 
         Raises:
-            SIGTERMException: on every rank; one of them was told to stop.
-            RankDisagreementError: on every rank; they have different numbers of batches.
+            SIGTERMException: on every rank, if one of them received SIGTERM.
+            RankDisagreementError: on every rank, if they have different numbers of batches.
         """
         if self.requests is not None:
             try:
@@ -102,12 +102,12 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def training_moment(trainer: Any, *, applies: bool, knows_the_end: bool = True) -> Moment:
-    """The current training batch.
+    """The state of this rank at the current training batch.
 
     Args:
         trainer: the Trainer.
         applies: whether the batch ends in an optimizer step.
-        knows_the_end: whether Lightning knows if batches follow; not where training_step fetches them.
+        knows_the_end: whether Lightning knows that batches follow; it does not if training_step fetches them.
     """
     loop = trainer.fit_loop.epoch_loop
     steps = trainer.global_step + int(applies)
@@ -121,13 +121,13 @@ def training_moment(trainer: Any, *, applies: bool, knows_the_end: bool = True) 
 
 
 def evaluation_moment(trainer: Any, method: str, arguments: dict[str, Any], *, turns: bool) -> Moment:
-    """The current step of validation, test or prediction.
+    """The state of this rank at the current step of validation, test or prediction.
 
     Args:
         trainer: the Trainer.
         method: of the LightningModule.
         arguments: of the step, without the batch.
-        turns: ranks take part in each other's steps after their last one.
+        turns: ranks whose batches have ended take part in the others' steps.
     """
     what = {"validation_step": "validation", "test_step": "test", "predict_step": "prediction"}[method]
     if turns:
@@ -150,10 +150,10 @@ def _remark(trainer: Any) -> str:
 
 
 class Borders(Callback):
-    """The first callback of a run on several ranks: they meet at ends of epochs and of training, before validation.
+    """The first callback of a run on several ranks. They meet at ends of epochs and of training, and before validation.
 
     Args:
-        control: reaches the other ranks.
+        control: exchanges with the other ranks.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -162,7 +162,7 @@ class Borders(Callback):
         self._alike = False  # the ranks have equally many batches of this validation
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before anybody's hook."""
+        """Meet before the user's hooks."""
         place = Place("the start of the validation", trainer.current_epoch, remark=_remark(trainer))
         Moment(place, requests=trainer.strategy.requests).meet(self._control)
         counts = list(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
@@ -171,7 +171,7 @@ class Borders(Callback):
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A long validation is no reason not to hear of SIGTERM."""
+        """Exchange SIGTERM during a long validation."""
         if self._alike and batch_idx % _LISTENS == 0:
             place = Place("the validation", trainer.current_epoch, batch_idx, dataloader_idx)
             Moment(place, requests=trainer.strategy.requests).meet(self._control)
@@ -183,7 +183,7 @@ class Borders(Callback):
         self._meet(Place(THE_END, trainer.current_epoch, remark=remark))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Likewise: a rank that was told to stop between two epochs goes away, and the others would wait for it."""
+        """Meet: a rank that was told to stop between two epochs leaves, and the others would wait for it."""
         self._meet(Place(f"{THE_END} of training", remark=_remark(trainer)))
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -200,25 +200,25 @@ class Borders(Callback):
         self._meet(Place(f"{THE_END} of the prediction"))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Before what takes time, such as saving: the others wait."""
+        """Tell the others before slow work such as saving, because they are waiting."""
         self._control.peers.note(exception)
 
 
 def meet_at_borders(trainer: Any, control: ControlPlane | None) -> None:
-    """Begin a run: ranks whose epochs end at different batches learn it; what SIGTERM tells one of them all will do."""
+    """Add the callbacks that make ranks meet at ends of epochs and share SIGTERM."""
     if control is not None:
         trainer.callbacks.insert(0, Borders(control))
         private.stop_signal_sent_by_lightning(trainer, False)  # each batch's exchange carries it
 
 
 def leave_borders(trainer: Any) -> None:
-    """End a run."""
+    """Remove the callbacks at the end of a run."""
     trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, Borders)]
     private.stop_signal_sent_by_lightning(trainer, True)
 
 
 def compare_training_batches(module: Any, control: ControlPlane | None) -> None:
-    """Say at the start what will end the first epoch, hours later perhaps."""
+    """Compare the numbers of training batches at the start. A difference would end the first epoch, hours later."""
     if control is None:
         return
     sides = control.gather((module.trainer.num_training_batches, facts()), Place("the start of training"))
@@ -232,7 +232,7 @@ def compare_training_batches(module: Any, control: ControlPlane | None) -> None:
 
 
 def meet_in_training(module: Any, control: ControlPlane | None, new_parameters: NewParameters | None) -> None:
-    """The eager path's exchange before each batch: the reduction of its gradients needs all ranks as well."""
+    """Exchange before each batch of the eager path, whose gradient reduction also needs all ranks."""
     if control is not None:
         trainer = module.trainer
         applies = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -244,6 +244,6 @@ def meet_in_training(module: Any, control: ControlPlane | None, new_parameters: 
 
 
 def meet_after_backward(module: Any, control: ControlPlane, count: int) -> None:
-    """Before gradients are averaged on the eager path: ranks must have run equally many backward passes."""
+    """Check before gradients are averaged on the eager path that ranks ran equally many backward passes."""
     place = training_moment(module.trainer, applies=False).place
     control.meet(dataclasses.replace(place, what=f"backward pass {count} of training"))

@@ -33,10 +33,10 @@ from lightning_spmd.strategy.state.replaced_tensors import keeping_attributes
 
 
 class ProcessStrategy(ParallelStrategy):
-    """One process a device. Inside ``training_step`` the batch is global, so its collectives move nothing.
+    """One process per device. The batch is global inside ``training_step``, so its collectives move nothing there.
 
     Args:
-        ranks: what this process knows about the others, once they are there.
+        ranks: this process's knowledge of the other ranks, once they exist.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the one for the device.
         timeout: how long a collective may wait for the other ranks.
         kwargs: of Lightning's ``ParallelStrategy``, set by the Trainer.
@@ -54,7 +54,7 @@ class ProcessStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ what Lightning asks by name
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning should sync metrics and split the data set; one device behaves like ``auto``."""
+        """Whether Lightning should sync metrics and split the data set. One device behaves like ``auto``."""
         return self.num_processes * self.num_nodes > 1
 
     @property
@@ -200,7 +200,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     @names_lost_ranks
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the ranks; inside ``training_step`` values are global already and are returned as they are."""
+        """Reduce over the ranks. Inside ``training_step`` values are global already and are returned unchanged."""
         if isinstance(tensor, Tensor) and self._ranks.traced_split == () and self.is_distributed:
             raise _not_of_all_ranks("strategy.reduce")
         if not isinstance(tensor, Tensor) or self._ranks.traced_split is not None:
@@ -211,7 +211,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     @names_lost_ranks
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Combine the decisions of all ranks, including those that share a batch, for all of them act on it."""
+        """Combine the decisions of all ranks, including those that share a batch."""
         if self._ranks.control is None:
             return decision
         self._ranks.refuse_while_traced("reduce_boolean_decision")

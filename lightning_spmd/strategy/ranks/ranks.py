@@ -29,13 +29,13 @@ from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that were started, one a device.
+    """The processes of a run, one per device.
 
     Args:
-        count: on all nodes.
-        rank: of this one among them.
-        on_node: how many run on each node.
-        device: of this one.
+        count: number of processes on all nodes.
+        rank: number of this process.
+        on_node: processes per node.
+        device: of this process.
         backend: of the default process group.
     """
 
@@ -47,11 +47,11 @@ class Processes:
 
 
 class Ranks:
-    """What a process knows of the others. One device has neither mesh nor control plane.
+    """What a process knows of the other ranks. One device has neither mesh nor control plane.
 
     Args:
-        options: sizes of the mesh's axes and how things lie on them.
-        shard_size: neighbours on the data axis among which state is split, ``"auto"``: all of the axis, ``"node"``:
+        options: sizes of the mesh's axes, and how state is placed on them.
+        shard_size: number of neighbours on the data axis that share state. ``"auto"``: all of the axis, ``"node"``:
             those on one node.
         timeout: how long a collective may wait for the other ranks.
     """
@@ -73,15 +73,15 @@ class Ranks:
 
     # ------------------------------------------------------------------ from setup to teardown
     def check(self, count: int, on_node: int) -> None:
-        """Check that the axes fit so many processes.
+        """Check that the axes fit the number of processes.
 
         Raises:
-            ConfigurationError: naming the option that does not.
+            ConfigurationError: naming the wrong option.
         """
         shard_size(self.shard_size, mesh_sizes(self.options, count), on_node)
 
     def begin(self, processes: Processes) -> None:
-        """Take process groups; all ranks together, under a default process group."""
+        """Acquire process groups; all ranks together, under a default process group."""
         self.end()  # those of a Trainer that was never torn down
         self._processes = processes
         sizes = mesh_sizes(self.options, processes.count)
@@ -90,7 +90,7 @@ class Ranks:
         self.control = ControlPlane(host.group, self.timeout)
 
     def end(self) -> None:
-        """Leave the process groups to the next Trainer."""
+        """Release the process groups to the next Trainer."""
         self._flat = None
         while self._leases:
             self._leases.pop().end()
@@ -114,7 +114,7 @@ class Ranks:
         return self._leases[-1].owners
 
     def explain_end(self, exception: BaseException) -> None:
-        """Tell the others why this rank ends; and if that is because of one of them, say so where nobody else could."""
+        """Tell the other ranks why this rank ends. If a lost rank is the cause, add a note that names that rank."""
         control = self.control
         if control is None:
             return
@@ -124,12 +124,12 @@ class Ranks:
 
     # ------------------------------------------------------------------ the mesh
     def sampler_arguments(self, count: int, rank: int) -> dict[str, Any]:
-        """Number of different batches a step, and which of them a rank's is, of so many ranks."""
+        """The sampler's arguments: the number of different batches per step, and the index of this rank's batch."""
         replicas, number = batch_coordinates(mesh_sizes(self.options, count), rank)
         return {"num_replicas": replicas, "rank": number}
 
     def flat_mesh(self) -> Mesh:
-        """All ranks as one data-parallel axis; made by all ranks together."""
+        """All ranks as one data-parallel axis; created by all ranks together."""
         if self.mesh is not None and len(self.mesh.sizes) == 1:
             return self.mesh
         if self._flat is None:
@@ -141,13 +141,13 @@ class Ranks:
 
     @property
     def batches(self) -> int:
-        """Number of different batches a step."""
+        """Number of different batches per step."""
         return 1 if self.mesh is None else self.mesh.batch_size
 
     def of_all_batches(self, group: Any | None) -> Any | None:
-        """The group that a collective should run in: where ranks have the same batch, one of them stands for it.
+        """The group for a collective over different batches. One of the ranks that share a batch represents them.
 
-        ``LightningModule.all_gather`` names all ranks where nobody named a group.
+        ``LightningModule.all_gather`` names all ranks if the user names no group.
         """
         mesh = self.mesh
         if mesh is None or not mesh.shares_batches or group not in (None, dist.group.WORLD):
@@ -155,20 +155,21 @@ class Ranks:
         return mesh.batch_group()
 
     def meet(self, what: str, group: Any | None) -> None:
-        """Make sure that all ranks take part, for a rank that raised and lives on breaks no connection.
+        """Check that all ranks take part. A rank that raised and is still alive breaks no connection.
 
         Args:
-            what: they are about to do.
-            group: those that do it; nothing is known of a user's own.
+            what: what they are about to do.
+            group: the group that does it; a user's own group is not checked.
         """
         if self.control is not None and group in (None, dist.group.WORLD):
             self.control.meet(Place(what))
 
     def sync_metrics(self, module: nn.Module) -> None:
-        """Until :meth:`end` metrics add up what data-parallel ranks saw: ranks that share layers saw the same.
+        """Until :meth:`end`, reduce metrics over data-parallel ranks only: ranks that share layers saw the same rows.
 
-        Those of a collection keep states of their own. torchmetrics lets two share one if they are equal after the
-        first batch, which on a rank's few rows they may be by chance: they would be counted as one from then on.
+        Metrics of a collection keep separate states. torchmetrics shares a state between metrics whose states are equal
+        after the first batch. On the few rows of a rank that may happen by chance, and they would be counted as one
+        from then on.
         """
         if self.mesh is None:
             return
@@ -181,7 +182,7 @@ class Ranks:
 
     # ------------------------------------------------------------------ what they share
     def in_words(self) -> dict[str, str]:
-        """Mesh and plan, for users."""
+        """Mesh and plan in words, for users."""
         if self.mesh is None:
             return {"mesh": "one device"}
         options = self.options
@@ -202,7 +203,7 @@ class Ranks:
         return MeshPlan(plans) if len(plans) > 1 else plans[DATA.name]
 
     def streams(self, seed: int) -> RandomStreams | None:
-        """Random numbers of this rank, from a seed that is the same on all; None on one device, which draws torch's."""
+        """Random streams of this rank, from a seed that all ranks share; None on one device, which draws as torch."""
         if self.mesh is None or self._processes is None:
             return None
         coordinates = self.mesh.coordinates_of_parts
@@ -211,10 +212,10 @@ class Ranks:
     # ------------------------------------------------------------------ while a step is traced, or followed
     @contextlib.contextmanager
     def tracing(self, split: tuple[int, ...]) -> Iterator[None]:
-        """While training_step is traced: it sees the global batch, and compiled submodules run as written.
+        """A context for tracing training_step: it sees the global batch, and compiled submodules run as written.
 
         Args:
-            split: rows of each batch that is a part of it.
+            split: rows of each part of the global batch.
         """
         self.traced_split = split
         torch.compiler.set_stance("force_eager")
@@ -226,10 +227,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def followed(self, split: tuple[int, ...]) -> Iterator[None]:
-        """While the Python of a step runs, as in every step: it sees the global batch.
+        """A context for the Python of a followed step: it sees the global batch.
 
         Args:
-            split: rows of each batch that is a part of it.
+            split: rows of each part of the global batch.
         """
         self.traced_split, self.is_followed = split, True
         try:
@@ -238,7 +239,7 @@ class Ranks:
             self.traced_split, self.is_followed = None, False
 
     def refuse_while_traced(self, method: str) -> None:
-        """What the ranks exchange beside the graph would be exchanged once, at capture."""
+        """Refuse an exchange outside of the graph during capture, because it would happen only once."""
         if self.traced_split is not None and not self.is_followed:
             raise CaptureError(
                 f"{the_step()} calls strategy.{method}, which would happen once, at capture, and never again; call it "

@@ -1,6 +1,6 @@
-"""Ranks connect to rank 0's port, where another program may listen that never answers them.
+"""Connects a rank to rank 0's port, where another program may listen and never answer.
 
-torch's client of a store waits for an answer without a limit once it is connected, whatever its timeout.
+torch's store client waits for an answer without limit once it is connected, whatever its timeout.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _CAME = "lightning_spmd/came/"
 
 
 class NoAnswerError(RuntimeError):
-    """Something listens at the port, and it is no store of torch's."""
+    """A program listens at the port, but it is not a torch store."""
 
 
 def connected(address: str, port: int, timeout: timedelta, answer: timedelta = ANSWER) -> Any:
-    """A client of the first rank's store.
+    """Connect to the first rank's store.
 
     Args:
         address: of the first rank's node.
-        port: there.
-        timeout: how long to wait until something listens there.
-        answer: how long that may take to answer, if it is less.
+        port: of the store.
+        timeout: how long to wait until a program listens there.
+        answer: how long to wait for its answer, if that is less.
 
     Raises:
-        NoAnswerError: what listens does not answer as a store.
+        NoAnswerError: the program does not answer as a store.
     """
     found: list[Any] = []
     failed: list[Exception] = []
@@ -72,16 +72,16 @@ def connected(address: str, port: int, timeout: timedelta, answer: timedelta = A
 
 
 def meet_first(address: str, port: int, rank: int, timeout: timedelta | None) -> None:
-    """Before a rank joins the first one: see that it is there, and that no other process has come as this rank.
+    """Check that rank 0 is there, and that no other process has connected as this rank.
 
     Args:
         address: of the first rank's node.
-        port: there.
+        port: of rank 0.
         rank: of this process.
-        timeout: how long to wait for it; None: 30 minutes.
+        timeout: how long to wait for rank 0; None: 30 minutes.
 
     Raises:
-        NoAnswerError: it is another program, or the first rank of another run.
+        NoAnswerError: another program listens there, or rank 0 of another run.
     """
     if rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the agent's, which is there already
         return
@@ -93,11 +93,11 @@ def meet_first(address: str, port: int, rank: int, timeout: timedelta | None) ->
 
 
 def not_come(address: str, port: int, count: int) -> list[int]:
-    """Ranks that have not come to the first one yet; none where that cannot be known.
+    """Ranks that have not connected to rank 0 yet; none if that cannot be known.
 
     Args:
         address: of the first rank's node.
-        port: there.
+        port: of rank 0.
         count: of all ranks.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

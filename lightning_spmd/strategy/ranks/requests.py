@@ -1,4 +1,4 @@
-"""Requests to a run from outside: to end (SIGTERM), or to go back to SLURM's queue."""
+"""Requests to a run from outside: to end (SIGTERM), or to return to SLURM's queue."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _REQUEUE, _STOP = 1, 2
 
 
 class Requests:
-    """What this process was told, and what all ranks know of it.
+    """The requests that this process received, and those that all ranks know of.
 
     Args:
         trainer: the Trainer.
-        requeue_signal: number of the signal by which SLURM says that the time is nearly over; None: nobody does.
+        requeue_signal: the signal by which SLURM announces the time limit; None if there is none.
 
     Attributes:
-        requeue_signal: likewise.
-        to_requeue: all ranks know that the job is to be started again, and do at the end of this batch what that needs.
-        answered: they have done so; SLURM is about to end the job.
+        requeue_signal: the signal by which SLURM announces the time limit; None if there is none.
+        to_requeue: all ranks know that the job is to be requeued. They write a checkpoint at the end of this batch.
+        answered: they have done so, and SLURM is about to end the job.
     """
 
     def __init__(self, trainer: Any, requeue_signal: int | None) -> None:
@@ -33,7 +33,7 @@ class Requests:
 
     @property
     def told(self) -> int:
-        """What this process was told, as a number; of several ranks the largest counts."""
+        """The requests to this process as a number; the largest of all ranks counts."""
         requeue = self.requeue_signal is not None and not self.answered and early_signals.received(self.requeue_signal)
         return _REQUEUE * requeue + _STOP * self.told_to_stop
 
@@ -43,10 +43,10 @@ class Requests:
         return private.told_to_stop(self._trainer)
 
     def hear(self, told: int) -> None:
-        """Act on what the ranks were told.
+        """Act on the requests of all ranks.
 
         Raises:
-            SIGTERMException: on every rank; one of them was told to stop, and there is nothing to do before.
+            SIGTERMException: on every rank, if one of them received SIGTERM and nothing has to be done first.
         """
         if told & _REQUEUE and self.requeue_signal is not None and not self.answered:
             self.to_requeue = True

@@ -1,10 +1,10 @@
-"""Near the end of a SLURM job's time: a checkpoint between two batches, and back to the queue.
+"""Near a SLURM job's time limit: writes a checkpoint between two batches and requeues the job.
 
-Lightning answers the signal in its handler, wherever the process is: in a graph, in a collective, in a trace. Ranks
-that are at different places then wait for each other until SLURM ends them. Here the handler notes the signal, every
-batch's exchange carries the note (``requests.py``), and all ranks act at the end of the same batch.
-``early_signals.py`` notes it from the first line of the program on. What is written is what Lightning would write:
-``hpc_ckpt_N.ckpt`` in ``default_root_dir``, from which the job goes on by itself when it is started again.
+Lightning answers the signal in its handler, wherever the process is: in a graph, in a collective, in a trace. Ranks at
+different places then wait for each other until SLURM ends them. Here the handler only notes the signal, every batch's
+exchange carries the note (``requests.py``), and all ranks act at the end of the same batch. ``early_signals.py`` notes
+the signal from the first line of the program on. The checkpoint is the one that Lightning would write:
+``hpc_ckpt_N.ckpt`` in ``default_root_dir``. The restarted job resumes from it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _LONGEST_WAIT = 600.0
 
 
 def signal_of(cluster: Any) -> int | None:
-    """By which signal SLURM says that a job's time is nearly over; None where this package is not to answer it."""
+    """The signal by which SLURM announces the time limit; None if this package should not answer it."""
     if not isinstance(cluster, SLURMEnvironment) or not cluster.auto_requeue or cluster.requeue_signal is None:
         return None
     return int(cluster.requeue_signal) if early_signals.watch(cluster.requeue_signal) else None
 
 
 class Requeue(Callback):
-    """The last callback of a run under SLURM: acts where all ranks are between two batches.
+    """The last callback of a run under SLURM. It acts when all ranks are between two batches.
 
     Args:
-        requests: what is asked.
+        requests: the requests to the run.
         control: the other ranks; None on one device.
         random: random state of the run.
     """
@@ -63,16 +63,16 @@ class Requeue(Callback):
 
     # ------------------------------------------------------------------ between batches
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """What came before the first batch needs no checkpoint, and that batch may take minutes."""
+        """Requeue without a checkpoint if the signal came before the first batch, which may take minutes."""
         if self._first and self._ask("the first batch of this start"):
             self._act(trainer, save=False)
         self._first = False
 
     def end_of_batch(self, trainer: Any, original: Callable[..., None], *args: Any) -> None:
-        """In place of what Lightning does behind a batch, which may be a validation.
+        """Act at the end of a batch, in place of Lightning, which may start a validation there.
 
-        A run that goes on after a validation, in the middle of an accumulation or behind an epoch's last batch would
-        not be as if it had never ended: there the next batch's end is waited for.
+        After a validation, in the middle of an accumulation and after an epoch's last batch a resumed run would differ
+        from an uninterrupted one. There the end of the next batch is awaited.
         """
         self._validated = False
         self._before_validation = pack_random_state(self._random.streams, trainer.lightning_module)
@@ -95,7 +95,7 @@ class Requeue(Callback):
         self._meets_in_evaluation = alike and not (fitting and private.accumulates(trainer))
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Validation, of a run of its own too; the one before training leaves all to training's first batch."""
+        """Act before a validation. The one before training leaves requests to the first training batch."""
         self._validated = True
         if trainer.sanity_checking:
             self._meets_in_evaluation = False
@@ -105,7 +105,7 @@ class Requeue(Callback):
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before each batch, of validation as of the others."""
+        """Act before each batch of a validation."""
         if self._meets_in_evaluation and self._ask("a batch of evaluation"):
             self._act(trainer, save=trainer.global_step > 0)
 
@@ -173,9 +173,9 @@ class Requeue(Callback):
         return path
 
     def complete(self, trainer: Any, checkpoint: dict[str, Any], entry: dict[str, Any]) -> None:
-        """Add to a checkpoint what a job needs that is started again; all ranks together.
+        """Add to a checkpoint what a restarted job needs; all ranks together.
 
-        One that is written in a validation becomes one from before it.
+        A checkpoint written during a validation is stored as one from before the validation.
         """
         if not self._saves:
             return
@@ -201,7 +201,7 @@ def _requeue(requests: Requests) -> str | None:
 
 # ---------------------------------------------------------------------- from setup to teardown
 def leave_signals_to_other_strategies() -> None:
-    """Lightning answers SLURM's signal for them, unless somebody listens already."""
+    """Let Lightning answer SLURM's signal for other strategies, unless a handler is installed already."""
     if early_signals.is_watching():
         private.when_signals_are_answered(lambda t: [] if _is_answered(t) else early_signals.release())
 
@@ -212,7 +212,7 @@ def _is_answered(trainer: Any) -> bool:
 
 
 def begin_requests(trainer: Any, control: ControlPlane | None, random: RandomState) -> tuple[Requests, Requeue | None]:
-    """What is asked of a run that begins, and who answers SLURM."""
+    """Set up the requests of a run, and the callback that answers SLURM."""
     requests = Requests(trainer, signal_of(trainer.strategy.cluster_environment))
     if requests.requeue_signal is None:
         return requests, None
@@ -224,7 +224,7 @@ def begin_requests(trainer: Any, control: ControlPlane | None, random: RandomSta
 
 
 def end_requests(trainer: Any) -> None:
-    """The run is over."""
+    """Remove them at the end of the run."""
     trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, Requeue)]
     for name in ("on_advance_end", "on_run_start"):
         private.around_training_loop(trainer, name, None)

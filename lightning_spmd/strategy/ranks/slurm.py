@@ -1,4 +1,4 @@
-"""Mistakes between a SLURM script and a Trainer, reported before the ranks wait for each other in vain."""
+"""Mistakes in SLURM scripts and Trainers, reported before ranks wait for each other in vain."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SEE = "docs/slurm.md has scripts that work"
 
 
 def job_name(environment: Mapping[str, str] = os.environ) -> str | None:
-    """This job as ``scontrol`` names it, the same whenever it is started again; None outside of SLURM."""
+    """The job's name as ``scontrol`` shows it, unchanged after a requeue; None outside of SLURM."""
     array = environment.get("SLURM_ARRAY_JOB_ID")
     if array is not None:
         return f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}"
@@ -51,10 +51,10 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 def check_tasks(
     cluster: ClusterEnvironment | None, devices: int, num_nodes: int, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Check that SLURM starts one task for each device.
+    """Check that SLURM starts one task per device.
 
     Raises:
-        ConfigurationError: it does not; says which option of ``sbatch`` or of the Trainer to change.
+        ConfigurationError: it does not. The message names the option of ``sbatch`` or of the Trainer to change.
     """
     if isinstance(cluster, LightningEnvironment):
         _check_name(environment)
@@ -94,11 +94,11 @@ def _check_name(environment: Mapping[str, str]) -> None:
 
 
 class SlurmLauncher(private.SubprocessScriptLauncher):
-    """The launcher under SLURM, which starts no processes; knows what a checkpoint is taken for that nobody named.
+    """The launcher under SLURM, which starts no processes. It knows whether Lightning chose the checkpoint of a fit.
 
     Attributes:
-        chooses_checkpoint: the user named none, so that Lightning takes the one that a requeued job has left.
-        fits: how often this process has begun to train.
+        chooses_checkpoint: the user named no checkpoint, so Lightning takes that of a requeued job.
+        fits: how many times this process has begun to train.
     """
 
     chooses_checkpoint = False
@@ -117,7 +117,7 @@ class SlurmLauncher(private.SubprocessScriptLauncher):
 
 
 def check_own_checkpoint(path: Any, entry: Mapping[str, Any] | None, environment: Mapping[str, str]) -> None:
-    """Check that a checkpoint which nobody named is one that this job wrote before it was started again.
+    """Check that a checkpoint which the user did not name was written by this job before it was requeued.
 
     Raises:
         ConfigurationError: it is another job's.
@@ -143,23 +143,23 @@ def check_own_checkpoint(path: Any, entry: Mapping[str, Any] | None, environment
 
 # ---------------------------------------------------------------------- where ranks find each other
 def step_name(environment: Mapping[str, str] = os.environ) -> str:
-    """This step of the job: what one ``srun`` started."""
+    """The name of this job step, which one ``srun`` started."""
     return f"{job_name(environment)}.{environment.get('SLURM_STEP_ID', 'batch')}"
 
 
 def choose_port(environment: Any = os.environ) -> None:
-    """Lightning takes the port from the job's number, which two steps that run at once have in common."""
+    """Choose a port for each job step. Lightning derives it from the job's number, which simultaneous steps share."""
     job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
     if "MASTER_PORT" not in environment and job is not None and step:
         environment["MASTER_PORT"] = str(_PORTS + (job + 2477 * step) % 10000)
 
 
 def meet(address: str, port: int, rank: int, step: str, timeout: timedelta | None) -> Any:
-    """Let all ranks of a step find the first one before the process group is made.
+    """Let all ranks of a step find rank 0 before the process group is created.
 
     Args:
         address: of the first rank's node.
-        port: there.
+        port: of rank 0.
         rank: of this process.
         step: name of the step.
         timeout: how long to wait for the others; None: 30 minutes.

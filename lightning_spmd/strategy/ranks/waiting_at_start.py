@@ -1,4 +1,4 @@
-"""Rank 0 names the ranks that it waits for: ``num_nodes=2`` started on one node would be half an hour of silence."""
+"""Rank 0 names the ranks that it waits for. With ``num_nodes=2`` started on one node it would wait silently."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PATIENCE = 60.0
 
 @contextlib.contextmanager
 def saying_whom(address: str, port: int, count: int, on_node: int, timeout: timedelta | None) -> Iterator[None]:
-    """While the first rank waits for the others; after a while a line says which of them have not come, and what to do.
+    """A context in which rank 0 waits for the others. After a while a message names missing ranks and the fix.
 
     Args:
         address: of the first rank's node.
-        port: there.
-        count: of all ranks.
-        on_node: how many of them run on each node.
+        port: of rank 0.
+        count: number of all ranks.
+        on_node: ranks per node.
         timeout: how long it will wait; None: 30 minutes.
     """
 

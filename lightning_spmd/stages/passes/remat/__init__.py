@@ -1,1 +1,1 @@
-"""Pieces of ``rematerialize``: what is kept for the backward pass, what that costs, which of it is recomputed."""
+"""Parts of ``rematerialize``: what is kept for the backward pass, what recomputation costs, and what is recomputed."""

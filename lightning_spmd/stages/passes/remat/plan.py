@@ -1,4 +1,4 @@
-"""What is recomputed for a choice of storages to give up, where, and what is alive meanwhile."""
+"""For a choice of storages to drop: the nodes to recompute, their places, and the memory in use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Plan:
     """A choice and what follows from it.
 
     Args:
-        dropped: roots of the storages that are given up after the forward pass.
-        places: what runs again, each with the position of the node that it runs in front of.
+        dropped: roots of the storages that are dropped after the forward pass.
+        places: the recomputed nodes, each with the position of the node that it runs before.
         peak: the most bytes of activations alive at once.
     """
 
@@ -27,16 +27,16 @@ class Plan:
     peak: int
 
     def again(self, values: Values) -> list[fx.Node]:
-        """What runs again, in the order in which it does."""
+        """The recomputed nodes, in order."""
         return sorted(self.places, key=lambda node: (self.places[node], values.position[node]))
 
     def cost(self, values: Values) -> int:
-        """What running it again costs."""
+        """The cost of recomputation."""
         return sum(values.costs[node] or 0 for node in self.places)
 
 
 def chain(values: Values, dropped: Collection[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """(what must run again, roots that must be kept and otherwise need not be) if these storages are given up."""
+    """(nodes to recompute, roots that must be kept for them) if these storages are dropped."""
     again, kept = set[fx.Node](), set[fx.Node]()
     todo = [node for root in dropped for node in read_late(values, root)]
     while todo:
@@ -56,7 +56,7 @@ def chain(values: Values, dropped: Collection[fx.Node]) -> tuple[set[fx.Node], s
 
 
 def read_late(values: Values, root: fx.Node) -> Iterator[fx.Node]:
-    """The names under which the backward pass reads a storage, and what wrote into it."""
+    """The names under which the backward pass reads a storage, and the nodes that wrote into it."""
     yield from (operand for _, operand in values.late_readers[root])
     yield from values.writers[root]
 
@@ -77,7 +77,7 @@ class Planner:
         }
 
     def plan(self, dropped: Iterable[fx.Node]) -> Plan:
-        """What follows from giving up these storages."""
+        """The plan for dropping these storages."""
         chosen = frozenset(dropped)
         again, _ = chain(self.values, chosen)
         places = self._places(chosen, again)

@@ -1,8 +1,8 @@
-"""What the forward pass keeps for the backward pass, and what it takes to make each piece of it again.
+"""Storages that the forward pass keeps for the backward pass, and the nodes that recompute each of them.
 
-A *storage* is named by its root (``ir.aliasing``): views, in-place results and items of a split are names of it. It can
-be made again if every operator that made it or wrote into it can be repeated, unnoticed and with the same bits, from
-values that are still what they were. Everything here holds of all ranks: sizes are those of the rank with most rows.
+A *storage* is named by its root (``ir.aliasing``); views, in-place results and items of a split are names of it. It can
+be recomputed if every operator that made it or wrote into it can be repeated, without other effects and with the same
+bits, from values that are unchanged. All of this holds on all ranks: sizes are those of the rank with most rows.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Values:
 
     @cached_property
     def free(self) -> set[fx.Node]:
-        """What is there anyway, or no activation: inputs, numbers, what is computed from parameters alone."""
+        """Values that need no memory of their own: inputs, numbers, values computed from parameters alone."""
         found: set[fx.Node] = set()
         weights = set(self._parameters)
         for node in self.order[: self.border]:
@@ -88,7 +88,7 @@ class Values:
 
     @cached_property
     def activations(self) -> list[fx.Node]:
-        """Roots of what the forward pass makes and uses up, in order."""
+        """Roots of the storages that the forward pass makes and the iteration frees, in order."""
         return [
             node
             for node in self.order[: self.border]
@@ -123,7 +123,7 @@ class Values:
         return {root for root in self.activations if self._can_be_made_again(root)}
 
     def needed_by(self, node: fx.Node) -> list[fx.Node]:
-        """What must have run before a node runs again: its operands, and who wrote into them."""
+        """The nodes that must run before a node runs again: its operands, and the nodes that wrote into them."""
         found = dict.fromkeys(self.operands_again(node))
         for operand in list(found):
             earlier = (w for w in self.writers[self.roots[operand]] if self.position[w] < self.position[node])

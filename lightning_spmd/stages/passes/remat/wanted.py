@@ -1,4 +1,4 @@
-"""What is asked of the passes that give memory of activations back, as a share of it or as the bytes to leave."""
+"""The request to passes that free activations' memory: a share of it, or the bytes to leave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MIB = 2**20
 
 
 def values_to_spare(step: ShardedStep, wanted: float | None) -> Values | None:
-    """The storages of the step's forward pass; None if nothing is asked for, or no step that such a pass takes.
+    """The storages of the step's forward pass; None if nothing is requested, or the pass does not apply to the step.
 
     Args:
         step: The step.
@@ -32,7 +32,7 @@ def bytes_to_leave(wanted: float, before: int) -> int:
 
 
 def short_of(wanted: float, limit: int, reached: int) -> str:
-    """What a pass's note ends with: nothing, unless more was asked for than can be reached.
+    """The end of a pass's note: empty, unless more was requested than can be reached.
 
     Args:
         wanted: As for :func:`values_to_spare`.

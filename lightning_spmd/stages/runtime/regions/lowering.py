@@ -46,17 +46,17 @@ class LoweredStep:
     Args:
         step: the graph; it is changed by nobody from the first run on.
         mode: ``"auto"`` or ``"inductor"``.
-        company: the rest of the run.
+        context: exchanges with the other ranks, and what is known of the run.
         last: what the graph runs as when its regions are chosen.
     """
 
-    def __init__(self, step: ShardedStep, mode: str, company: LoweringContext, last: Lowering = as_python) -> None:
+    def __init__(self, step: ShardedStep, mode: str, context: LoweringContext, last: Lowering = as_python) -> None:
         self.regions: dict[int, Region] = {}
         self.kinds: set[str] = set()
         """Keys of the regions that were chosen wherever they are."""
         self._step = step
         self._mode = mode
-        self._company = company
+        self._context = context
         self._last = last
         self._profile: Profile | None = None
         self._run: Run = self._first_run
@@ -86,11 +86,11 @@ class LoweredStep:
         return outputs
 
     def _choose_by_times(self, seconds: Mapping[str, float]) -> None:
-        everyone = self._company.gather((dict(seconds), self._company.steps_left()))
+        everyone = self._context.gather((dict(seconds), self._context.steps_left()))
         times = agree(self._step.graph_module.graph, [times for times, _ in everyone])
         chosen = worthwhile(self.regions, times, min(left for _, left in everyone))
         # sizes may differ a little between ranks, so one of them decides
-        self.regions = {number: self.regions[number] for number in self._company.gather(chosen)[0]}
+        self.regions = {number: self.regions[number] for number in self._context.gather(chosen)[0]}
         self._settle(self._trial if self.regions else self._as_operators())
 
     def _settle(self, run: Run) -> Run:
@@ -110,7 +110,7 @@ class LoweredStep:
             else:
                 functions[number] = tried(region, code, functools.partial(verdicts.__setitem__, number))
         outputs = function_of(self._with(functions))(*inputs)
-        self._decide(self._company.gather(verdicts))
+        self._decide(self._context.gather(verdicts))
         return outputs
 
     def _decide(self, everyone: Sequence[Mapping[int, Verdict]]) -> None:
@@ -133,7 +133,7 @@ class LoweredStep:
         self._settle(self._as_operators())
         if chosen:
             step = with_code(self._step, chosen)
-            self._company.on_result("lowered", step)
+            self._context.on_result("lowered", step)
             self._settle(self._last(step))
             nodes = sum(computing(region.nodes) for region in chosen.values())
             kinds = len({region.key for region in chosen.values()})
@@ -150,7 +150,7 @@ class LoweredStep:
             return {}
         found = fitting_regions(self._step)
         shape = [(region.nodes[0].name, region.place.name) for region in found.values()]
-        everyone = self._company.gather(shape)
+        everyone = self._context.gather(shape)
         if all(other == shape for other in everyone):
             return found
         tell("strategy='spmd' compiles nothing of a graph whose sizes let each rank find other regions")
@@ -161,16 +161,16 @@ class LoweredStep:
         folder = the_store().folder
         where = (socket.gethostname(), str(folder) if folder is not None else str(os.getpid()))
         by_key = {entry_of(region): region for region in self.regions.values()}
-        everyone: list[tuple[Any, list[str]]] = self._company.gather((where, list(by_key)))
+        everyone: list[tuple[Any, list[str]]] = self._context.gather((where, list(by_key)))
         for place, key in enumerate(by_key):
             sharing = [rank for rank, (other, keys) in enumerate(everyone) if other == where and key in keys]
-            if sharing[place % len(sharing)] == self._company.rank:
-                self._company.on_region(place, len(by_key))
+            if sharing[place % len(sharing)] == self._context.rank:
+                self._context.on_region(place, len(by_key))
                 CODES.make(by_key[key])
-        self._company.gather(None)  # by now everything is on disk
+        self._context.gather(None)  # by now everything is on disk
         for region in by_key.values():
             CODES.make(region)
-        self._company.on_region(len(by_key), len(by_key))
+        self._context.on_region(len(by_key), len(by_key))
 
     def _with(self, functions: Mapping[int, Run]) -> fx.GraphModule:
         graph = lowered_graph(self._step.graph_module.graph, self.regions, functions)
@@ -192,19 +192,19 @@ class RegionLowering(Together):
 
     Args:
         mode: ``"auto"`` or ``"inductor"``.
-        company: the rest of the run.
+        context: exchanges with the other ranks, and what is known of the run.
         last: what graphs run as when regions are chosen.
     """
 
-    def __init__(self, mode: str, company: LoweringContext, last: Lowering = as_python) -> None:
+    def __init__(self, mode: str, context: LoweringContext, last: Lowering = as_python) -> None:
         self._mode = mode
-        self._company = company
+        self._context = context
         self._last = last
         self._deciding: LoweredStep | None = None
 
     def __call__(self, step: ShardedStep) -> LoweredStep:
         """A callable that chooses regions in its first runs."""
-        self._deciding = LoweredStep(step, self._mode, self._company, self._last)
+        self._deciding = LoweredStep(step, self._mode, self._context, self._last)
         return self._deciding
 
     def following(self, step: ShardedStep) -> Run:
