@@ -85,7 +85,7 @@ class Member:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What must agree for two members to share a bucket, including when the operand is ready and the result read."""
+        """What must agree for two members to share a bucket, including when operand and result are needed."""
         when = self.section is not Section.FORWARD if self.of_input else None
         return (self.start.target, *self.start.args[1:], self.spec.dtype, self.dtype, self.spec.device, when)
 
