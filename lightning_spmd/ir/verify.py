@@ -227,8 +227,8 @@ def _verify_collectives(graph: fx.Graph, signature: Signature) -> None:
         )
         if not waited and not handed_on:
             raise VerificationError(
-                f"{node.name} must be waited exactly once, or handed on to the next iteration, and be read by nobody "
-                f"else; its users: {', '.join(u.name for u in users)}"
+                f"{node.name} must be waited for exactly once, or handed on to the next iteration, and have no "
+                f"other reader; its users: {', '.join(u.name for u in users)}"
             )
 
 

@@ -68,8 +68,8 @@ def checked_options(
     )
     if move is not None and cuda_graphs:
         raise ConfigurationError(
-            f"offload_activations={offload_activations!r} and cuda_graphs=True: copies that run beside the kernels are "
-            "in no recording; use one of the two"
+            f"offload_activations={offload_activations!r} and cuda_graphs=True: copies that run beside the kernels "
+            "cannot be recorded; use one of the two"
         )
     chunks, chunk_bytes = _chunks_or_bytes(loss_chunks)
     return BuildOptions(
@@ -87,7 +87,7 @@ def check_offload(offload_activations: Any, device: torch.device) -> None:
     if offload_activations is not None and device.type != "cuda":
         raise ConfigurationError(
             f"offload_activations moves activations from a GPU's memory to the host's, and training runs on "
-            f"{device.type!r}, whose activations lie there already; leave it out, or give back memory with "
+            f"{device.type!r}, whose activations are in host memory already; leave it out, or save memory with "
             "rematerialize=..."
         )
 
@@ -160,9 +160,7 @@ def checked_updates(kind: Any) -> Updates:
     Raises:
         ConfigurationError: there is no such choice.
     """
-    if kind not in KINDS:
-        raise ConfigurationError(f"bf16_updates={kind!r}: give one of {', '.join(map(repr, KINDS))}")
-    return kind
+    return _checked_choice("bf16_updates", kind, KINDS)
 
 
 def checked_batch(mode: Any) -> BatchMode:
@@ -171,9 +169,13 @@ def checked_batch(mode: Any) -> BatchMode:
     Raises:
         ConfigurationError: there is no such choice.
     """
-    if mode not in BATCH_MODES:
-        raise ConfigurationError(f"batch={mode!r}: give one of {', '.join(map(repr, BATCH_MODES))}")
-    return mode
+    return _checked_choice("batch", mode, BATCH_MODES)
+
+
+def _checked_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
+    if value not in choices:
+        raise ConfigurationError(f"{name}={value!r}: give one of {', '.join(map(repr, choices))}")
+    return value
 
 
 def _of_pass(wanted: GraphPass, value: Any, chosen: Sequence[GraphPass]) -> float | int | None:

@@ -40,7 +40,7 @@ def silent() -> Iterator[int]:
 
 
 def test_a_program_that_never_answers(silent: int) -> None:
-    with pytest.raises(NoAnswerError, match="what listens there does not answer as rank 0 would"):
+    with pytest.raises(NoAnswerError, match="the listener there does not answer as rank 0 would"):
         connected(HERE, silent, SOON)
 
 

@@ -235,7 +235,7 @@ class _FollowedTrace(IterationTrace):
         """Python is told how large the results of the call are."""
         note, program = self._note, self.program
         if note is None or program.counts is None or len(tensors) != len(note.counts):
-            raise CaptureError("what is as large as the data say is made where nobody can be told how large it is")
+            raise CaptureError("a tensor with a data-dependent size is created where its size cannot be read")
         live, place = program.live, note.counts
         told = lambda: live.counts[place.start : place.stop]  # noqa: E731
         self._hands(note, tensors, HandedCounts(program.counts, place.start, len(place), told, note.source))

@@ -44,22 +44,11 @@ def gather_uneven_blocks(
     local = program.shape(node)
     before, rows, after = math.prod(local[:dim]), local[dim], math.prod(local[dim + 1 :])
     piece = exchange.reshaped(program, node, (before, rows, after))
-    gather = _functional.all_gather_into_tensor.default
     if not axis.is_even:
         sizes = block_sizes(whole, blocks) or ()
-        longest = max(sum(axis.local_size(size, r) for size in sizes) for r in range(axis.size))
-        piece = program.call(aten.constant_pad_nd.default, piece, [0, 0, 0, longest - rows])
-        piece.meta["rank_dependent"] = True
-        gathered = program.collective(gather, piece, (axis.size * before, longest, after), axis.size, axis.group)
-        pieces = program.call(aten.view.default, gathered, [axis.size, before, longest, after])
-        merged = exchange.reshaped(
-            program, program.call(aten.transpose.int, pieces, 0, 1), (before, axis.size * longest, after)
-        )
-        order = program.constant(_rows_of_blocks(axis, sizes, longest, merged))
-        merged = program.call(aten.index_select.default, merged, 1, order)
+        merged = gather_padded(program, piece, sizes, axis)
         return program.dense(exchange.reshaped(program, merged, (*local[:dim], whole, *local[dim + 1 :])))
-    gathered = program.collective(gather, piece, (axis.size * before, rows, after), axis.size, axis.group)
-    ranks = program.call(aten.view.default, gathered, [axis.size, before, rows, after])
+    ranks = _by_rank(program, piece, rows, axis)
     joined, start = [], 0
     for size in block_sizes(rows, blocks) or ():
         block = program.call(aten.slice.Tensor, ranks, 2, start, start + size)
@@ -70,9 +59,27 @@ def gather_uneven_blocks(
     return exchange.reshaped(program, merged, (*local[:dim], axis.size * rows, *local[dim + 1 :]))
 
 
-def valid_rows(axis: ShardAxis, block: int, longest: int, like: fx.Node) -> torch.Tensor:
-    """Which rows of the ranks' padded pieces, one behind the other, are no padding."""
-    return _rows_of_blocks(axis, (block,), longest, like)
+def gather_padded(program: LocalProgram, piece: fx.Node, sizes: Sequence[int], axis: ShardAxis) -> fx.Node:
+    """Gather the middle dimension of ``(before, rows, after)``, in blocks of global ``sizes``; pieces may be uneven."""
+    before, rows, after = program.shape(piece)
+    longest = max(sum(axis.local_size(size, r) for size in sizes) for r in range(axis.size))
+    if longest != rows or not axis.is_even:
+        piece = program.call(aten.constant_pad_nd.default, piece, [0, 0, 0, longest - rows])
+        piece.meta["rank_dependent"] = True
+    pieces = program.call(aten.transpose.int, _by_rank(program, piece, longest, axis), 0, 1)
+    merged = exchange.reshaped(program, pieces, (before, axis.size * longest, after))
+    if axis.is_even:
+        return merged
+    order = program.constant(_rows_of_blocks(axis, sizes, longest, merged))
+    return program.call(aten.index_select.default, merged, 1, order)
+
+
+def _by_rank(program: LocalProgram, piece: fx.Node, rows: int, axis: ShardAxis) -> fx.Node:
+    """``(rank, before, rows, after)`` of the pieces of all ranks."""
+    before, _, after = program.shape(piece)
+    gather = _functional.all_gather_into_tensor.default
+    gathered = program.collective(gather, piece, (axis.size * before, rows, after), axis.size, axis.group)
+    return program.call(aten.view.default, gathered, [axis.size, before, rows, after])
 
 
 def _rows_of_blocks(axis: ShardAxis, sizes: Sequence[int], longest: int, like: fx.Node) -> torch.Tensor:

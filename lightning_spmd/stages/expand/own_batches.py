@@ -30,8 +30,8 @@ def layout_of_own(call: OpCall, *, updating: bool) -> Layout | None:
     if updating:
         if any(own):
             raise ExpansionError(
-                f"{named(call.node)} is part of the update, which is the same on all ranks, and reads what this rank's "
-                "own batch gives"
+                f"{named(call.node)} is part of the update, which is the same on all ranks, and reads a value of this "
+                "rank's local batch"
             )
         return None
     term: Term | None = call.node.meta.get(TERM)

@@ -162,8 +162,8 @@ class Propagation(Placing):
         root = self.aliasing.roots[operand]
         if root.op == "placeholder":
             raise ExpansionError(
-                f"{named(writer)} writes what this rank's own batch gives into {root.name}, which is the same on all "
-                "ranks: keep it in a buffer, of which each rank has one of its own"
+                f"{named(writer)} writes a value computed from this rank's local batch into {root.name}, "
+                "which is the same on all ranks: keep the value in a buffer, which may differ between ranks"
             )
         self.forced[root] = OWN
         raise StartAgain

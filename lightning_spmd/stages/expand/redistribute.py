@@ -51,7 +51,7 @@ from lightning_spmd.ir.placement import (
 from lightning_spmd.parallel.pieces import local_shape, order_of_pieces
 from lightning_spmd.stages.expand import exchange
 from lightning_spmd.stages.expand.exchange import can_exchange
-from lightning_spmd.stages.expand.gather import gather_chunks, gather_uneven_blocks, valid_rows
+from lightning_spmd.stages.expand.gather import gather_chunks, gather_padded, gather_uneven_blocks
 from lightning_spmd.stages.expand.program import LocalProgram
 from lightning_spmd.stages.expand.reduce_scatter import (
     permuted,
@@ -313,28 +313,15 @@ def _gather(
         return exchange.all_gather(program, node, Shard(dim, outer), axis)
     before, rows, after = math.prod(local[:dim]) * outer, local[dim] // outer, math.prod(local[dim + 1 :])
     full = (*local[:dim], whole, *local[dim + 1 :])
-    gather = _functional.all_gather_into_tensor.default
     if program.agreed(axis.is_even and before == 1):
+        gather = _functional.all_gather_into_tensor.default
         flat = node if outer == 1 and dim == 0 else exchange.reshaped(program, node, (rows, after))
         gathered = program.collective(
             gather, flat, (program.shape(flat)[0] * axis.size, *program.shape(flat)[1:]), axis.size, axis.group
         )
         return exchange.reshaped(program, gathered, full)
-    block = whole // outer
-    longest = max(axis.local_size(block, r) for r in range(axis.size))
     piece = exchange.reshaped(program, node, (before, rows, after))
-    if longest != rows or not axis.is_even:
-        piece = program.call(aten.constant_pad_nd.default, piece, [0, 0, 0, longest - rows])
-        piece.meta["rank_dependent"] = True
-    gathered = program.collective(gather, piece, (axis.size * before, longest, after), axis.size, axis.group)
-    pieces = program.call(aten.view.default, gathered, [axis.size, before, longest, after])
-    merged = exchange.reshaped(
-        program, program.call(aten.transpose.int, pieces, 0, 1), (before, axis.size * longest, after)
-    )
-    if not axis.is_even:
-        merged = program.call(
-            aten.index_select.default, merged, 1, program.constant(valid_rows(axis, block, longest, merged))
-        )
+    merged = gather_padded(program, piece, (whole // outer,), axis)
     # where a rank's piece has size 1, merging its dimension is a view and leaves the ranks' order
     return program.dense(exchange.reshaped(program, merged, full))
 

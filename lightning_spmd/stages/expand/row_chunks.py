@@ -125,7 +125,7 @@ def chunk_losses(step: ShardedStep, wanted: int | None, budget: int | None = Non
         done.append(note)
         graph, found = trial, [copies[p] for p in found if p in copies]
     if not done:
-        return refused[0] if refused else "no layer makes more of a row than twice what it reads"
+        return refused[0] if refused else "no layer has more than twice as many outputs per row as inputs"
     step.graph_module = private.GraphModule(step.graph_module, graph)
     return "; ".join(done)
 

@@ -21,6 +21,7 @@ from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.program import LocalProgram
 
 aten = torch.ops.aten
+_OPERAND = "its operand, which it addresses by storage offset,"
 
 
 class Storages:
@@ -71,9 +72,9 @@ class Storages:
         root = self._roots[node]
         spec = root.meta["val"]
         if not isinstance(spec, TensorSpec) or not all(isinstance(p, (Replicate, Own)) for p in placements):
-            raise ExpansionError("what it reads by place lies in another order here than at capture")
+            raise ExpansionError(f"{_OPERAND} has another memory order here than at capture")
         if root in self._mutated:
-            raise ExpansionError("what it reads by place was gathered, and somebody writes into it: write to a copy")
+            raise ExpansionError(f"{_OPERAND} was gathered and is written to: write to a copy")
         value = whole(root)
         if not self._has_strides(value, spec):
             call = self._program.call
@@ -89,7 +90,7 @@ class Storages:
             path.append(node)
             source: Any = node.args[0]
             if len(node.all_input_nodes) != 1 or self._roots.get(source) is not root:
-                raise ExpansionError(f"what it reads by place is no plain view of {root.name}")
+                raise ExpansionError(f"{_OPERAND} is not a plain view of {root.name}")
             node = source
         return path[::-1]
 

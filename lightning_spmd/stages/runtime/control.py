@@ -202,7 +202,7 @@ class ControlPlane:
         def glance(waited: float) -> None:
             nonlocal news, looked
             if waited >= (longest := self._timeout.total_seconds()):
-                error = RuntimeError(f"Timed out waiting {1000 * longest:.0f}ms for what another rank says")
+                error = RuntimeError(f"Timed out waiting {1000 * longest:.0f}ms for a message of another rank")
                 raise self.peers.explain(error, str(self.place))
             if waited >= looked:
                 looked += LOOK_AROUND.total_seconds()

@@ -110,9 +110,9 @@ class EpochData:
             restore_random_state(data["iterator"], None)
             iter(fetcher)
             warn(
-                "the training data begins with another batch than before the job was started again, so no batches are "
-                "passed over: the loader has a place or an order of its own. If it keeps its place, all is well; give "
-                "it state_dict() and load_state_dict() to say so"
+                "the training data begins with another batch than before the requeue, so no batches are skipped: the "
+                "loader orders its data itself. If it also saves its position, nothing is lost; declare that with "
+                "state_dict() and load_state_dict()"
             )
             return
         for _ in range(done - 1):

@@ -89,7 +89,7 @@ def not_written(path: Path, why: str) -> SPMDError:
     with contextlib.suppress(OSError):
         why += f"; {shutil.disk_usage(path.parent).free / 2**20:,.0f} MiB are free there"
     return SPMDError(
-        f"the checkpoint {path} could not be written: {why}. What was under that name before is as it was. Make room, "
+        f"the checkpoint {path} could not be written: {why}. An earlier file of that name is unchanged. Make room, "
         "keep fewer checkpoints (ModelCheckpoint(save_top_k=...)), or write elsewhere (ModelCheckpoint(dirpath=...))"
     )
 

@@ -77,7 +77,7 @@ class StepStatistics(Callback):
             return
         if not trainer.loggers:
             raise ConfigurationError(
-                "StepStatistics has nobody to log to with Trainer(logger=False): give the Trainer a logger, such as "
+                "StepStatistics has no logger with Trainer(logger=False): give the Trainer a logger, such as "
                 "lightning.pytorch.loggers.CSVLogger, or leave the callback out"
             )
         if isinstance(trainer.strategy, SPMDStrategy):

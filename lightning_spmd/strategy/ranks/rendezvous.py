@@ -63,11 +63,11 @@ def connected(address: str, port: int, timeout: timedelta, answer: timedelta = A
             taken = begun if now - begun < 2 * _LOOK else now  # at the first look: it was there from the start
             limit = taken + min(timeout, answer).total_seconds()
         if thread.is_alive() and now >= limit:
-            what = "nothing listens there" if taken is None else "what listens there does not answer as rank 0 would"
+            what = "nothing listens there" if taken is None else "the listener there does not answer as rank 0 would"
             raise NoAnswerError(f"{what}, for {now - (taken or begun):.0f} s")
     if failed:
         error = failed[0]
-        raise NoAnswerError("what listens there answers, but not as rank 0 would") if _is_foreign(error) else error
+        raise (NoAnswerError("the listener there answers, but not as rank 0 would") if _is_foreign(error) else error)
     return found[0]
 
 

@@ -87,8 +87,8 @@ def _check_name(environment: Mapping[str, str]) -> None:
     name, tasks = environment.get("SLURM_JOB_NAME"), _number(environment, "SLURM_STEP_NUM_TASKS") or 1
     if name in ("bash", "interactive") and tasks > 1 and "SLURM_PROCID" in environment:
         raise ConfigurationError(
-            f"srun started {tasks} tasks of a job with the name {name!r}, which is Lightning's word for a shell in "
-            "which somebody types: it would take each of them for the only one. Give the job another name: "
+            f"srun started {tasks} tasks of a job with the name {name!r}, which Lightning takes for an interactive "
+            "shell: each task would run as the only one. Give the job another name: "
             f"`srun --job-name=train ...`. {_SEE}"
         )
 

@@ -42,7 +42,7 @@ def restore_kept_generators(states: dict[Place, Any], module: nn.Module | None) 
     if left:
         warn(
             f"the checkpoint has the state of {', '.join(sorted(left))}, which this module does not have (as a "
-            "generator of that kind): what they draw does not go on where it was"
+            "generator of that kind): their random numbers do not continue from there"
         )
 
 

@@ -114,7 +114,7 @@ def check_used(tensors: Iterable[object]) -> None:
     for tensor in tensors:
         if isinstance(tensor, Tensor) and (name := getattr(tensor, _NAME, None)) is not None:
             raise ConfigurationError(
-                f"the step computes with {name} as it was before each rank kept a part of it: something beside the "
-                "module holds that tensor (a list, a dictionary, a closure), and nobody trains it. Take the parameter "
-                "from its module where you need it, or use data_parallel='replicate'"
+                f"the step uses the tensor of {name} from before it was sharded. Something outside the module holds it "
+                "(a list, a dictionary, a closure), and it is not trained. Take the parameter from its module where "
+                "you need it, or use data_parallel='replicate'"
             )

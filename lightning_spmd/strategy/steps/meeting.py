@@ -303,7 +303,7 @@ class Meeting:
             CannotBeFollowed: on all ranks; their steps are different ones.
         """
         if self.helps is None:
-            raise ValueError("nobody is helped")
+            raise ValueError("no rank reads alone")
         path, calls = self.helps
         places = tuple(self._control.gather((self._reads, path())))
         if places not in known:

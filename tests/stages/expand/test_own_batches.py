@@ -92,5 +92,5 @@ def test_a_copy_of_a_parameter_that_the_batch_is_written_into_is_the_ranks_own()
 
 def test_a_parameter_that_the_batch_is_written_into_is_refused() -> None:
     ranks = LocalRanks(Writes("parameter"), _adamw)
-    with pytest.raises(ExpansionError, match="writes what this rank's own batch gives into .*frozen.*buffer"):
+    with pytest.raises(ExpansionError, match="writes a value .*local batch into .*frozen.*buffer"):
         ranks.train([next(batches([3], seed)) for seed in (1, 2)])

@@ -132,7 +132,7 @@ def test_what_it_takes_is_said(value: Any) -> None:
 
 
 def test_the_host_has_nothing_to_move() -> None:
-    with pytest.raises(ConfigurationError, match="'cpu', whose activations lie there already"):
+    with pytest.raises(ConfigurationError, match="'cpu', whose activations are in host memory already"):
         train(TrainingCase("mlp", "sgd", batches=1), SPMDStrategy(offload_activations=0.5))
     with pytest.raises(ConfigurationError, match="use one of the two"):
         SPMDStrategy(offload_activations=0.5, cuda_graphs=True)

@@ -80,7 +80,7 @@ class Engine:
             if waiting.is_this_thread:
                 return waiting.pause((place, *gradients))
         if self.inline is None:
-            raise RuntimeError("a backward pass runs Python of the user's where none is followed")
+            raise RuntimeError("a backward pass runs Python of the module's where it cannot be followed")
         return self.inline(place, tuple(gradients))
 
     def becomes(self, made: Tensor, other: Tensor) -> None:
