@@ -27,7 +27,7 @@ class ModeOfRun:
         self._chosen, self._step_hooks, self._pauses = Mode.EAGER, False, False
 
     def begin(self) -> None:
-        """A new fit, which is told anew."""
+        """Begin a new fit."""
         self._told = None
 
     def of_all_ranks(
@@ -39,15 +39,15 @@ class ModeOfRun:
         *,
         may_pause: bool = False,
     ) -> tuple[Mode, bool, bool]:
-        """How to run, the worst of what the ranks find: ``wandb.watch`` hooks the modules of rank 0 alone.
+        """The mode of a run: the worst that any rank finds, since ``wandb.watch`` hooks the modules of rank 0 only.
 
         Args:
-            context: what decides.
+            context: the detectors' input.
             control: the other ranks; None on one device.
-            in_parts: the options to take back so that a rank has whole layers and state, without which nothing can be
-                trained eagerly; empty where it has them.
-            updates: how weights of bfloat16 are updated; graphs alone know more than one way.
-            may_pause: nothing but hooks keeps graphs from pausing for them; the same on all ranks.
+            in_parts: the options to change so that a rank has whole layers and state, as eager training needs; empty if
+                it has.
+            updates: how bfloat16 weights are updated; only graphs know more than one way.
+            may_pause: whether graphs can pause for hooks; equal on all ranks.
 
         Returns:
             the mode, SPLIT also where an iteration is one graph that pauses; whether ``optimizer.step()`` itself must
@@ -87,7 +87,7 @@ class ModeOfRun:
         return mode, step_hooks, pauses
 
     def came_late(self, context: Context) -> str | None:
-        """What came since and asks for a worse mode than was chosen: a graph would skip it."""
+        """A hook that was added later and needs a worse mode than the chosen one, because a graph would skip it."""
         mode, findings = classify(context)
         worse = list(Mode).index(mode) > list(Mode).index(self._chosen)
         others = [f for f in findings if f.feature.detect is not gradient_hooks]

@@ -50,18 +50,18 @@ class Training:
     """The fits of one strategy, one after the other.
 
     Args:
-        settings: what all its graphs have in common.
-        layout: where state lies.
-        layers: which layers are shared.
-        steps: which methods have run as graphs.
-        random: what a checkpoint takes along of random numbers.
+        settings: the settings that all its graphs share.
+        layout: the placement of state.
+        layers: the layers that ranks share.
+        steps: the methods that have run as graphs.
+        random: the random state for checkpoints.
 
     Attributes:
-        mode: how the current fit runs.
-        iteration: its graphs; None where it runs eagerly.
-        sync_blocked: gradients stay this rank's own for now.
-        accounts: what is known of the fit.
-        ran: how the last micro-batch did.
+        mode: the mode of the current fit.
+        iteration: its graphs; None if it runs eagerly.
+        sync_blocked: whether gradients stay this rank's own for now.
+        accounts: the account of the fit.
+        ran: how the last micro-batch ran.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Training:
 
     # ------------------------------------------------------------------ the beginning
     def forget(self) -> None:
-        """A new run, of whatever kind: what is told once in a run may be told again."""
+        """Begin a new run: notices that are given once per run may be given again."""
         self._modes.begin()
         self._new_parameters = None
 
@@ -210,16 +210,16 @@ class Training:
         self._pause_no_more()
 
     def flush(self) -> None:
-        """Finish what the last iteration left for the next one."""
+        """Complete the work that the last iteration deferred."""
         if self.iteration is not None:
             self.iteration.flush()
 
     # ------------------------------------------------------------------ forward
     def step(self, eager: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one micro-batch: all of the iteration that belongs to it, or ``training_step`` alone.
+        """Run one micro-batch: everything in the iteration that belongs to it, or only ``training_step``.
 
         Args:
-            eager: how Lightning runs ``training_step``.
+            eager: runs ``training_step`` as Lightning does.
             args: as Lightning passes them.
             kwargs: likewise.
         """
@@ -381,7 +381,7 @@ class Training:
 
     # ------------------------------------------------------------------ backward
     def give_gradients(self, module: Any) -> bool:
-        """Let ``p.grad`` be what a graph computed, or a step that was followed; whether one did."""
+        """Set ``p.grad`` to the gradients of a graph or of a followed step. Returns whether there are any."""
         if self._pauses is not None and (self._ran_eagerly or self._gradients is not None):
             self._pauses.ran_eagerly()
         if self._gradients is not None:
@@ -414,10 +414,10 @@ class Training:
     def optimizer_step(
         self, eager: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], model: Any, kwargs: Any
     ) -> Any:
-        """Run the closure and the optimizer's step, which is part of the graph where there is one.
+        """Run the closure and the optimizer's step, which may be part of the graph.
 
         Args:
-            eager: how Lightning does it.
+            eager: runs it as Lightning does.
             optimizer: whose step it is.
             closure: forward and backward.
             model: as Lightning passes it.

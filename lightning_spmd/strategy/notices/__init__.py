@@ -1,5 +1,5 @@
-"""What a run says.
+"""Messages of a run.
 
-``start_table``  how it trains; ``builds``, ``build_progress``: while graphs are built; ``run_account``: in the end
-``advice``       what to do about torch's errors; ``step_statistics``: a callback for loggers
+``start_table``  how it trains; ``builds``, ``build_progress``: while graphs are built; ``run_account``: at the end
+``advice``       advice for torch's errors; ``step_statistics``: a callback for loggers
 """

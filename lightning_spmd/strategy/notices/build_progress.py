@@ -26,10 +26,10 @@ _ENDS = ("ready", "lowered")
 
 
 class BuildProgress:
-    """What is shown of building graphs in one fit; on rank zero.
+    """Shows the progress of building graphs in one fit, on rank zero.
 
     Args:
-        trainer: whose fit it is; without a progress bar it wants to be quiet.
+        trainer: the Trainer; without a progress bar nothing is shown.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -107,14 +107,14 @@ class BuildProgress:
 
 
 def is_watched(trainer: Any) -> bool:
-    """Whether somebody sees the progress bar: there is one, and the output is a terminal."""
+    """Whether a progress bar is visible: there is one, and the output is a terminal."""
     return trainer.progress_bar_callback is not None and sys.stdout.isatty()
 
 
 def printer_above(trainer: Any) -> Callable[[str], None] | None:
-    """Prints a text above the progress bar; None where nobody sees one.
+    """A function that prints above the progress bar; None if no bar is visible.
 
-    ``TQDMProgressBar.print`` prints nothing at all once its bars are closed, which the end of training does.
+    ``TQDMProgressBar.print`` prints nothing after its bars are closed at the end of training.
     """
     if not is_watched(trainer):
         return None

@@ -17,20 +17,20 @@ from lightning_spmd.strategy.graphs.graph_table import creates_state
 
 
 class BuildNotices:
-    """Remembers what was told in one run."""
+    """Notices of one run, each given once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def is_new(self, gist: str) -> bool:
-        """Whether something of this gist was not told before; from now on it was."""
+        """Whether a notice of this gist is the first; it is remembered."""
         if gist in self._told:
             return False
         self._told.add(gist)
         return True
 
     def once(self, text: str) -> None:
-        """Tell a text."""
+        """Give a notice once."""
         if self.is_new(text):
             tell(text)
 
@@ -41,7 +41,7 @@ class BuildNotices:
             tell(f"strategy='spmd' overlaps iterations: {graphs.notes}")
 
     def of_passes(self, captured: CapturedStep, graphs: IterationGraphs) -> None:
-        """What passes did; not for the graph of the first step."""
+        """The passes' notes; not for the graph of the first step."""
         for remark in graphs.remarks:
             if not creates_state(captured) and self.is_new(remark.partition(":")[0]):
                 tell(f"strategy='spmd', {remark}")

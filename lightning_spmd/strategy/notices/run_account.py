@@ -1,4 +1,4 @@
-"""Account of a fit: how it runs and why, where its first step's time went, how many steps it took."""
+"""The account of a fit: how it runs and why, where the first step's time went, how many steps it took."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RunAccount:
         self._printing = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """The fit begins: what is said from now on belongs to it."""
+        """Begin a fit: messages from now on belong to it."""
         messages.hear(self.notes)
         self._printing.enter_context(messages.printing_with(printer_above(self.trainer)))
 
@@ -81,11 +81,11 @@ class RunAccount:
         self.steps += 1
 
     def step_ran(self, mode: Mode, executable: Executable | None) -> None:
-        """It has run; after the first one users are told how.
+        """Count a step. After the first one, users are told how training runs.
 
         Args:
             mode: how the fit runs.
-            executable: the graph that ran; None: it ran eagerly.
+            executable: the graph that ran; None if it ran eagerly.
         """
         self.eager += executable is None
         if self._first is None:
@@ -93,7 +93,7 @@ class RunAccount:
             show(self.trainer, self.rows(mode, executable))
 
     def rows(self, mode: Mode, executable: Executable | None) -> dict[str, str]:
-        """The table of the start, by what each row is about."""
+        """The rows of the start table, by subject."""
         rows = {"training_step": "runs eagerly, without a graph"}
         if executable is not None:
             count = len(executable.graphs.main.graph_module.graph.nodes)
@@ -133,14 +133,14 @@ class RunAccount:
 
 
 class Accounts:
-    """The account of the fit that runs.
+    """The account of the current fit.
 
     Args:
-        settings: what graphs are made with.
+        settings: the settings of its graphs.
 
     Attributes:
-        ran: how the last micro-batch did.
-        waits: measures how long its graphs wait for collectives, if that is wanted before they are built.
+        ran: how the last micro-batch ran.
+        waits: measures how long its graphs wait for collectives, if requested before they are built.
     """
 
     def __init__(self, settings: GraphSettings) -> None:
@@ -157,11 +157,11 @@ class Accounts:
         self._settings.listeners.extend((self._current.on_build, self._current.progress.on_build))
 
     def step(self, run: Callable[[], Any], how: Callable[[], tuple[Mode, Ran]]) -> Any:
-        """Run one micro-batch.
+        """Run one micro-batch and account for it.
 
         Args:
-            run: does it.
-            how: says afterwards how it ran: the mode of the fit, and this one.
+            run: runs it.
+            how: returns afterwards how it ran: the mode of the fit, and the record of this batch.
         """
         account = self._current
         if account is None:
@@ -176,7 +176,7 @@ class Accounts:
         return output
 
     def tell(self) -> None:
-        """What the fit was."""
+        """Give the account of the fit."""
         if self._current is not None:
             self._current.tell()
 

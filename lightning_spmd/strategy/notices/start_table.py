@@ -17,11 +17,11 @@ _IN_A_LINE = ("training_step", "batch", "mesh", "first step")
 
 
 def show(trainer: Any, rows: Mapping[str, str]) -> None:
-    """Show what is known after the first step; on rank zero alone.
+    """Show the start table after the first step, on rank zero only.
 
     Args:
-        trainer: the Trainer; without a progress bar it wants to be quiet.
-        rows: what there is to say, by what it is about.
+        trainer: the Trainer; without a progress bar nothing is shown.
+        rows: the rows by subject.
     """
     bar = trainer.progress_bar_callback
     if not is_watched(trainer):
@@ -31,10 +31,10 @@ def show(trainer: Any, rows: Mapping[str, str]) -> None:
 
 
 def as_text(rows: Mapping[str, str], width: int | None = None) -> str:
-    """The table as it stands on a terminal.
+    """The table as text for a terminal.
 
     Args:
-        rows: likewise.
+        rows: the rows by subject.
         width: of the terminal; None: as it is.
     """
     table = Table(title="How this training runs", title_justify="left", show_header=False)

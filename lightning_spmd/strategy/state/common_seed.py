@@ -1,8 +1,7 @@
 """The random states with which a run on several ranks begins: those of one device.
 
-Lightning's strategies seed anew whenever a Trainer starts its processes. So a module that was built with drawn numbers,
-a data set that was split with them, or a fit behind another one, goes on with numbers that were drawn before, and with
-others than one device.
+Lightning's strategies seed again whenever a Trainer starts its processes. Numbers drawn before (for the module's
+initialisation, a split of the data set, an earlier fit) would then repeat, and differ from one device's.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ _SEED = "PL_GLOBAL_SEED"
 
 
 def go_on_alike(control: ControlPlane) -> None:
-    """Leave the generators as they are, if they are the same on all ranks; otherwise rank 0's are everybody's.
+    """Keep the generators' states if they are equal on all ranks; otherwise use rank 0's.
 
-    Unless nobody has seeded them: then each rank draws its own numbers. All ranks do this together.
+    If nothing was seeded, each rank keeps its own numbers. All ranks call this together.
 
     Args:
         control: messages among the ranks.

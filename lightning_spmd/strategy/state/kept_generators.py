@@ -2,8 +2,8 @@
 
     self.rng = np.random.default_rng(3)     random.Random, np.random.RandomState, torch.Generator
 
-A run that goes on builds the module anew, and its generators would begin again: other numbers than those of the run
-that was not interrupted. What is stored is plain (numbers, lists, texts, tensors), as ``weights_only=True`` demands.
+A resumed run creates the module again, and its generators would restart: other numbers than those of an uninterrupted
+run. The stored states are plain (numbers, lists, strings, tensors), as ``weights_only=True`` requires.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def pack_kept_generators(module: nn.Module | None) -> dict[Place, Any]:
 
 
 def restore_kept_generators(states: dict[Place, Any], module: nn.Module | None) -> None:
-    """Go on where they were; one that the module has no longer, or has of another kind, is told.
+    """Restore the states, with a warning for generators that the module lacks or has of another kind.
 
     Args:
         states: by place.
-        module: of the run that goes on.
+        module: of the resumed run.
     """
     left = dict(states)
     for place, name, generator, ways in _generators(module):

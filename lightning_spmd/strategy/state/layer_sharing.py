@@ -54,10 +54,10 @@ class LayerSharing:
         self._resolved = resolve_plan(module, plan, self.size, sequence_parallel=self.sequence and bool(plan))
 
     def find(self, captured: CapturedStep, module: nn.Module, agree: Callable[[Any], Any]) -> None:
-        """Find the plan in a graph; ``agree`` gives every rank the first one's.
+        """Find the plan in a graph; ``agree`` gives every rank rank 0's plan.
 
         Raises:
-            ConfigurationError: nothing in the graph can be shared.
+            ConfigurationError: no layer of the graph can be shared.
         """
         self.found = agree(find_plan(captured, self.size))
         if not self.found:

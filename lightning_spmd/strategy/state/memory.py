@@ -25,7 +25,7 @@ from lightning_spmd.parallel.state import StateMesh, broadcast_from_first
 
 
 def begin_alike(module: nn.Module) -> None:
-    """Give all ranks rank 0's values of what is not in parts.
+    """Give all ranks rank 0's values of replicated tensors.
 
     Raises:
         ConfigurationError: parameters share memory in a way that several ranks cannot keep.
@@ -52,10 +52,10 @@ def check_initialized(module: nn.Module) -> None:
 
 
 def check_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
-    """Check that every parameter of an optimizer can be updated where it lies.
+    """Check that every parameter of an optimizer can be updated in place.
 
     Args:
-        optimizers: those of the run.
+        optimizers: the optimizers of the run.
         names: of parameters, by ``id``.
 
     Raises:
@@ -102,12 +102,12 @@ def check_shared_memory(module: nn.Module) -> None:
 
 
 def check_writes(entries: Sequence[GraphInput], values: Sequence[object], module: nn.Module) -> None:
-    """Check that what a graph of several ranks writes is no other input of it too: passes take inputs to be apart.
+    """Check that inputs which a graph of several ranks writes share no memory with others, as passes assume.
 
     Args:
         entries: the graph's inputs.
         values: their live values.
-        module: whose attributes some of them are.
+        module: has some of them as attributes.
 
     Raises:
         ConfigurationError: naming both.
@@ -121,7 +121,7 @@ def check_writes(entries: Sequence[GraphInput], values: Sequence[object], module
 
 
 def has_shared_writes(entries: Sequence[GraphInput], values: Sequence[object]) -> bool:
-    """Whether what a graph writes is another input of it too."""
+    """Whether an input that a graph writes shares memory with another input."""
     return bool(_shared_and_written(entries, values))
 
 
@@ -150,12 +150,12 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 
 # ---------------------------------------------------------------------- what is put right
 def lay_out_state(optimizer: Optimizer, mesh: StateMesh | None) -> None:
-    """Let state lie as its parameter does where a fused kernel will walk both.
+    """Give state the memory layout of its parameter if a fused kernel walks both.
 
-    A checkpoint may come from a run with another memory format, or from one whose state was put together of parts.
+    A checkpoint may come from a run with another memory format, or from state that was put together from parts.
 
     Args:
-        optimizer: with ``fused=True`` in some group; others are left alone.
+        optimizer: with ``fused=True`` in some group; others are unchanged.
         mesh: the mesh of the run; None on one device.
     """
     for group in optimizer.param_groups:
@@ -167,7 +167,7 @@ def lay_out_state(optimizer: Optimizer, mesh: StateMesh | None) -> None:
 
 
 def gradients_of(module: nn.Module, mesh: StateMesh | None) -> dict[str, Tensor]:
-    """``p.grad`` by parameter name, each as its parameter lies; a hook may have put another tensor there."""
+    """``p.grad`` by parameter name, each with its parameter's memory layout. A hook may have set another tensor."""
     named = {name: p for name, p in module.named_parameters() if p.grad is not None}
     return {name: _as_gradient(p.grad, p, mesh) for name, p in named.items() if p.grad is not None}
 

@@ -1,7 +1,7 @@
 """New parameters and buffers during a run: a layer that a hook replaces, a head that grows.
 
-Each rank initialises its own, and unless all ranks draw the same numbers there these differ. What is on one device the
-layer is on several the layer of rank 0, as at the start of the run.
+Each rank initialises its own, and these differ unless all ranks draw the same numbers. So all ranks get rank 0's
+values, as at the start of the run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_spmd.strategy.state.memory import broadcast_from_first
 
 
 class NewParameters:
-    """What has joined a module since it was last looked at.
+    """Finds parameters and buffers that joined a module since the last look.
 
     Args:
         module: the LightningModule.
-        control: the other ranks.
+        control: exchanges with the other ranks.
     """
 
     def __init__(self, module: nn.Module, control: ControlPlane) -> None:
@@ -37,13 +37,13 @@ class NewParameters:
         return any(self._known.get(id(p)) is not p for p in self._module.parameters())
 
     def share(self, later: Collection[int] = ()) -> None:
-        """Give all ranks rank 0's values of what is new; all ranks together.
+        """Give all ranks rank 0's values of new tensors; all ranks together.
 
         Args:
-            later: the ``id`` of tensors to which a graph will give their values, the same on all ranks.
+            later: the ``id`` of tensors that a graph will set, equally on all ranks.
 
         Raises:
-            RankDisagreementError: on every rank, if they have not all got the same.
+            RankDisagreementError: on every rank, if their new tensors differ.
         """
         found = {name: t for name, t in _tensors(self._module) if self._known.get(id(t)) is not t}
         new = {name: t for name, t in found.items() if id(t) not in later}

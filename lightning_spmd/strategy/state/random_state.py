@@ -31,7 +31,7 @@ def pack_random_state(streams: RandomStreams | None, module: nn.Module | None = 
 
 
 def restore_random_state(state: dict[str, Any], streams: RandomStreams | None, module: nn.Module | None = None) -> None:
-    """Continue where :func:`pack_random_state` was called."""
+    """Restore the states that :func:`pack_random_state` gave."""
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
@@ -44,7 +44,7 @@ def restore_random_state(state: dict[str, Any], streams: RandomStreams | None, m
 
 
 class RandomState:
-    """The random state of a strategy's runs: what a checkpoint takes along, and when it comes back.
+    """The random state of a strategy's runs, for checkpoints.
 
     Attributes:
         streams: random numbers of several ranks; None on one device.
@@ -55,16 +55,16 @@ class RandomState:
         self._resumed: dict[str, Any] | None = None
 
     def entry(self, trainer: Any) -> dict[str, Any]:
-        """What to write."""
+        """The entry of a checkpoint."""
         within = private.is_within_training_epoch(trainer)
         return {"random_state": pack_random_state(self.streams, trainer.lightning_module), "within_epoch": within}
 
     def resume(self, entry: dict[str, Any] | None) -> None:
-        """Keep what was read until :meth:`restore`."""
+        """Keep an entry until :meth:`restore`."""
         self._resumed = entry
 
     def restore(self, module: Any, *, within_epoch: bool) -> None:
-        """Go on with what was read, if it was written at such a moment."""
+        """Restore the entry if it was saved at such a moment."""
         if self._resumed is None or module is None or not module.trainer.training:
             return
         if self._resumed["within_epoch"] == within_epoch:

@@ -49,10 +49,10 @@ class ReplacedTensors:
         self._hooked: list[str] = []
 
     def note(self, exchanged: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-        """Remember the tensors of a module that was laid out.
+        """Remember the tensors of a module that was sharded.
 
         Args:
-            exchanged: (name, what was there, what is there now).
+            exchanged: (name, old tensor, new tensor).
         """
         for name, old, new in exchanged:
             self._hooked += [f"{name}{place_of(hook)}" for hook in private.parameter_hooks(old)]
@@ -83,7 +83,7 @@ class ReplacedTensors:
 
 @contextlib.contextmanager
 def keeping_attributes(module: nn.Module) -> Iterator[None]:
-    """Inside, a module moves to a device. What the user wrote on parameters stays: torch drops it from parts."""
+    """A context in which a module moves to a device. It keeps the attributes that users set on parameters."""
     before = [(p, dict(vars(p))) for p in module.parameters() if isinstance(p, DTensor)]
     yield
     for parameter, attributes in before:
@@ -91,11 +91,11 @@ def keeping_attributes(module: nn.Module) -> Iterator[None]:
 
 
 def exchange_parameters(optimizers: Sequence[Optimizer], new: Mapping[int, Tensor]) -> None:
-    """Let optimizers have other parameters, with the state there is.
+    """Give optimizers other parameters, and keep the state.
 
     Args:
-        optimizers: those of the run.
-        new: what comes instead, by ``id``.
+        optimizers: the optimizers of the run.
+        new: the new parameter by the old one's ``id``.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

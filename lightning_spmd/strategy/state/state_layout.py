@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class StateLayout:
-    """Where parameters and optimizer state lie.
+    """The placement of parameters and optimizer state.
 
     Args:
-        ranks: among which.
-        save_distributed: whether every rank writes its part of a checkpoint, into a folder.
+        ranks: the ranks that hold them.
+        save_distributed: whether each rank writes its part of a checkpoint, into a folder.
 
     Attributes:
-        state: the mesh of the run as state needs it; None on one device, and before the module is laid out.
+        state: the mesh for state; None on one device, and before the module is sharded.
     """
 
     def __init__(self, ranks: Ranks, *, save_distributed: bool) -> None:
@@ -55,7 +55,7 @@ class StateLayout:
 
     @property
     def plan(self) -> ParallelPlan:
-        """How state lies."""
+        """The plan for state."""
         return self.ranks.plan(Variant())
 
     # ------------------------------------------------------------------ to parts
@@ -79,13 +79,13 @@ class StateLayout:
         return self._staging
 
     def materialize(self, module: nn.Module, device: torch.device) -> None:
-        """Give values to what is still on the meta device."""
+        """Initialise parameters that are still on the meta device."""
         if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             shards = self.ranks.mesh is not None and self.plan.shards_parameters
             materialize(module, device, self._staging_mesh() if shards else None)
 
     def shard(self, module: nn.Module) -> None:
-        """From here on a rank keeps only its part of what the plan shards."""
+        """Shard state by the plan: from now on a rank keeps only its part."""
         if self.ranks.mesh is not None:
             if self.plan.shards_parameters:
                 check_can_be_in_parts(module, options_in_parts(self.plan))
@@ -94,9 +94,9 @@ class StateLayout:
             self._staging = None
 
     def shard_again(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, Tensor]]:
-        """Lay everything out by another plan than the one of setup, the optimizers' parameters and state too.
+        """Shard the module and its optimizers again by another plan than the one of setup.
 
-        Gives (what was there, what is there now) of parameters and buffers.
+        Returns (old tensor, new tensor) of parameters and buffers.
         """
         if self.state is None:
             return []

@@ -32,11 +32,11 @@ def check_precision(kind: str, plugin: Any) -> None:
 
 
 def keep_precision(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-    """After ``load_state_dict``, which casts state to the precision of its parameter: as it was saved.
+    """Restore the saved precision of state, which ``load_state_dict`` casts to its parameter's.
 
     Args:
-        optimizers: that have loaded.
-        states: what they loaded.
+        optimizers: optimizers that have loaded a state.
+        states: the loaded states.
     """
     for optimizer, loaded in zip(optimizers, states, strict=True):
         numbers = [n for group in loaded["param_groups"] for n in group["params"]]
@@ -48,10 +48,10 @@ def keep_precision(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str
 
 
 def widen_state(optimizer: Optimizer, kind: str, mesh: StateMesh | None) -> bool:
-    """Let state be what updates in float32 expect, whatever run it comes from.
+    """Convert state to what float32 updates expect, whichever run it comes from.
 
     Args:
-        optimizer: the live one.
+        optimizer: the live optimizer.
         kind: how weights are updated.
         mesh: of the run; None on one device.
 

@@ -1,10 +1,10 @@
 """One step: the user's Python, and the graph or the eager path behind it.
 
-``iteration``     one micro-batch from the batch to what ``training_step`` returns; ``evaluation``: of evaluation steps
-``following``     the Python of a step; ``reading``: what it reads where there is no graph yet
-``meeting``       ranks in one step on one batch; ``own_meeting``, ``own_batches``: on a batch of each rank's own
-``replay``        ``self.log`` and metric calls, once values are there
-``by_hand``, ``loss_scaling``          optimization by hand; the GradScaler between graphs
-``shared_leaves``, ``same_draws``      what of a batch and of random numbers is the same on all ranks
-``as_before``, ``last_resort``, ``eager_path``, ``evaluating``  a step begun anew, and steps that are no graphs
+``iteration``     one micro-batch, from the batch to the result of ``training_step``; ``evaluation``: evaluation steps
+``following``     the Python of a step; ``reading``: the values that it reads before there is a graph
+``meeting``       ranks in one step on the global batch; ``own_meeting``, ``own_batches``: on local batches
+``replay``        ``self.log`` and metric calls, made when their values exist
+``by_hand``, ``loss_scaling``          manual optimization; the GradScaler between graphs
+``shared_leaves``, ``same_draws``      tensors of the batch, and random numbers, that are equal on all ranks
+``as_before``, ``last_resort``, ``eager_path``, ``evaluating``  steps that start over, and steps that are no graphs
 """

@@ -28,10 +28,10 @@ class CallSummary(NamedTuple):
     """One call of a step, in the form in which ranks compare their calls.
 
     Args:
-        words: what was called and with what.
-        sources: of its tensors.
-        met: tensors from outside that the step had met before it.
-        may_be_alone: whether it changes nothing that the step has, so that a rank may make it for itself.
+        words: function and arguments.
+        sources: the sources of its tensors.
+        met: number of outside tensors that the step had used before it.
+        may_be_alone: whether it changes nothing in the step, so that one rank may execute it alone.
     """
 
     words: str
@@ -41,12 +41,12 @@ class CallSummary(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """What all ranks do for those that read alone.
+    """What all ranks do for the ranks that read alone.
 
     Args:
-        ranks: they.
-        calls: so many calls the steps of all ranks have in common.
-        wants: what of these the ranks take.
+        ranks: the ranks that read alone.
+        calls: number of calls that the steps of all ranks have in common.
+        wants: the results of these calls that the reading ranks need.
     """
 
     ranks: tuple[int, ...]
@@ -71,10 +71,10 @@ def _may_be_alone(note: Note, step: Step) -> bool:
 
 
 def helped(sides: Sequence[tuple[bool, Sequence[CallSummary]]]) -> Alone | None:
-    """Who reads alone, and what is done for them; None if the ranks' steps are different ones.
+    """Which ranks read alone, and what the others do for them; None if the ranks' steps are different.
 
     Args:
-        sides: by rank, whether it reads, and its calls.
+        sides: for each rank whether it reads, and its calls.
     """
     readers = sorted((len(calls), rank) for rank, (reads, calls) in enumerate(sides) if reads)
     if not readers:
@@ -106,7 +106,7 @@ def _in_common(words: Sequence[str], calls: Sequence[CallSummary]) -> int:
 
 
 def program_for(alone: Alone, step: Step) -> Program:
-    """What gives the values: the beginning that the step has in common with those of the other ranks."""
+    """The program that computes the values: the beginning that the steps of all ranks have in common."""
     notes, numbers = step.notes[: alone.calls], step.numbers_between(0, alone.calls)
     live = Live(step.outside, numbers)
     wants = tuple(Want(source, OutputRole.LOGGED) for source in alone.wants)
@@ -115,12 +115,12 @@ def program_for(alone: Alone, step: Step) -> Program:
 
 
 def read_alone(alone: Alone, step: Step, values: Sequence[Tensor]) -> Sequence[Any]:
-    """What a step reads by itself, whose calls behind the common ones are taken out of it.
+    """The values that a step reads alone. Its calls after the common ones are removed from its path.
 
     Args:
-        alone: as the ranks have agreed.
-        step: the step, on one of the ranks that read.
-        values: of what they want.
+        alone: the ranks' agreement.
+        step: the step, on one of the reading ranks.
+        values: the values of ``alone.wants``.
     """
     told: Mapping[Source, Tensor] = dict(zip(alone.wants, values, strict=True))
     return step.leaves_path(alone.calls, told)

@@ -1,7 +1,7 @@
-"""Puts back what an abandoned step changed of its module: attributes, plain containers, random states.
+"""Restores what an abandoned step changed in its module: attributes, plain containers, random states.
 
-Such a step has run on placeholders and cannot go on, or was another rank's. What it changed elsewhere (a file, a
-global) stays; whoever runs one says so.
+Such a step ran on placeholders and cannot continue, or belongs to another rank. Changes elsewhere (a file, a global)
+stay; the caller tells the user so.
 """
 
 from __future__ import annotations

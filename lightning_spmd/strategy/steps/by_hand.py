@@ -18,7 +18,7 @@ from lightning_spmd.strategy.state.memory import gradients_of
 
 
 class LiveGradients(MutableMapping[str, Tensor]):
-    """``p.grad`` by the parameter's name. It lists no names: graphs guard themselves which gradients they want.
+    """``p.grad`` by the parameter's name. It lists no names, because graphs guard which gradients they need.
 
     Args:
         module: the LightningModule.
@@ -59,7 +59,7 @@ class LiveGradients(MutableMapping[str, Tensor]):
         return 0
 
     def look_again(self, mesh: StateMesh | None) -> None:
-        """A step is about to begin: gradients must lie as graphs expect them, whoever put them there."""
+        """Prepare for a step: gradients must have the memory layout that graphs expect."""
         if all(map(_lies_as_expected, self._module.parameters())):
             return
         for name, gradient in gradients_of(self._module, mesh).items():
@@ -68,7 +68,7 @@ class LiveGradients(MutableMapping[str, Tensor]):
 
 
 def held_gradients(module: Any, optimizer: Optimizer | None) -> MutableMapping[str, Tensor]:
-    """Where gradients are between batches: of automatic optimization in a dictionary, by hand in ``p.grad``."""
+    """The gradients between batches: a dictionary in automatic optimization, ``p.grad`` in manual optimization."""
     if optimizer is None or module.automatic_optimization:
         return {}
     return LiveGradients(module, optimizer)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> None:
-    """Average ``p.grad`` over all ranks, in one flat all-reduce a dtype; sparse ones are gathered.
+    """Average ``p.grad`` over all ranks, in one flat all-reduce per dtype; sparse ones are gathered.
 
-    A parameter that got no gradient on any rank keeps None; one that got none here but some elsewhere takes part with
-    zeros. Averaging again what is already averaged changes nothing, so it may follow every backward.
+    A parameter without a gradient on all ranks keeps None; one with a gradient only on other ranks takes part with
+    zeros. Averaging twice changes nothing, so this may follow every backward pass.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -75,7 +75,7 @@ def _gathered(rows: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def add_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Add what a graph computed to ``p.grad``, as autograd would at this moment.
+    """Add a graph's gradients to ``p.grad``, as autograd would.
 
     Args:
         module: owner of the parameters.

@@ -1,7 +1,6 @@
-"""Evaluation steps: whether they are graphs, what happens when one cannot be, ranks with different numbers of batches.
+"""Evaluation steps: which of them are graphs, the fallback, and ranks with different numbers of batches.
 
-A step that cannot be a graph runs eagerly on whole parameters, which are put in place for it, and is announced once
-with the reason.
+A step that cannot be a graph runs eagerly on whole parameters, with one message that has the reason.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from lightning_spmd.strategy.steps.replay import StepsInGraphs
 class Turns:
     """Steps in which a rank takes part although its own batches have ended.
 
-    Lightning gives ranks different numbers of batches to predict, for every row is predicted once; graphs with
-    collectives need everybody.
+    Lightning gives ranks different numbers of batches to predict, because every row is predicted once. Graphs with
+    collectives need all ranks.
 
     Args:
-        owed: how many, by dataloader.
+        owed: number of such steps, by dataloader.
         last: arguments of this rank's last step, which it repeats.
     """
 
@@ -40,10 +39,10 @@ class Turns:
 
 
 class FinishTurns(Callback):
-    """The first callback of a prediction: takes part in the steps of other ranks before anybody's hook runs.
+    """The first callback of a prediction: takes part in the steps of other ranks before other hooks run.
 
     Args:
-        take_part: does what is owed.
+        take_part: runs these steps.
     """
 
     def __init__(self, take_part: Callable[[], None]) -> None:
@@ -58,9 +57,9 @@ class Evaluation:
     """The validation, test and predict steps of a strategy.
 
     Args:
-        layout: where parameters lie. Where every rank has all of them no step needs a graph.
-        steps: which methods have run as graphs.
-        new_graphs: makes the owner of a run's graphs.
+        layout: the placement of parameters. If every rank has all of them, no step needs a graph.
+        steps: the methods that have run as graphs.
+        new_graphs: creates the owner of a run's graphs.
     """
 
     def __init__(self, layout: StateLayout, steps: StepsInGraphs, new_graphs: Callable[[], EvaluationSteps]) -> None:
@@ -92,9 +91,9 @@ class Evaluation:
         """Run a step on this rank's batch.
 
         Args:
-            module: whose step it is.
-            method: its name.
-            eager: how Lightning runs it.
+            module: the LightningModule.
+            method: name of the step method.
+            eager: runs it as Lightning does.
             args: as Lightning passes them.
             kwargs: likewise.
         """
@@ -122,10 +121,10 @@ class Evaluation:
 
     # ------------------------------------------------------------------ ranks with different numbers of batches
     def compare(self, stage: str, batches: Sequence[float]) -> list[float] | None:
-        """The largest number of batches of a rank, by dataloader, where the ranks differ; None where they do not.
+        """The largest number of batches of a rank, by dataloader, if ranks differ; otherwise None.
 
         Raises:
-            ConfigurationError: they differ, and the stage cannot go on so.
+            ConfigurationError: they differ, and the stage cannot run with different numbers.
         """
         control = self._ranks.control
         if control is None or not self.in_graphs:

@@ -1,8 +1,8 @@
 """Validation, test and predict steps as graphs: the forward pass alone, captured, expanded and run as in training.
 
-Where parameters are replicated, evaluation runs eagerly on each rank's rows, as Lightning does it everywhere. Where no
-rank has whole parameters it cannot; there a step is a graph on the global batch (``evaluating`` decides):
-logged values are global, metrics and predictions stay with the rank that has the rows.
+With replicated parameters evaluation runs eagerly on each rank's rows, as Lightning does. If no rank has whole
+parameters, a step is a graph on the global batch (``evaluating`` decides). Logged values are global; metrics and
+predictions stay with the rank that has the rows.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _CANNOT = (
 class EvaluationSteps(TrainingIteration):
     """The graphs of one run's validation, test and predict steps.
 
-    They are followed, agreed on, built and run as those of training; what differs is what is captured, where random
-    numbers come from, and that one method may run eagerly while the others stay graphs. A step that cannot be followed
-    begins anew: in the middle of it no rank has whole parameters.
+    They are followed, agreed on, built and run like those of training. Capture and the origin of random numbers differ,
+    and one method may run eagerly while the others stay graphs. A step that cannot be followed starts over, because no
+    rank has whole parameters in the middle of it.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -78,7 +78,7 @@ class EvaluationSteps(TrainingIteration):
             method: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
             args: its arguments as Lightning passes them: batch, batch index, index of the dataloader.
             turns: ranks whose batches have ended take part in the steps of others.
-            discard: nothing is logged, no metric is updated and nothing returned: the step is for the other ranks.
+            discard: the step is only for the other ranks: nothing is logged or returned, and no metric is updated.
 
         Returns:
             what the method returns, with real tensors.

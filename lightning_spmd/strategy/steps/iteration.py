@@ -1,7 +1,7 @@
-"""One run's training iteration: the user's Python runs (``following.py``), then the graph of what it called.
+"""One run's training iteration: the user's Python runs (``following.py``), then the graph of its calls.
 
-Decisions are taken by all ranks together: where they meet they exchange which graph they would run (``meeting.py``); a
-rank that has none makes all of them build (``building.py``). ``graph_table.py`` keeps what was built.
+All ranks decide together. Where they meet they exchange which graph they would run (``meeting.py``); if one has none,
+all build (``building.py``). ``graph_table.py`` stores the graphs.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TrainingIteration:
         """Run one micro-batch.
 
         Args:
-            batch_tree: the batch as Lightning hands it to training_step.
+            batch_tree: the batch that Lightning passes to training_step.
             arguments: the other arguments of training_step by name.
             variant: part of the iteration; ``accumulated`` follows from the gradients that are held.
             clip: gradient clipping to capture.
@@ -363,7 +363,7 @@ class TrainingIteration:
         self._after(paused.captured)
 
     def flush(self) -> None:
-        """Do what the last iteration left for the next one, if anything: now parameters and state are up to date."""
+        """Complete the work that the last iteration deferred, if any. Then parameters and state are up to date."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             unfinished = self.context.whole.changing(self.context.trainer, updates=False)
@@ -372,7 +372,7 @@ class TrainingIteration:
 
     @property
     def pending(self) -> Pending | None:
-        """What the last iteration left undone."""
+        """The work that the last iteration deferred."""
         return self._pending
 
     def captured(self, batch_tree: Any, arguments: dict[str, Any], variant: Variant) -> CapturedStep:

@@ -1,4 +1,4 @@
-"""What happens when a training step cannot be a graph."""
+"""The fallback for a training step that cannot be a graph."""
 
 from __future__ import annotations
 

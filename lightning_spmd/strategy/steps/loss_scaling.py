@@ -1,4 +1,4 @@
-"""Loss scaling between graphs: the Trainer's ``GradScaler``, and what it does around hooks that look at gradients."""
+"""Loss scaling between graphs: the Trainer's ``GradScaler``, and its calls around hooks on gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TrainersScaler:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return self._trainer.strategy.root_device
 
     def tensor(self, name: str) -> Tensor:
@@ -40,7 +40,7 @@ class TrainersScaler:
         return private.scaler_tensors(self(), self.device)[name]
 
     def advice(self, optimizer: Optimizer) -> str | None:
-        """What to tell of an optimizer that could skip steps itself and was not asked to."""
+        """Advice for an optimizer that could skip steps itself but was not asked to."""
         could = any(group.get("fused", True) in (None, False) for group in optimizer.param_groups)
         if self() is None or not could or private.takes_found_inf(optimizer):
             return None
@@ -50,14 +50,14 @@ class TrainersScaler:
         )
 
     def unscale(self, optimizer: Optimizer, *, on_ranks: bool) -> None:
-        """After the backward pass, where hooks come next: as Lightning, unless the optimizer's kernels do it.
+        """Unscale gradients after the backward pass for hooks, as Lightning does, unless the optimizer's kernels do it.
 
         Args:
-            optimizer: whose ``p.grad`` is divided by the scale.
-            on_ranks: whether others hold other parts of gradients.
+            optimizer: its ``p.grad`` are divided by the scale.
+            on_ranks: whether other ranks hold other parts of gradients.
 
         Raises:
-            ConfigurationError: a hook did it, and the optimizer will do it again.
+            ConfigurationError: a hook did it, and the optimizer would do it again.
         """
         scaler = self()
         if scaler is None:

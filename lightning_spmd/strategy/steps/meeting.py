@@ -1,7 +1,8 @@
 """Several ranks run the Python of one step on the global batch: when and where they meet.
 
 They meet where Python reads a value, where a step goes on eagerly, and where Python is done. Each says which path it is
-on, so nobody begins what needs the others while these do something else. One that reads alone is helped (``alone.py``).
+on, so no rank begins work that needs the others while they do something else. A rank that reads alone is helped
+(``alone.py``).
 """
 
 from __future__ import annotations
@@ -51,27 +52,27 @@ class Meeting:
         control: messages among the ranks.
         request: the step; its batch is this rank's.
         split: rows of the global batch by data rank.
-        place: where in the run it is.
-        is_first: no step of the run was one of this kind before.
-        is_new: no batch of the run was one of this kind before.
+        place: the place in the run.
+        is_first: whether no step of this kind came before in the run.
+        is_new: whether no batch of this kind came before in the run.
 
     Attributes:
         rows: of all ranks.
         split: by data rank.
-        is_new: as above.
+        is_new: whether no batch of this kind came before in the run.
         is_eager: the ranks have agreed to go on eagerly.
-        reason: why, as the first of them says.
-        calls: gives those of the step so far.
-        was_told_draws: says whether Python has read something behind random numbers.
-        runs_again: on some rank it has, and the step cannot go on: each rank has drawn its part of these numbers, and
-            nobody can draw them again.
-        wires: tell if Python looks at what is a rank's own.
-        looked: on some rank it has, and at what.
-        fits: says whether the step so far could be one on a batch of other sizes.
-        beside: entered where what is called is none of the user's calls.
-        shared: paths of tensors of the batch that turned out to be the same for every sample: Python must run again.
+        reason: the reason, of the first rank that has one.
+        calls: returns the step's calls so far.
+        was_told_draws: returns whether Python has read a value computed from random numbers.
+        runs_again: some rank has read such a value, and the step cannot continue: each rank has drawn its part of the
+            numbers, and they cannot be drawn again.
+        wires: detect that Python looks at lists or counts of one rank.
+        looked: some rank's Python has looked, and at what.
+        fits: returns whether the step so far could be one on a batch of other sizes.
+        beside: a context for calls that are not the user's.
+        shared: paths of batch tensors that turned out to be the same for every sample: Python must run again.
         helps: ranks that read alone are helped by the others (``alone.py``); gives the path, and tells its calls.
-        is_apart: the ranks have met in different places of the step, and somebody is to be helped.
+        is_apart: the ranks have met at different places of the step, and one of them needs help.
     """
 
     is_own = False
@@ -111,7 +112,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def ends(self) -> Iterator[None]:
-        """Behind it torch's generators are as before, whatever a step that went on eagerly drew."""
+        """A context that restores torch's generators, whatever a step that went on eagerly drew."""
         with self._streams:
             yield
 
@@ -132,10 +133,10 @@ class Meeting:
         return frozenset(i for i, index in enumerate(batch.tensors) if not batch.is_shared(index))
 
     def taken(self) -> tuple[Any, list[Tensor]]:
-        """The batch with what stands for its tensors, of those with rows for all ranks' rows; and these tensors.
+        """The batch with placeholders that have the rows of all ranks; and its tensors.
 
         Raises:
-            BatchError: something in it takes no tensors of another size.
+            BatchError: an object in it takes no tensors of another size.
         """
         try:
             return for_all_ranks(self._batch, self.rows, self.wires)
@@ -186,10 +187,10 @@ class Meeting:
         return find_shared(self._control, self._batch, tried)
 
     def raised(self, error: Exception) -> None:
-        """The user's code raises an error: of a new kind of batch it may be ours, who took a tensor for rows.
+        """The user's code raised an error. With a new kind of batch the cause may be a tensor that was taken for rows.
 
         Raises:
-            Abandoned: on all ranks; it was.
+            Abandoned: on all ranks, if it was.
         """
         if not self._searches or self.is_eager or isinstance(error, StopIteration):
             return
@@ -200,7 +201,7 @@ class Meeting:
             raise Abandoned(self.reason) from None
 
     def part(self, value: Any) -> Any:
-        """This rank's rows of a tensor that has those of all ranks; other values as they are."""
+        """This rank's rows of a tensor with the rows of all ranks; other values unchanged."""
         if (
             not isinstance(value, Tensor)
             or value.ndim == 0
@@ -218,23 +219,23 @@ class Meeting:
         return functools.partial(log_global, rows=self.rows)
 
     def weighed(self, returned: Any, rows: Any) -> tuple[Any, float]:
-        """What a step that ran eagerly returned, with the loss of all ranks, and gradients whose mean is theirs.
+        """The result of a step that ran eagerly, with the loss of all ranks; the mean of its gradients is that of all ranks.
 
-        Also by what gradients must be multiplied that are there already.
+        Also the factor for gradients that exist already.
 
         Args:
             returned: by the step.
-            rows: what it says of the size of its batch.
+            rows: the size of its batch, as the step says.
         """
         return returned, 1.0
 
     # ------------------------------------------------------------------ where the ranks meet
     def reads(self, mark: int, graph: int | None) -> bool:
-        """Python reads a value; whether all ranks have one graph that gives it.
+        """Python reads a value. Returns whether all ranks have one graph that provides it.
 
         Args:
             mark: of the path so far.
-            graph: that would give it on this rank.
+            graph: the graph that would provide it on this rank.
 
         Raises:
             CannotBeFollowed: the ranks go on eagerly.
@@ -245,7 +246,7 @@ class Meeting:
         return self.met(self.cast(_READS, mark, graph))
 
     def goes_eagerly(self, reason: str) -> None:
-        """This step goes on eagerly: the others learn it, if it is not theirs to say."""
+        """Tell the others that this step goes on eagerly, if they do not know."""
         if not self.is_eager:
             self.cast(_EAGER, 0, None, reason)
             self._meet_eagerly(reason)
@@ -278,13 +279,13 @@ class Meeting:
         return self._control.cast(self._place, graph, why, mark)
 
     def met(self, count: Callable[[], Any]) -> bool:
-        """All ranks are here; whether they have the same graph. Where they have come apart see :attr:`is_apart`.
+        """All ranks are here. Returns whether they have the same graph. If they came apart, see :attr:`is_apart`.
 
         Args:
-            count: gives what they said.
+            count: returns their votes.
 
         Raises:
-            CannotBeFollowed: on all ranks; they go on eagerly.
+            CannotBeFollowed: on all ranks, which go on eagerly.
         """
         vote = count()
         fewest, most = vote.rows
@@ -294,13 +295,13 @@ class Meeting:
         return not self.is_apart and not vote.missing and vote.graph[0] == vote.graph[1]
 
     def alone(self, known: dict[Any, Alone | None]) -> Alone:
-        """The ranks have come apart: who is helped.
+        """The ranks have come apart: decide which rank is helped.
 
         Args:
-            known: what came of such meetings before, on all ranks alike.
+            known: results of such meetings before, equal on all ranks.
 
         Raises:
-            CannotBeFollowed: on all ranks; their steps are different ones.
+            CannotBeFollowed: on all ranks, because their steps are different.
         """
         if self.helps is None:
             raise ValueError("no rank reads alone")

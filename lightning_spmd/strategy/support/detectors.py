@@ -24,14 +24,14 @@ from lightning_spmd.stages.capture.optimizer.optimizer_swap import is_torchs_own
 
 @dataclass(frozen=True)
 class Context:
-    """What detectors look at.
+    """The inputs of detectors.
 
     Args:
         trainer: the Trainer.
         module: the LightningModule.
         optimizers: its optimizers.
-        in_graphs: steps of optimizers must be in graphs, whatever class they are of: state is sharded over the ranks,
-            or not what optimizers take it for.
+        in_graphs: whether optimizer steps must be in graphs whatever their class, because state is sharded or in
+            float32.
     """
 
     trainer: Any
@@ -72,7 +72,7 @@ def clipping_override(context: Context) -> str | None:
 
 
 def zero_grad_override(context: Context) -> str | None:
-    """Zeroing of gradients in a way of its own; by hand nobody calls that."""
+    """An overridden ``zero_grad``; manual optimization does not call it."""
     if not context.module.automatic_optimization:
         return None
     return _overrides(context, ("optimizer_zero_grad",))
@@ -124,7 +124,7 @@ def own_optimizer(context: Context) -> str | None:
 
 
 def by_hand_eagerly(context: Context) -> str | None:
-    """What keeps manual optimization (``automatic_optimization=False``) from being a graph."""
+    """Features that prevent manual optimization (``automatic_optimization=False``) from being a graph."""
     module = context.module
     if module.automatic_optimization:
         return None
@@ -198,7 +198,7 @@ def scripted(context: Context) -> str | None:
 
 
 def averaging_of_parts(context: Context) -> str | None:
-    """Callbacks that average weights, where weights are in parts."""
+    """Callbacks that average weights while weights are sharded."""
     if not any(isinstance(p, DTensor) for p in context.module.parameters()):
         return None
     kinds = (StochasticWeightAveraging, WeightAveraging)

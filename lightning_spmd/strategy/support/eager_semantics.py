@@ -1,4 +1,4 @@
-"""How eager training on several ranks differs from one device, said where training goes on eagerly."""
+"""How eager training on several ranks differs from one device, for messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MOST = 3
 
 
 def averaged(module: nn.Module) -> str:
-    """In brackets, that gradients are averaged over the ranks, and where this module's are not one device's then.
+    """A remark in brackets: gradients are averaged over the ranks, and where this module then differs from one device.
 
     Args:
-        module: what is trained.
+        module: the trained module.
     """
     found: list[str] = []
     norms = [name for name, part in module.named_modules() if isinstance(part, _NORMS) and part.training]

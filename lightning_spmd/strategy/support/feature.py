@@ -1,4 +1,4 @@
-"""A row of the support matrix, and what was detected of it in a run."""
+"""A row of the support matrix, and its detection in a run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Feature:
 
     Args:
         name: the flag, hook or callback, in Lightning's words.
-        mode: what the strategy does with it.
-        note: why, or what to know; for rejected features the fix.
+        mode: the mode that it gets.
+        note: the reason, or what to know; for rejected features the fix.
         test: test that backs the row (``file::name``).
         detect: returns what it found (for the message), or None.
     """

@@ -1,8 +1,8 @@
-"""The support matrix: what this strategy does with each Lightning feature, and how it detects it at setup.
+"""The support matrix: the mode of each Lightning feature, and its detection at setup.
 
-One row a feature: *compiled* (one graph), *split* (a graph up to ``p.grad``, the user's hooks, a graph from there),
-*eager* (plain autograd, gradients averaged over the ranks as DDP does; only with replicated parameters) or *rejected*.
-Rows with a detector decide the mode of a run; ``docs/support_matrix.md`` is written from this table
+One row per feature: *compiled* (one graph), *split* (a graph up to ``p.grad``, the user's hooks, a graph for the
+update), *eager* (plain autograd, gradients averaged over the ranks as in DDP; only with replicated parameters) or
+*rejected*. Rows with a detector decide the mode of a run. ``docs/support_matrix.md`` is written from this table
 (``python -m lightning_spmd.report.support_matrix``), and every row names the test that backs it.
 """
 

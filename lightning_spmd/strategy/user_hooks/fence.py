@@ -1,11 +1,11 @@
-"""Hooks between batches while work of the last iteration is pending: it is finished before they look at a weight.
+"""Runs hooks between batches behind a fence: pending work of the last iteration is completed before they read a weight.
 
-A hook that runs between batches may read weights, or write them, or do neither; nobody can tell before it has run. So
-it runs behind a fence: a mode of torch functions and one of the dispatcher see every operation on a tensor that pending
-work will change, under whatever name, and let that work finish first. It starts no collective, so a rank may finish
-alone. Reading costs what it would have cost without overlap, and not reading costs nothing.
+A hook that runs between batches may read or write weights, and that is unknown until it has run. So a torch-function
+mode and a dispatch mode see every operation on a tensor that pending work will change, under whatever name, and let the
+work finish first. Finishing starts no collective, so a rank may finish alone. A hook that reads costs as much as
+without overlap; one that does not read costs nothing.
 
-Not seen: a NumPy array over a weight's memory that was made before, and what another thread reads.
+Not seen: a NumPy array over a weight's memory that was made earlier, and reads by other threads.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Fence:
         self._fenced: list[FencedHook] = []
 
     def put_around(self, owner: Any, hook: str) -> None:
-        """From now on a hook runs behind the fence."""
+        """Run a hook behind the fence from now on."""
         fenced = FencedHook(self, owner, hook)
         vars(owner)[hook] = fenced
         self._fenced.append(fenced)
 
     def take_away(self) -> None:
-        """All hooks are what they were."""
+        """Restore all hooks."""
         for fenced in self._fenced:
             fenced.restore()
         self._fenced.clear()
@@ -76,7 +76,7 @@ class CallsHooks(Protocol):
 
 
 class FencedHook:
-    """A hook of a callback or module, behind a fence; copies and pickles of its owner have their own, without one."""
+    """A hook of a callback or module, behind a fence. Copies and pickles of its owner have the plain hook."""
 
     def __init__(self, fence: CallsHooks, owner: Any, hook: str) -> None:
         self._before = vars(owner).get(hook, _ABSENT)
@@ -94,7 +94,7 @@ class FencedHook:
         return _itself, (self._before,)
 
     def restore(self) -> None:
-        """Let the owner be as it was, unless somebody put something else there."""
+        """Restore the owner's hook, unless something else was put in its place."""
         attributes = vars(self._owner)
         if attributes.get(self._hook) is not self:
             return
@@ -150,7 +150,7 @@ _SAY_NO_VALUES = frozenset(
 
 
 class _SeesFunctions(TorchFunctionMode):
-    """Python's calls of torch: also those that reach no kernel, such as ``data_ptr``."""
+    """Sees torch functions, including those that reach no kernel, such as ``data_ptr``."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Whether the end of an iteration may run inside the next one: which code could look at the weights in between.
+"""Decides whether the end of an iteration may run inside the next one: which code could read the weights in between.
 
-Deferred work is done before anybody can see that it is missing: before validation, checkpoints, the end of an epoch, an
+Deferred work is completed before its absence can be seen: before validation, checkpoints, the end of an epoch, an
 exception's handlers. Hooks that run between any two batches, and are not known to leave weights alone, run behind a
-fence (``fence.py``). ``optimizer_step`` contains the step itself, which cannot run there: who overrides it switches
-overlap off. So does lowering, whose first runs all ranks make together, while behind a fence a rank finishes alone.
+fence (``fence.py``). An overridden ``optimizer_step`` switches overlap off, because it contains the step itself. So
+does lowering: all ranks make its first runs together, while a rank behind a fence finishes alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def finish_in_time(trainer: Any, flush: Callable[[], None]) -> None:
 
 
 def hooks_between_batches(module: Any, trainer: Any) -> list[tuple[Any, str]]:
-    """What runs between batches and may read or write weights: whose method, and which."""
+    """The hooks between batches that may read or write weights: their owner and name."""
     found = [(module, hook) for hook in _MODULE_HOOKS if is_overridden(hook, module)]
     if trainer.lr_scheduler_configs and (module, _SCHEDULERS) not in found:
         found.append((module, _SCHEDULERS))  # with functions of the user's in them
@@ -73,9 +73,9 @@ def _may_read(callback: Any, hook: str) -> bool:
 
 
 def data_that_knows(module: nn.Module, loaders: Any) -> str | None:
-    """What of the training data, if it is loaded in this process, has the module or a weight of it; its class' name.
+    """The class name of training data in this process that refers to the module or to a weight.
 
-    No fence is around loading: it would cost each of its operations some microseconds.
+    There is no fence around loading: it would cost some microseconds per operation.
 
     Args:
         module: the LightningModule.
@@ -125,12 +125,12 @@ _MANY = 64
 
 
 def explain(hooks: list[str], why: str, *, insisted: bool) -> str:
-    """What to tell a user whose hooks keep iterations apart.
+    """The message for a user whose hooks prevent overlap.
 
     Args:
         hooks: as ``Class.hook``.
-        why: these cannot run behind a fence.
-        insisted: the user wants overlap all the same.
+        why: why they cannot run behind a fence.
+        insisted: whether the user asked for overlap explicitly.
     """
     names = ", ".join(hooks[:3]) + (" and others" if len(hooks) > 3 else "")
     if insisted:
@@ -145,10 +145,10 @@ def explain(hooks: list[str], why: str, *, insisted: bool) -> str:
 
 
 class FinishPendingWork(Callback):
-    """The first callback of a run: brings the weights up to date before anybody's hook can look at them.
+    """The first callback of a run. It brings the weights up to date before the hooks of others read them.
 
     Args:
-        flush: does what is pending.
+        flush: completes the pending work.
     """
 
     def __init__(self, flush: Callable[[], None]) -> None:
@@ -167,7 +167,7 @@ class FinishPendingWork(Callback):
         self._flush()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Before callbacks that save what is there. A rank that is gone cannot take part, which must not hide why."""
+        """Complete pending work before callbacks save. A lost rank cannot take part, which must not hide the cause."""
         try:
             self._flush()
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Whether the iterations of a run overlap, and the fence around what runs between them."""
+"""Whether the iterations of a run overlap, and the fence around the hooks between them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lightning_spmd.strategy.user_hooks.overlap import (
 
 
 class Overlapping:
-    """The choice for one run at a time, the same on all ranks.
+    """The choice for one run at a time, equal on all ranks.
 
     Args:
-        settings: what was asked for, and the ranks.
-        pending: gives what the last iteration left for the next one.
-        flush: does it.
+        settings: the user's options, and the ranks.
+        pending: returns the work that the last iteration deferred.
+        flush: completes it.
 
     Attributes:
-        fenced: some rank has hooks behind the fence, and may finish pending work alone.
+        fenced: whether some rank has hooks behind the fence, and may finish pending work alone.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Overlapping:
         )
 
     def choose(self, module: Any, mode: Mode) -> bool | str:
-        """Whether iterations may overlap (``"auto"``: if it is faster); if so, hooks run behind the fence from now on.
+        """Whether iterations may overlap (``"auto"``: if it is faster). If so, hooks run behind the fence from now on.
 
         Args:
             module: the LightningModule.
-            mode: how it is trained.
+            mode: the mode of training.
         """
         wanted, control, trainer = (
             self._settings.options.overlap_iterations,

@@ -1,9 +1,9 @@
-"""Hooks on gradients in an iteration that pauses before its update: gradients are made when a hook looks at them.
+"""Hooks on gradients run while an iteration pauses before its update; gradients are made when a hook reads them.
 
-``on_after_backward`` and ``on_before_optimizer_step`` may read gradients, or change them, or do neither; nobody can
-tell before they have run. So they run in a pause of the iteration's graph, behind a fence: a mode of torch functions
-sees who asks a tensor for its ``grad``, and lets gradients be made first. Who only reads changes nothing about the rest
-of the graph; where gradients are others after the hooks, a graph of the update alone takes them.
+``on_after_backward`` and ``on_before_optimizer_step`` may read gradients or change them, which is unknown until they
+have run. So they run in a pause of the iteration's graph, behind a fence: a torch-function mode sees accesses to a
+tensor's ``grad`` and makes the gradients first. If hooks only read, the rest of the graph runs unchanged. If gradients
+were replaced, a graph of the update alone takes them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def gradient_hooks_of(module: Any, trainer: Any) -> list[tuple[Any, str]]:
 
 
 def may_pause(options: BuildOptions, trainer: Any) -> bool:
-    """Whether graphs may pause for hooks on gradients: where that lets iterations overlap, which two graphs do not.
+    """Whether graphs may pause for hooks on gradients: only if iterations can overlap then.
 
     Clipping by the norm of all gradients waits for all of them anyway.
 
     Args:
-        options: how graphs are built.
+        options: the build options.
         trainer: the Trainer.
     """
     schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
@@ -84,7 +84,7 @@ class Pauses:
             self._fenced.append(fenced)
 
     def take_away(self) -> None:
-        """All hooks are what they were."""
+        """Restore all hooks."""
         for fenced in self._fenced:
             fenced.restore()
         self._fenced.clear()
@@ -157,7 +157,7 @@ class Pauses:
 
 
 class _Former:
-    """The fence around ``on_before_zero_grad``, where the gradients of the step before are still there."""
+    """The fence around ``on_before_zero_grad``, where the gradients of the previous step still exist."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
@@ -179,11 +179,11 @@ class _Former:
 
 
 class _Given:
-    """A gradient that hooks were given.
+    """A gradient that hooks received.
 
     Args:
         value: the gradient.
-        storages: memory that the update reads; what is written elsewhere is found by comparison with a copy.
+        storages: memory that the update reads. Writes elsewhere are found by comparison with a copy.
     """
 
     def __init__(self, value: Tensor, storages: set[int]) -> None:
@@ -193,7 +193,7 @@ class _Given:
         self._before = None if private.storage_of(local) in storages else local.clone()
 
     def reaches_the_graph(self) -> bool:
-        """Whether the update finds what the gradient is now; ``p.grad.data = x`` gives it another memory."""
+        """Whether the update reads the gradient's present value; ``p.grad.data = x`` gives it another memory."""
         if self._before is not None:
             return _alike(self.value, self._before)
         return private.local_tensor(self.value).data_ptr() == self._place
@@ -211,7 +211,7 @@ _ASSIGNS = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _SeesGradients(TorchFunctionMode):
-    """Calls ``look`` when somebody asks a tensor for its gradient."""
+    """Calls ``look`` when code accesses a tensor's gradient."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         super().__init__()
