@@ -1,8 +1,8 @@
 """Context parallelism: every rank works on its part of each sequence; only attention needs the others' parts.
 
-All ranks of the axis get the same whole batch (token numbers are small). Activations are cut where data of the batch
-first meets parameters, and stay cut; the parameters are whole on every rank, so their gradients are partial sums, as on
-a data-parallel axis. What is returned, logged or given to a metric is whole.
+All ranks of the axis get the same whole batch (token numbers are small). Activations are split at the first operator
+that combines data of the batch with parameters, and stay split. The parameters are whole on every rank, so their
+gradients are partial sums, as on a data-parallel axis. Returned values, logged values and inputs of metrics are whole.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ CONTEXT_PARALLEL = "context_parallel"
 
 @dataclass(frozen=True)
 class ContextParallelPlan:
-    """What lies where on the context axis; a ``parallel_plan.ParallelPlan`` that splits sequences, too.
+    """Placements on the context axis; a ``parallel_plan.ParallelPlan`` that also splits sequences.
 
     Args:
-        reduce_gradients: gradients cross the graph's border as their sum over the ranks (hooks look at them).
+        reduce_gradients: whether gradients leave the graph as their sum over the ranks, because hooks read them.
         sequence_dim: the dimension of a leaf of the batch that is its sequence.
     """
 
@@ -34,7 +34,7 @@ class ContextParallelPlan:
         return self._gradient() if entry.role is InputRole.GRADIENT else REPLICATE
 
     def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
-        """What leaves the graph is whole; gradients as they came in."""
+        """Outputs are whole; gradients keep their placement."""
         return self._gradient() if entry.role is OutputRole.GRADIENT else REPLICATE
 
     def shards_state(self, axis: ShardAxis) -> bool:

@@ -1,8 +1,8 @@
 """The device mesh: the coordinates of each rank, and the process groups of its axes.
 
-A mesh is an ordered tuple of named axes; :mod:`lightning_spmd.parallel.axes` lists their kinds, in the order in which
-ranks are laid out and in that of graphs. Under hybrid sharding the data axis consists of neighbourhoods: chunks lie
-within one, and they are replicas of each other.
+A mesh is an ordered tuple of named axes. :mod:`lightning_spmd.parallel.axes` lists their kinds, in the order of ranks
+and in the order of graphs. Under hybrid sharding the data axis consists of neighbourhoods: each holds all chunks, and
+they are replicas of each other.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Mesh:
         device_mesh: torch's mesh with the same axes; its groups are communicators of their own.
         state_mesh: the same with the axes in the order of graphs, in which DTensor nests placements as they do; under
             hybrid sharding the data axis is two of them, ``replica`` and ``shard``.
-        shard: number of data-parallel ranks among which state lies in chunks; all of them without hybrid sharding.
+        shard: number of data-parallel ranks that share state; all of them without hybrid sharding.
     """
 
     sizes: Mapping[str, int]
@@ -159,10 +159,10 @@ class Mesh:
         return {name: mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()}
 
     def axes(self, split: Sequence[int] = ()) -> tuple[ShardAxis, ...]:
-        """The axes as graphs use them; one of a single rank is left out beside others.
+        """The axes as graphs use them; an axis of one rank is left out if there are others.
 
         Args:
-            split: rows of the global batch on each rank that has one of its own; even where there is no batch.
+            split: rows of the global batch by data rank; even if there is no batch.
         """
         own = self.coordinates
         found: list[ShardAxis] = []
@@ -257,17 +257,17 @@ def make_mesh(
     backend: str,
     shard: int | None = None,
 ) -> Mesh:
-    """Make the mesh on all ranks together.
+    """Create the mesh; all ranks together.
 
-    Its groups are never the default group: that carries Lightning's per-batch broadcast, which would wait behind all
+    Its groups are never the default group, which carries Lightning's per-batch broadcast: that would wait behind all
     collectives in flight.
 
     Args:
         sizes: of the axes by name, in the order of ranks.
         rank: this rank.
-        device_type: of the tensors that lie on the mesh.
+        device_type: of the tensors on the mesh.
         backend: of the process groups.
-        shard: among how many neighbours on the data axis state is split; None: among all.
+        shard: number of neighbours on the data axis that share state; None: all.
     """
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == DATA.name}
     shard = sizes[DATA.name] if shard is None else shard
@@ -323,11 +323,11 @@ _KNOWN: dict[DeviceMesh, DeviceMesh] = {}
 
 
 def known_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The one object for all meshes that equal this one, with its process groups.
+    """The one object for all meshes equal to this one, with its process groups.
 
-    torch's cache of DTensor operators gives a result any equal mesh that it ever saw. With two of them a tensor could
-    come to lie on groups that have ended, or on others than on the next rank; with one, what was left by a Trainer
-    whose groups broke can still be gathered and trained.
+    torch's cache of DTensor operators gives a result any equal mesh that it ever saw. With two meshes a tensor could be
+    on groups that have ended, or on other groups than on the next rank. With one, tensors left by a Trainer whose
+    groups broke can still be gathered and trained.
     """
     known = _KNOWN.setdefault(mesh, mesh)
     private.give_groups(known, mesh)

@@ -18,7 +18,7 @@ from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, Outp
 
 
 class ParallelPlan(Protocol):
-    """What expansion asks of a plan."""
+    """The questions that expansion asks a plan."""
 
     @property
     def needs_graphs(self) -> bool:
@@ -31,11 +31,11 @@ class ParallelPlan(Protocol):
         ...
 
     def input_placement(self, axis: ShardAxis, entry: GraphInput) -> Placement:
-        """How this input lies on ``axis``."""
+        """The placement of this input on ``axis``."""
         ...
 
     def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
-        """How this output must lie on ``axis``, given how it was computed."""
+        """The required placement of this output on ``axis``, given how it was computed."""
         ...
 
     def shards_state(self, axis: ShardAxis) -> bool:
@@ -45,10 +45,10 @@ class ParallelPlan(Protocol):
 
 @runtime_checkable
 class PlansActivations(Protocol):
-    """What a plan may say in addition, for axes over which layers are split."""
+    """Additional questions for axes over which layers are split."""
 
     def between_blocks(self, axis: ShardAxis) -> Placement | None:
-        """How activations lie between split layers: partial sums become that at once. None: as arithmetic has it."""
+        """The placement of activations between split layers; partial sums take it at once. None: none is required."""
         ...
 
 
@@ -59,7 +59,7 @@ def activations_between(plan: ParallelPlan, axis: ShardAxis) -> Placement | None
 
 @runtime_checkable
 class SplitsSequences(Protocol):
-    """What a plan may say in addition, for axes over which sequences are split."""
+    """Additional questions for axes over which sequences are split."""
 
     def splits_sequence(self, axis: ShardAxis) -> int | None:
         """Which dimension of a leaf of the batch is its sequence, to be split; None: nothing is split for that."""
@@ -117,8 +117,8 @@ class ShardedStatePlan:
 
     Args:
         parameters: whether parameters are stored in chunks too (stage 3) or whole (stage 2).
-        reduce_gradients: gradients that cross the graph's border lie as their parameters do (hooks look at them);
-            otherwise they are chunks.
+        reduce_gradients: whether gradients that leave the graph are placed like their parameters, because hooks read
+            them; otherwise they are chunks.
     """
 
     parameters: bool
@@ -169,10 +169,10 @@ DATA_PARALLEL_PLANS: dict[str, Callable[[bool], ParallelPlan]] = {
 
 
 def check_data_parallel(name: str, shard_size: object) -> None:
-    """Check what a user says about the data axis.
+    """Check the user's options of the data axis.
 
     Raises:
-        ConfigurationError: for an unknown plan, or a size of shards for one that has none.
+        ConfigurationError: for an unknown plan, or a shard size for a plan without sharding.
     """
     if name not in DATA_PARALLEL_PLANS:
         raise ConfigurationError(f"data_parallel={name!r}: known are {', '.join(DATA_PARALLEL_PLANS)}")
@@ -188,7 +188,7 @@ def check_data_parallel(name: str, shard_size: object) -> None:
 
 
 def options_in_parts(plan: ParallelPlan) -> str:
-    """The options to take back so that every rank has whole layers and state; empty where it has them."""
+    """The options to change so that every rank has whole layers and state; empty if it has."""
     axes = plan.axes if isinstance(plan, MeshPlan) else {"data_parallel": plan}
     needed = [name for name, own in axes.items() if own.needs_graphs]
     words = ["data_parallel='replicate'" if name == "data_parallel" else f"{name}_size=1" for name in needed]
@@ -207,7 +207,7 @@ def data_parallel_plan(name: str, *, reduce_gradients: bool) -> ParallelPlan:
 
 @runtime_checkable
 class HasOwnBatches(Protocol):
-    """What a plan may say in addition, for axes whose ranks work on batches of their own."""
+    """Additional questions for axes whose ranks have local batches."""
 
     def has_own_batches(self, axis: ShardAxis) -> bool:
         """Whether the ranks of an axis have graphs of their own up to the gradients."""
@@ -215,16 +215,16 @@ class HasOwnBatches(Protocol):
 
 
 def own_batches(plan: ParallelPlan, axis: ShardAxis) -> bool:
-    """Whether the plan says that ranks of an axis have batches of their own, which are no parts of one batch."""
+    """Whether ranks of an axis have local batches."""
     return isinstance(plan, HasOwnBatches) and plan.has_own_batches(axis)
 
 
 @dataclass(frozen=True)
 class OwnBatchPlan:
-    """Another plan, for graphs of a rank's own batch: what the batch gives is the rank's own, state lies as it does.
+    """A plan for graphs of local batches: batch values are the rank's own, state is placed as in the given plan.
 
     Args:
-        plan: of parameters, gradients and state.
+        plan: the plan of parameters, gradients and state.
     """
 
     plan: ParallelPlan
@@ -246,7 +246,7 @@ class OwnBatchPlan:
         return self.plan.input_placement(axis, entry)
 
     def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
-        """What is the rank's own stays so; reductions over the ranks are whole on all of them."""
+        """Values of the rank stay its own; results of reductions over the ranks are replicated."""
         if current == OWN:
             if entry.role in (OutputRole.OPTIMIZER_STATE, OutputRole.HYPER_PARAMETER):
                 raise ExpansionError(f"{entry.name} is a rank's own: it would be another one on each of them")
@@ -286,25 +286,25 @@ class MeshPlan:
         return any(plan.shards_parameters for plan in self.axes.values())
 
     def input_placement(self, axis: ShardAxis, entry: GraphInput) -> Placement:
-        """What the axis' plan says."""
+        """Asks the plan of the axis."""
         return self.axes[axis.name].input_placement(axis, entry)
 
     def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
-        """What the axis' plan says."""
+        """Asks the plan of the axis."""
         return self.axes[axis.name].output_placement(axis, entry, current)
 
     def shards_state(self, axis: ShardAxis) -> bool:
-        """What the axis' plan says."""
+        """Asks the plan of the axis."""
         return self.axes[axis.name].shards_state(axis)
 
     def between_blocks(self, axis: ShardAxis) -> Placement | None:
-        """What the axis' plan says."""
+        """Asks the plan of the axis."""
         return activations_between(self.axes[axis.name], axis)
 
     def splits_sequence(self, axis: ShardAxis) -> int | None:
-        """What the axis' plan says."""
+        """Asks the plan of the axis."""
         return sequence_dim(self.axes[axis.name], axis)
 
     def has_own_batches(self, axis: ShardAxis) -> bool:
-        """What the axis' plan says."""
+        """Asks the plan of the axis."""
         return own_batches(self.axes[axis.name], axis)

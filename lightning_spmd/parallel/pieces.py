@@ -1,7 +1,7 @@
-"""Cuts tensors into what each rank of a mesh holds, and puts them together. Placements are in the mesh's order.
+"""Cuts tensors into the parts of the ranks of a mesh, and joins them. Placements are in the mesh's order.
 
-A piece lies in memory as the whole does, dimension by dimension, except that a chunk's dimension is the outermost: so
-chunks are one range each of what a collective sends, and parameter, gradient and state have theirs alike.
+A piece has the memory order of the whole, except that a chunk's dimension is outermost. So a chunk is one contiguous
+range of a collective's message, and parameter, gradient and state have the same memory order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def order_of_pieces(spec: TensorSpec, placements: Sequence[Placement]) -> tuple[
 
 
 def local_spec(spec: TensorSpec, placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> TensorSpec:
-    """This rank's spec of a tensor: as the tensor itself where the rank has all of it, else a dense piece."""
+    """This rank's spec of a tensor: the tensor's own if the rank has all of it, otherwise a dense piece."""
     if not any(isinstance(p, (Shard, Chunk)) for p in placements):
         return spec
     shape = local_shape(spec.shape, placements, axes)
@@ -43,15 +43,15 @@ def local_spec(spec: TensorSpec, placements: Sequence[Placement], axes: Sequence
 
 
 def local_piece(tensor: Tensor, placements: Sequence[Placement], axes: Sequence[ShardAxis]) -> Tensor:
-    """What this rank holds of a whole tensor: a view where it is one range, else a copy.
+    """This rank's part of a whole tensor: a view if it is one range, otherwise a copy.
 
     Args:
         tensor: the whole tensor.
-        placements: how it lies, one entry an axis.
+        placements: one entry per axis.
         axes: the mesh as the rank sees it.
 
     Raises:
-        ValueError: for a partial sum, of which a whole tensor does not say what a rank holds.
+        ValueError: for a partial sum, whose parts do not follow from the whole.
     """
     for placement, axis in zip(placements, axes, strict=True):
         if isinstance(placement, Partial):

@@ -1,13 +1,13 @@
-"""Process groups shared by the Trainers of a process, so that many fits hold no more than one.
+"""Process groups shared by the Trainers of a process, so that many fits need no more than one.
 
-A group costs three threads, five sockets (gloo, two ranks) and 20 ms, and cannot end with its Trainer: sharded
-parameters stay DTensors on its mesh. So the groups of a layout are kept as long as the default process group, and
-Trainers of one layout take turns on them, or nest.
+A group costs three threads, five sockets (gloo, two ranks) and 20 ms. It cannot end with its Trainer, because sharded
+parameters stay DTensors on its mesh. So the groups of a layout live as long as the default process group, and Trainers
+of one layout use them one after the other, or nested.
 
-What one Trainer left is taken by the next only if nothing hangs in it. After an exception on one rank alone a
-collective may still wait there, and would meet a collective of the next Trainer. So all ranks compare how many
+The next Trainer takes over groups only if no collective hangs in them. After an exception on one rank alone, a
+collective may still wait there and would meet a collective of the next Trainer. So all ranks compare how many
 collectives each has begun in each group, and reduce one number on it. A group that fails is ended and replaced, also
-under the tensors that lie on it (``mesh.known_mesh``).
+for the tensors on it (``mesh.known_mesh``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOK_AGAIN = 0.1
 
 
 class GroupOwner(Protocol):
-    """What works on process groups of its own."""
+    """An object with process groups of its own."""
 
     def groups(self) -> Mapping[str, Any]:
         """This rank's process groups, by names that are the same on all ranks."""
@@ -64,11 +64,11 @@ def make_host_group() -> HostGroup:
 
 @dataclass(eq=False)
 class Lease:
-    """What one Trainer uses, from its setup to its teardown.
+    """The groups that one Trainer uses, from setup to teardown.
 
     Args:
-        timeout: of the groups' collectives while it is the youngest that has not ended.
-        kept: what it uses.
+        timeout: of the groups' collectives while this is the youngest active lease.
+        kept: the groups.
     """
 
     timeout: timedelta
@@ -76,7 +76,7 @@ class Lease:
 
     @property
     def owners(self) -> list[Any]:
-        """What was asked for, in order."""
+        """The requested owners, in order."""
         return [kept.owner for kept in self.kept]
 
     def end(self) -> None:
@@ -103,7 +103,7 @@ class _Kept:
         return {(name, tuple(dist.get_process_group_ranks(g))): private.collectives_begun(g) for name, g in groups}
 
     def answers(self) -> bool:
-        """Whether a small collective comes to an end in each group; NCCL ends the process where one does not."""
+        """Whether a small collective completes in each group. If it does not, NCCL ends the process."""
         found = True
         options = dist.AllreduceOptions()
         options.timeout = PATIENCE
@@ -211,18 +211,18 @@ _POOLS: weakref.WeakKeyDictionary[Any, _Pool] = weakref.WeakKeyDictionary()
 
 
 def lease_groups(wanted: Mapping[Hashable, Callable[[], Any]], timeout: timedelta | None) -> Lease:
-    """What a Trainer needs, made by all ranks together or taken over from the Trainers before it.
+    """The groups of a Trainer, created by all ranks together or taken over from earlier Trainers.
 
     Args:
-        wanted: by a key that says everything about it but its timeout, how it is made (a :class:`GroupOwner`).
+        wanted: for each key, which describes everything but the timeout, a function that creates a :class:`GroupOwner`.
         timeout: of the collectives of this Trainer.
 
     Returns:
         the lease, whose ``owners`` are what was wanted, in order.
 
     Raises:
-        ConfigurationError: on all ranks, where they want different ones.
-        RankDisagreementError: other ranks make no Trainer within ``timeout``.
+        ConfigurationError: on all ranks, if they want different ones.
+        RankDisagreementError: other ranks create no Trainer within ``timeout``.
     """
     world: Any = dist.group.WORLD
     pool = _POOLS.setdefault(world, _Pool())

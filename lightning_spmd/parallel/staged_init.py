@@ -1,13 +1,13 @@
-"""Building a model that no rank could hold whole: every layer is sharded as soon as it is built.
+"""Builds a model that no rank could hold whole: every layer is sharded as soon as it is built.
 
-While a model is built, the parameters of each module are cut into chunks the moment the module is registered in its
-parent: at no time does a rank hold more than its part and the layer under construction. Layers draw their initial
-values as they would on one device, in the same order, so the values are the same for the same seed.
+While a model is built, the parameters of each module are cut into chunks when the module is registered in its parent. A
+rank never holds more than its part and the layer under construction. Layers draw their initial values as on one device,
+in the same order, so the values are the same for the same seed.
 
-What is done to a parameter afterwards (a second initialisation by ``self.apply``) is done to the whole of it, one
-parameter at a time. A write through a view of it (``weight[0].zero_()``) could not reach the chunks and is refused.
+Later changes of a parameter (a second initialisation by ``self.apply``) work on the whole parameter, one at a time. A
+write through a view of it (``weight[0].zero_()``) could not reach the chunks and is refused.
 
-The idea is deferred initialisation without a second program to replay: PyTorch FSDP (arXiv:2304.11277, section 4.1) and
+This is deferred initialisation without a second program to replay: PyTorch FSDP (arXiv:2304.11277, section 4.1) and
 torchdistX record operators on fake tensors instead.
 """
 
@@ -31,7 +31,7 @@ _TRANSPARENT = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class _WholeParameters(private.TorchDispatchMode):
-    """Operators on staged parameters work on the whole of them; what they write goes back into the chunks."""
+    """Operators on staged parameters work on whole parameters; their writes go back into the chunks."""
 
     def __init__(self, state: StateMesh) -> None:
         super().__init__()
@@ -103,11 +103,11 @@ def sharded_as_built(state: StateMesh) -> Iterator[None]:
 
 
 def materialize(module: nn.Module, device: torch.device, state: StateMesh | None) -> None:
-    """Give parameters on the meta device their initial values, layer by layer.
+    """Initialise parameters on the meta device, layer by layer.
 
     Args:
         module: the whole model.
-        device: where its tensors shall be.
+        device: the device for its tensors.
         state: a mesh with one axis on which every layer is cut into chunks at once; None: layers stay whole.
 
     Raises:

@@ -83,7 +83,7 @@ private.leave_order_of_shards_alone(BlockShard)
 
 
 class StateMesh:
-    """The mesh, as state that lies on it needs it.
+    """The mesh in the form that state needs.
 
     Args:
         mesh: the mesh of the run.
@@ -95,13 +95,13 @@ class StateMesh:
 
     # ------------------------------------------------------------------ to parts
     def part(self, tensor: Tensor, placements: Placements) -> Tensor:
-        """This rank's part of a whole tensor, in storage of its own, laid out as graphs take it."""
+        """This rank's part of a whole tensor, in storage of its own, in the memory order of graphs."""
         spec = local_spec(densely(TensorSpec.of(tensor)), placements, self.axes)
         new = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
         return new.copy_(local_piece(tensor, placements, self.axes))
 
     def wrap(self, local: Tensor, whole: TensorSpec, placements: Placements) -> Tensor:
-        """The DTensor of which ``local`` is this rank's part. It says of itself that it lies as the whole does."""
+        """The DTensor of which ``local`` is this rank's part. Its strides are those of the whole."""
         return DTensor.from_local(
             local,
             self.mesh.state_mesh,
@@ -112,13 +112,13 @@ class StateMesh:
         )
 
     def shard(self, tensor: Tensor, placements: Placements) -> Tensor:
-        """The DTensor of a whole tensor; the tensor itself where every rank keeps all of it."""
+        """The DTensor of a whole tensor; the tensor itself if every rank keeps all of it."""
         if not is_sharded(placements):
             return tensor
         return self.wrap(self.part(tensor, placements), TensorSpec.of(tensor), placements)
 
     def part_like(self, other: Tensor, tensor: Tensor) -> Tensor:
-        """The DTensor of a whole tensor that lies as another one does."""
+        """The DTensor of a whole tensor with the placements of another DTensor."""
         return self.shard(tensor, self.placements_of(other)) if isinstance(other, DTensor) else tensor
 
     def _torch_placements(self, placements: Placements) -> list[Any]:
@@ -191,7 +191,7 @@ def _joined(value: Tensor, placement: Chunk | Shard, axis: ShardAxis, size: int,
 
 # ---------------------------------------------------------------------- modules
 def broadcast_from_first(tensor: Tensor) -> None:
-    """Give all ranks rank 0's values. Backends send memory as it is, so what has gaps goes as a plain copy."""
+    """Give all ranks rank 0's values. Backends send raw memory, so tensors with gaps are sent as plain copies."""
     value = tensor.detach()
     for dim, stride in enumerate(value.stride()):
         value = value.narrow(dim, 0, min(1, value.shape[dim])) if stride == 0 else value  # an expanded dimension
@@ -202,7 +202,7 @@ def broadcast_from_first(tensor: Tensor) -> None:
 
 
 def in_place_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """The parameter that comes where ``old`` was, with what the user wrote on that (``p.no_decay = True``)."""
+    """A parameter that replaces ``old``, with the attributes that users set on that (``p.no_decay = True``)."""
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     vars(new).update({key: tag for key, tag in vars(old).items() if key not in vars(new)})
     return new
@@ -215,9 +215,9 @@ def shard_module(
 
     Args:
         module: the whole model.
-        plan: how parameters lie.
+        plan: the placement of parameters.
         state: the mesh.
-        staging: the mesh on which parameters that are in chunks already lie; each is put together for a moment.
+        staging: the mesh on which parameters in chunks are already; each is gathered for a moment.
 
     Returns:
         (name, what was there, what is there now) of each.

@@ -63,14 +63,14 @@ class ResolvedPlan:
 def resolve_plan(
     module: nn.Module, plan: StylePlan, size: int, *, sequence_parallel: bool = False, prefix: str = ""
 ) -> ResolvedPlan:
-    """How every parameter and buffer of ``module`` lies on a tensor axis of ``size`` ranks.
+    """The placement of every parameter and buffer of ``module`` on a tensor axis of ``size`` ranks.
 
     Args:
         module: the model, perhaps on the meta device: only names and shapes are read.
         plan: the user's plan.
         size: number of ranks of the axis.
         sequence_parallel: keep activations between split layers as pieces of the sequence (dimension 1).
-        prefix: what stands before every name, with its dot.
+        prefix: prefix of every name, with its dot.
 
     Raises:
         ConfigurationError: a pattern matches nothing, a style is unknown or cannot be applied, tied parameters are
@@ -151,20 +151,20 @@ def _with_ties(tensors: Mapping[str, Tensor], wanted: Mapping[str, Placement]) -
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """What lies where on the tensor axis; a ``parallel_plan.ParallelPlan`` that plans activations, too.
+    """Placements on the tensor axis; a ``parallel_plan.ParallelPlan`` that also plans activations.
 
-    The batch is on every rank. Optimizer state and gradients of a parameter's shape lie like the parameter, anything
-    else is replicated, and so is all that Python reads.
+    The batch is on every rank. Optimizer state and gradients with a parameter's shape are placed like the parameter.
+    Everything else is replicated, including all values that Python reads.
 
     Args:
-        resolved: where the parameters lie.
+        resolved: the placements of parameters.
     """
 
     resolved: ResolvedPlan
 
     @property
     def needs_graphs(self) -> bool:
-        """Where a layer is split, no rank can compute it alone."""
+        """No rank can compute a split layer alone."""
         return self.shards_parameters
 
     @property

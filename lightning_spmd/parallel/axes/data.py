@@ -1,4 +1,4 @@
-"""The data axis: every rank has a batch of its own; state may lie in chunks over it (ZeRO)."""
+"""The data axis: each rank has its own batch, and state may be in chunks over it (ZeRO)."""
 
 from lightning_spmd.parallel.axes.kind import AxisKind
 from lightning_spmd.parallel.parallel_plan import data_parallel_plan

@@ -1,4 +1,4 @@
-"""What is to be known of a kind of mesh axis."""
+"""The description of a kind of mesh axis."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_spmd.parallel.parallel_plan import ParallelPlan
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """What the user asks of the mesh; ``SPMDStrategy`` says what each means.
+    """The user's options of the mesh; ``SPMDStrategy`` explains them.
 
     Args:
         data_parallel: name of the plan of the data axis.
-        data_parallel_size: ranks among which the batch is split.
+        data_parallel_size: number of ranks over which the batch is split.
         context_parallel_size: ranks that share each sequence.
         tensor_parallel_size: ranks that share each layer.
-        layers: gives the tensor axis' plan.
+        layers: returns the tensor axis' plan.
     """
 
     data_parallel: str
@@ -34,11 +34,11 @@ class AxisKind:
 
     Args:
         name: in meshes, graphs and messages.
-        batch_dim: the dimension of the batch that its ranks split. Only where that is 0 do they hold different batches.
-        holds_chunks: whether state that is sharded by ZeRO lies in chunks over it.
-        splits_layers: whether a rank's part of a parameter may be several pieces of it.
+        batch_dim: the dimension of the batch that its ranks split. Only if it is 0 do they hold different batches.
+        holds_chunks: whether state sharded by ZeRO is in chunks over it.
+        splits_layers: whether a rank's part of a parameter may consist of several pieces.
         size: how many ranks the user wants; ``"auto"``: all that are left.
-        plan: how things lie on it, given whether gradients leave the graph as their sum over the ranks.
+        plan: its plan, given whether gradients leave the graph as their sum over the ranks.
     """
 
     name: str

@@ -219,7 +219,7 @@ class Meeting:
         return functools.partial(log_global, rows=self.rows)
 
     def weighed(self, returned: Any, rows: Any) -> tuple[Any, float]:
-        """The result of a step that ran eagerly, with the loss of all ranks; the mean of its gradients is that of all ranks.
+        """The result of a step that ran eagerly, with the loss of all ranks. Its gradients average to theirs.
 
         Also the factor for gradients that exist already.
 
