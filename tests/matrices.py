@@ -41,7 +41,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "[zero3-2-gpt_tied-plain]",
         "test_every_optimizer_works_on_chunks[zero3-adagrad]",
     ),
-    "tests/strategy/test_metric_losses.py": ("test_ranks_train", "[Set]"),
+    "tests/strategy/logging/test_metric_losses.py": ("test_ranks_train", "[Set]"),
     "tests/scale/test_two_hosts.py": ("test_two_hosts_measure_the_simulated_accelerator",),
     "tests/stages/expand/test_context_parallel.py": (
         "[llama-cp4-True]",
@@ -60,20 +60,20 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/stages/passes/test_fuse_optimizer_training.py": ("[clip_value]", "[nadam]"),
     "tests/stages/passes/test_offload_activations.py": ("[0.3-", "test_on_ranks"),
     "tests/stages/passes/test_sharded_collectives.py": ("[8-60",),
-    "tests/strategy/test_local_batches.py": (
+    "tests/strategy/batches/test_local_batches.py": (
         "[zero2]",
         "[zero3]",
         "[Turned]",
         "test_accumulated_and_clipped_gradients",
     ),
-    "tests/strategy/test_varying_sizes.py": (
+    "tests/strategy/reads_and_sizes/test_varying_sizes.py": (
         "[Writes-",
         "[Asks-",
         "[Convolution-",
         "test_one_row_is_a_size_of_its_own",
         "{'data_parallel': 'zero3'}",
     ),
-    "tests/strategy/test_by_hand.py": (
+    "tests/strategy/by_hand/test_by_hand.py": (
         "test_four_ranks",
         "test_rare_ways",
         "trainer[ZeroedInPlace]",
@@ -81,7 +81,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "trainer[Joint]",
         "trainer[Toggled]",
     ),
-    "tests/strategy/test_bf16_updates.py": (
+    "tests/strategy/optimizers/test_bf16_updates.py": (
         "test_checkpoints_of_other_updates_go_on[auto-",
         "test_checkpoints_of_other_updates_go_on[{'bf16_updates': 'stochastic'}-",
         "test_masters_on_two_ranks[{}]",
@@ -104,17 +104,17 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_a_recurrent_model",
         "test_hooks_on_gradients[plain]",
     ),
-    "tests/strategy/test_checkpoint_matrix.py": (
+    "tests/strategy/checkpoints/test_checkpoint_matrix.py": (
         "test_another_models_checkpoint_is_refused_by_name[zero3 folder]",
         "test_a_plain_trainer_resumes[zero2]",
     ),
-    "tests/strategy/test_loss_scaling.py": (
+    "tests/strategy/optimizers/test_loss_scaling.py": (
         "test_resume_is_exact_from_and_to_eager[auto-auto]",
         "'gradient_clip_val': 0.01",
         "{'accumulate_grad_batches': 3}]",
         "test_losses_scale_and_weights_are_those_of_one_device[adam]",
     ),
-    "tests/strategy/test_loss_scaling_on_ranks.py": (
+    "tests/strategy/optimizers/test_loss_scaling_on_ranks.py": (
         "[split-",
         "[accumulated, fused-",
         "fused-tp2]",
@@ -122,14 +122,14 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_parts_on_two_axes",
         "test_the_scale_goes_through_checkpoints_of_parts",
     ),
-    "tests/strategy/test_fence.py": ("[no look]", "sees_the_same[logger]"),
-    "tests/strategy/test_ahead.py": ("leave_no_trace[Net]",),
-    "tests/strategy/test_lowering.py": ("test_lowered_training_is_training_and_a_second_start_compiles_nothing",),
-    "tests/strategy/test_rematerialize.py": ("test_training_on_two_ranks_keeps_its_bits",),
+    "tests/strategy/hooks/test_fence.py": ("[no look]", "sees_the_same[logger]"),
+    "tests/strategy/hooks/test_ahead.py": ("leave_no_trace[Net]",),
+    "tests/strategy/plans/test_lowering.py": ("test_lowered_training_is_training_and_a_second_start_compiles_nothing",),
+    "tests/strategy/plans/test_rematerialize.py": ("test_training_on_two_ranks_keeps_its_bits",),
     "tests/cuda/test_rematerialized.py": ("test_on_gpus_bytes_are_given_back",),
-    "tests/strategy/test_drawn_numbers.py": ("eagers[Generators]", "eagers[Numbers]", "eagers[Mixup]"),
-    "tests/strategy/test_printed_values.py": ("in_graphs[Texts]",),
-    "tests/strategy/test_logger_calls.py": (
+    "tests/strategy/following/test_drawn_numbers.py": ("eagers[Generators]", "eagers[Numbers]", "eagers[Mixup]"),
+    "tests/strategy/following/test_printed_values.py": ("in_graphs[Texts]",),
+    "tests/strategy/logging/test_logger_calls.py": (
         "[Usual-clipped]",
         "[Asking-accumulated]",
         "[zero2]",
@@ -137,17 +137,20 @@ ROWS: dict[str, tuple[str, ...]] = {
         "[paused]",
         "[evaluated]",
     ),  # fmt: skip
-    "tests/strategy/test_decisions_by_hand.py": ("-replicate]", "-zero2]", "[LooksAtTheLoss-zero3]"),
-    "tests/strategy/test_objects_of_the_step.py": ("[_Copied]", "[_Bound]"),
-    "tests/strategy/test_step_statistics.py": ("test_a_csv_file", "test_a_step_is_all_batches"),
-    "tests/strategy/test_evaluation.py": ("test_two_ranks_equal_one_device[24]",),
-    "tests/strategy/test_memory_layouts.py": (
+    "tests/strategy/by_hand/test_decisions_by_hand.py": ("-replicate]", "-zero2]", "[LooksAtTheLoss-zero3]"),
+    "tests/strategy/following/test_objects_of_the_step.py": ("[_Copied]", "[_Bound]"),
+    "tests/strategy/following/test_step_statistics.py": ("test_a_csv_file", "test_a_step_is_all_batches"),
+    "tests/strategy/evaluation/test_evaluation.py": ("test_two_ranks_equal_one_device[24]",),
+    "tests/strategy/batches/test_memory_layouts.py": (
         "test_gradients_that_a_hook_replaces_may_lie_as_they_like[replicate]",
         "[zero2-adam_foreach-flags1]",
     ),
-    "tests/strategy/test_overlap.py": ("[mlp-adamw_amsgrad_foreach-plain]", "'val_check_interval': 3"),
-    "tests/strategy/test_python_state.py": ("test_some_kinds_on_two_ranks_equal_one_device",),
-    "tests/strategy/test_sharded_modules.py": ("test_recurrent_layers[zero2]", "test_hooks_see_gradients[zero2-conv]"),
+    "tests/strategy/hooks/test_overlap.py": ("[mlp-adamw_amsgrad_foreach-plain]", "'val_check_interval': 3"),
+    "tests/strategy/following/test_python_state.py": ("test_some_kinds_on_two_ranks_equal_one_device",),
+    "tests/strategy/plans/test_sharded_modules.py": (
+        "test_recurrent_layers[zero2]",
+        "test_hooks_see_gradients[zero2-conv]",
+    ),
     "tests/untidy/test_untidy.py": (
         "eagerly[Attention]",
         "eagerly[BestSoFar]",
@@ -255,36 +258,36 @@ LONG: dict[str, tuple[str, ...]] = {
         "weights[swa]",
         "[bf16-true]",
     ),
-    "tests/strategy/test_bf16_updates.py": (
+    "tests/strategy/optimizers/test_bf16_updates.py": (
         "[auto-auto]",
         "[{'bf16_updates': 'stochastic'}-{'bf16",
         "test_masters_on_two_ranks[{'data_parallel': 'zero2'}]",
         "hold[{}]",
         "hold[{'data_parallel': 'zero2'}]",
     ),
-    "tests/strategy/test_by_hand.py": (
+    "tests/strategy/by_hand/test_by_hand.py": (
         "in_all_ways",
         "test_four_ranks_equal_one_device[Accumulated]",
         "test_four_ranks_equal_one_device[Averaged]",
         "test_four_ranks_equal_one_device[Penalized]",
     ),
-    "tests/strategy/test_checkpoint_matrix.py": (
+    "tests/strategy/checkpoints/test_checkpoint_matrix.py": (
         "test_a_file_holds_plain_tensors[zero2]",
         "test_a_plain_trainer_resumes[zero2]",
         "resumes[replicate]",
     ),
-    "tests/strategy/test_data_sizes.py": ("global_batch[Kinds]",),
-    "tests/strategy/test_drawn_numbers.py": ("draws[Decides]", "eagers[Chooses]"),
-    "tests/strategy/test_fence.py": (
+    "tests/strategy/reads_and_sizes/test_data_sizes.py": ("global_batch[Kinds]",),
+    "tests/strategy/following/test_drawn_numbers.py": ("draws[Decides]", "eagers[Chooses]"),
+    "tests/strategy/hooks/test_fence.py": (
         "[one rank, accumulated]",
         "[all look]",
         "[every third]",
     ),
-    "tests/strategy/test_local_batches.py": (
+    "tests/strategy/batches/test_local_batches.py": (
         "weighted_mean[zero2]",
         "[Sometimes]",
     ),
-    "tests/strategy/test_loss_scaling_on_ranks.py": (
+    "tests/strategy/optimizers/test_loss_scaling_on_ranks.py": (
         "[hybrid]",
         "test_the_scale_goes_through_checkpoints_of_parts[False]",
         "[clipped-zero2]",
@@ -294,7 +297,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "[split-zero3]",
         "[accumulated, fused-tp2]",
     ),
-    "tests/strategy/test_lowering.py": (
+    "tests/strategy/plans/test_lowering.py": (
         "1e_4[gpt-adamw-inductor]",
         "on_two_ranks_is_within_1e_4[gpt-zero3]",
         "[gpt-sgd-inductor]",
@@ -309,32 +312,32 @@ LONG: dict[str, tuple[str, ...]] = {
         "1e_4[mlp-zero3]",
         "1e_4[mlp-replicate]",
     ),
-    "tests/strategy/test_many_fits.py": (
+    "tests/strategy/runs/test_many_fits.py": (
         "test_a_module_outlives_its_trainer",
         "test_after_one_rank_failed_alone[replicate]",
     ),
-    "tests/strategy/test_memory_layouts.py": (
+    "tests/strategy/batches/test_memory_layouts.py": (
         "replaces_may_lie_as_they_like[zero3]",
         "test_what_nobody_updates_may_overlap[replicate]",
         "sees_lie_as_their_parameters[replicate]",
     ),
-    "tests/strategy/test_metric_losses.py": ("[KeptLosses]",),
-    "tests/strategy/test_overlap.py": (
+    "tests/strategy/logging/test_metric_losses.py": ("[KeptLosses]",),
+    "tests/strategy/hooks/test_overlap.py": (
         "[mlp-radam-plain]",
         "'val_check_interval': 3",
         "[conv-sgd-accumulate]",
     ),
-    "tests/strategy/test_pauses.py": ("[one rank-2]", "[loss-1]", "[halve-2]", "[rate-3]", "[zero2-read]"),
-    "tests/strategy/test_printed_values.py": ("global_batch[Numbers]",),
-    "tests/strategy/test_rematerialize.py": ("bits[replicate]",),
-    "tests/strategy/test_requeue.py": ("end[flags",),
-    "tests/strategy/test_sharded_modules.py": (
+    "tests/strategy/hooks/test_pauses.py": ("[one rank-2]", "[loss-1]", "[halve-2]", "[rate-3]", "[zero2-read]"),
+    "tests/strategy/following/test_printed_values.py": ("global_batch[Numbers]",),
+    "tests/strategy/plans/test_rematerialize.py": ("bits[replicate]",),
+    "tests/strategy/ranks/test_requeue.py": ("end[flags",),
+    "tests/strategy/plans/test_sharded_modules.py": (
         "test_configure_model_gives_the_values_of_one_device[zero2]",
         "test_evaluation_under_every_plan[zero2]",
     ),
-    "tests/strategy/test_step_statistics.py": ("test_iterations_that_pause",),
-    "tests/strategy/test_whole_state.py": ("waits_for_nobody[zero2]",),
-    "tests/strategy/test_varying_sizes.py": (
+    "tests/strategy/following/test_step_statistics.py": ("test_iterations_that_pause",),
+    "tests/strategy/optimizers/test_whole_state.py": ("waits_for_nobody[zero2]",),
+    "tests/strategy/reads_and_sizes/test_varying_sizes.py": (
         "test_two_ranks_equal_one_device[{'overlap",
         "test_graphs_that_were_not_used",
         "test_rows_and_lengths_vary_together",

@@ -21,8 +21,9 @@ from tests.helpers.by_hand import data
 from tests.helpers.by_hand_rare import RARE
 from tests.helpers.modules import GPT, samples
 from tests.helpers.molecules import collate, molecules
-from tests.strategy import test_data_sizes, test_packed_sequences, test_reads
+from tests.strategy.batches import test_packed_sequences
 from tests.strategy.local_cases import Chemist
+from tests.strategy.reads_and_sizes import test_data_sizes, test_reads
 from tests.strategy.small import rows
 
 

@@ -18,8 +18,8 @@ from tests.helpers.molecules import collate, molecules
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import Result, assert_bitwise, assert_compiled, assert_equals_one_device, fit
 from tests.strategy import local_cases
+from tests.strategy.reads_and_sizes.test_reads import WAYS, _in_order
 from tests.strategy.small import ROWS, Net, assert_as_eager, rows, run
-from tests.strategy.test_reads import WAYS, _in_order
 
 STEPS = 50
 GANS = ["Gan", "Penalized"]

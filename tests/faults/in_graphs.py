@@ -47,7 +47,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/capture/followed_trace.py",
         "predicate = decisions.guard(placeholders) if decisions else None",
         "predicate = None",
-        ("tests/strategy/test_guards.py", f"{ONE_DEVICE}::test_every_optimizer_is_bitwise"),
+        ("tests/strategy/runs/test_guards.py", f"{ONE_DEVICE}::test_every_optimizer_is_bitwise"),
     ),
     Mutant(
         "a word in a call may be another one",
@@ -87,7 +87,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/capture/follow/placeholders.py",
         "        placeholder.data = value.detach()\n",
         "        pass\n",
-        (FOLLOWED, "tests/strategy/test_side_effects.py"),
+        (FOLLOWED, "tests/strategy/following/test_side_effects.py"),
     ),
     Mutant(
         "numbers in calls are those of the first step",
@@ -95,14 +95,14 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/capture/followed_trace.py",
         "self._host_values[name] = functools.partial(_number, live, (depth, place))",
         "self._host_values[name] = functools.partial(_itself, value)",
-        (FOLLOWED, "tests/strategy/test_python_in_training_step.py"),
+        (FOLLOWED, "tests/strategy/following/test_python_in_training_step.py"),
     ),
     Mutant(
         "what Python makes of a value that it reads is what it made in the step before",
         CAPTURE,
         "strategy/steps/following.py",
-        "        numbers = self._step.numbers_between(last.depth + 1, len(self._step.notes))\n",
-        "        numbers = self._live.numbers\n",
+        "        self._numbers |= numbers\n",
+        "        self._numbers |= {key: self._live.numbers.get(key, value) for key, value in numbers.items()}\n",
         (FOLLOWED,),
     ),
     Mutant(
@@ -111,7 +111,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "ir/reads.py",
         "        self._counts.counts.put(self._counts.first, found)\n",
         "        pass\n",
-        ("tests/strategy/test_followed_counts.py",),
+        ("tests/strategy/reads_and_sizes/test_followed_counts.py",),
     ),
     Mutant(
         "a first step that is not like the others is taken for one of them",
@@ -119,7 +119,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/capture/optimizer/newborn_state.py",
         "return first_difference(first, steady, births) is None",
         "return True",
-        ("tests/strategy/test_first_step.py",),
+        ("tests/strategy/optimizers/test_first_step.py",),
     ),
     Mutant(
         "a predicate guard is content with any answer",
@@ -127,7 +127,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "ir/guards.py",
         "            if new != old:\n",
         "            if new is None:\n",
-        ("tests/strategy/test_guards.py", f"{ONE_DEVICE}::test_every_optimizer_is_bitwise"),
+        ("tests/strategy/runs/test_guards.py", f"{ONE_DEVICE}::test_every_optimizer_is_bitwise"),
     ),
     # ------------------------------------------------------------------ expansion
     Mutant(
@@ -226,7 +226,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/expand/program.py",
         "if self._fakes.is_lazy(operand) or not is_plain(source) or not self._lies_alike(operand):",
         "if self._fakes.is_lazy(operand) or not self._lies_alike(operand):",
-        (f"{OPERATORS}", "tests/stages/expand/test_layouts.py", "tests/strategy/test_layouts.py"),
+        (f"{OPERATORS}", "tests/stages/expand/test_layouts.py", "tests/strategy/batches/test_layouts.py"),
     ),
     Mutant(
         "the order of dimensions is not turned back after a reduction",
@@ -234,7 +234,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/expand/reduce_scatter.py",
         "return permuted(program, node, [order.index(d) for d in range(len(order))])",
         "return permuted(program, node, list(order))",
-        ("tests/stages/expand", "tests/strategy/test_layouts.py"),
+        ("tests/stages/expand", "tests/strategy/batches/test_layouts.py"),
     ),
     Mutant(
         "blocks of a fused layer are split as if they were one",
@@ -365,7 +365,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/phases/split.py",
         '        if self.touches.root(node) not in self.entries or not isinstance(node.meta.get("val"), TensorSpec):\n',
         "        if True:\n",
-        ("tests/stages/phases", "tests/strategy/test_overlap.py"),
+        ("tests/stages/phases", "tests/strategy/hooks/test_overlap.py"),
     ),
     Mutant(
         "late updates come behind those who read the weights",
@@ -373,7 +373,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/phases/follow.py",
         "        places[first_conflict(touch, early, body)].extend(nodes)\n",
         "        places[None].extend(nodes)\n",
-        ("tests/stages/phases", "tests/strategy/test_overlap.py"),
+        ("tests/stages/phases", "tests/strategy/hooks/test_overlap.py"),
     ),
     Mutant(
         "what decides about the next graph may come late",
@@ -381,7 +381,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/phases/deferral.py",
         "    if touch.writes & guarded:\n",
         "    if False:\n",
-        ("tests/stages/phases", "tests/strategy/test_overlap.py"),
+        ("tests/stages/phases", "tests/strategy/hooks/test_overlap.py"),
     ),
     Mutant(
         "pending updates are forgotten where another graph cannot take them over",
@@ -391,7 +391,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "            self.flush()\n",
         "        if self._pending is not None and not executable.can_follow(self._pending):\n"
         "            self._pending = None\n",
-        ("tests/strategy/test_overlap.py",),
+        ("tests/strategy/hooks/test_overlap.py",),
     ),
     Mutant(
         "validation sees weights that are an update behind",
@@ -399,7 +399,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "strategy/user_hooks/overlap.py",
         '        """Before validation, also in mid-epoch."""\n        self._flush()\n',
         '        """Before validation, also in mid-epoch."""\n',
-        ("tests/strategy/test_overlap.py",),
+        ("tests/strategy/hooks/test_overlap.py",),
     ),
     Mutant(
         "hooks between batches are not looked for",
@@ -407,7 +407,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "strategy/user_hooks/overlap.py",
         "found += [(callback, hook) for hook in _CALLBACK_HOOKS if _may_read(callback, hook)]",
         "found += []",
-        ("tests/strategy/test_overlap.py",),
+        ("tests/strategy/hooks/test_overlap.py",),
     ),
     Mutant(
         "a fence sees kernels alone, and not what Python asks of a tensor",
@@ -415,7 +415,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "strategy/user_hooks/fence.py",
         "with _SeesFunctions(watch), _SeesOperators(watch):",
         "with _SeesOperators(watch):",
-        ("tests/strategy/test_fence.py",),
+        ("tests/strategy/hooks/test_fence.py",),
     ),
     Mutant(
         "pending work goes to whatever is there when it is done",
@@ -423,7 +423,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/runtime/executor.py",
         "self._cleanup.run(*pending.inputs)",
         "self._cleanup.run(*self._cleanup.inputs((), pending.values))",
-        ("tests/strategy/test_fence.py",),
+        ("tests/strategy/hooks/test_fence.py",),
     ),
     Mutant(
         "a step that was outvoted has counted",
@@ -431,7 +431,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/runtime/executor.py",
         "self.state.streams.tick -= 1  # this run has not been",
         "pass",
-        ("tests/strategy/test_ahead.py",),
+        ("tests/strategy/hooks/test_ahead.py",),
     ),
     Mutant(
         "a graph asks behind its first effect",
@@ -439,6 +439,6 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "stages/runtime/ahead.py",
         "with graph.inserting_before(end if effect is None else made[effect]):",
         "with graph.inserting_before(end):",
-        ("tests/strategy/test_ahead.py",),
+        ("tests/strategy/hooks/test_ahead.py",),
     ),
 )

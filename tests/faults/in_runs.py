@@ -23,7 +23,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "stages/runtime/live_state.py",
         "                    return lambda: tensors[name]\n",
         "                    kept = tensors[name]\n                    return lambda: kept\n",
-        ("tests/strategy/test_hooks.py", "tests/strategy/test_features.py"),
+        ("tests/strategy/hooks/test_hooks.py", "tests/strategy/runs/test_features.py"),
     ),
     Mutant(
         "new state is not stored",
@@ -31,7 +31,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "stages/runtime/executor.py",
         "            write(outputs[position])\n",
         "            pass\n",
-        ("tests/strategy/test_first_step.py", f"{ONE_DEVICE}::test_world_size_one"),
+        ("tests/strategy/optimizers/test_first_step.py", f"{ONE_DEVICE}::test_world_size_one"),
     ),
     Mutant(
         "an output stays in the memory of a CUDA graph",
@@ -88,7 +88,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/graphs/vote.py",
         "same = not vote.missing and vote.graph[0] == vote.graph[1]",
         "same = not vote.missing",
-        ("tests/strategy/test_guards.py", "tests/strategy/test_batches.py", "tests/strategy"),
+        ("tests/strategy/runs/test_guards.py", "tests/strategy/batches/test_batches.py", "tests/strategy"),
     ),
     Mutant(
         "the vote on the number of rows is skipped",
@@ -96,7 +96,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/graphs/vote.py",
         "    if vote.rows[0] != vote.rows[1]:\n",
         "    if vote.rows[1] < 0:\n",
-        ("tests/strategy/test_features.py::test_ranks_with_different", "tests/strategy/test_batches.py"),
+        ("tests/strategy/runs/test_features.py::test_ranks_with_different", "tests/strategy/batches/test_batches.py"),
     ),
     Mutant(
         "graphs of the ranks are not compared",
@@ -112,7 +112,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "parallel/shared_groups.py",
         "            if not _agree([begun for _, begun in sides]):\n",
         "            if None in [begun for _, begun in sides]:\n",
-        ("tests/strategy/test_many_fits.py::test_a_collective_left",),
+        ("tests/strategy/runs/test_many_fits.py::test_a_collective_left",),
     ),
     # ------------------------------------------------------------------ strategy
     Mutant(
@@ -121,7 +121,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/training.py",
         "trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:\n            iteration.gradients.clear()",
         "trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:\n            pass",
-        ("tests/strategy/test_hooks.py", "tests/strategy/test_features.py"),
+        ("tests/strategy/hooks/test_hooks.py", "tests/strategy/runs/test_features.py"),
     ),
     Mutant(
         "gradients of a rank's own batch that ran eagerly are taken for all ranks'",
@@ -129,7 +129,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/training.py",
         "            if self._are_shares:\n",
         "            if False:\n",
-        ("tests/strategy/test_followed_local_batches.py", "tests/strategy"),
+        ("tests/strategy/batches/test_followed_local_batches.py", "tests/strategy"),
     ),
     Mutant(
         "the eager path adds gradients up instead of averaging them",
@@ -137,7 +137,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/steps/eager_path.py",
         "        flat /= world_size\n",
         "        flat /= 1 if world_size else 1\n",
-        ("tests/strategy/test_features.py", "tests/strategy/test_more_features.py"),
+        ("tests/strategy/runs/test_features.py", "tests/strategy/runs/test_more_features.py"),
     ),
     Mutant(
         "logged values of uneven batches weigh alike",
@@ -145,7 +145,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/steps/replay.py",
         '        said["batch_size"] = rows\n',
         '        said["batch_size"] = 1\n',
-        ("tests/strategy/test_batches.py", "tests/strategy/test_features.py"),
+        ("tests/strategy/batches/test_batches.py", "tests/strategy/runs/test_features.py"),
     ),
     Mutant(
         "a rank returns predictions for the rows of all",
@@ -153,7 +153,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/steps/evaluation.py",
         "own[position] = value.narrow(0, axis.offset(axis.total), axis.split[axis.rank])",
         "own[position] = value",
-        ("tests/strategy/test_predictions.py", "tests/strategy/test_evaluation.py"),
+        ("tests/strategy/evaluation/test_predictions.py", "tests/strategy/evaluation/test_evaluation.py"),
     ),
     Mutant(
         "evaluation draws from training's stream",
@@ -161,7 +161,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/steps/evaluation.py",
         "            self.context.streams.tick = stable_hash(place)\n",
         "            del place\n",
-        ("tests/strategy/test_evaluation.py",),
+        ("tests/strategy/evaluation/test_evaluation.py",),
     ),
     Mutant(
         "metrics are told to sync among ranks that share layers",
@@ -170,9 +170,9 @@ IN_RUNS: tuple[Mutant, ...] = (
         "                part.process_group = self.mesh.batch_group()\n",
         "                pass\n",
         (
-            "tests/strategy/test_shared_batches.py",
-            "tests/strategy/test_many_fits.py",
-            "tests/strategy/test_evaluation.py",
+            "tests/strategy/batches/test_shared_batches.py",
+            "tests/strategy/runs/test_many_fits.py",
+            "tests/strategy/evaluation/test_evaluation.py",
         ),
     ),
     # ------------------------------------------------------------------ state and checkpoints
@@ -190,7 +190,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "parallel/state.py",
         "replaced[id(parameter)] = replaced[id(new)] = new",
         "replaced[id(new)] = new\n                replaced[-1] = new",
-        (f"{PLANS}", "tests/strategy/test_sharded_modules.py"),
+        (f"{PLANS}", "tests/strategy/plans/test_sharded_modules.py"),
     ),
     Mutant(
         "tensor-parallel pieces are put together in the wrong order",
@@ -198,7 +198,10 @@ IN_RUNS: tuple[Mutant, ...] = (
         "parallel/state.py",
         "    return joined(parts, placement)\n\n",
         "    return joined(parts[::-1], placement)\n\n",
-        ("tests/parallel/test_state.py", "tests/strategy/test_checkpoint_matrix.py::test_a_plain_trainer_resumes"),
+        (
+            "tests/parallel/test_state.py",
+            "tests/strategy/checkpoints/test_checkpoint_matrix.py::test_a_plain_trainer_resumes",
+        ),
     ),
     Mutant(
         "optimizer state is not resumed where it is sharded",
@@ -206,7 +209,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/checkpoints/state_dicts.py",
         '    return {**loaded, "state": parts}\n',
         '    return {**loaded, "state": {}}\n',
-        ("tests/strategy/test_checkpoint.py", "tests/strategy/test_checkpoint_matrix.py"),
+        ("tests/strategy/checkpoints/test_checkpoint.py", "tests/strategy/checkpoints/test_checkpoint_matrix.py"),
     ),
     Mutant(
         "a checkpoint holds weights without the pending update",
@@ -214,7 +217,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/checkpoints/saving.py",
         "    def lightning_module_state_dict(self) -> dict[str, Any]:\n        self.flush()\n",
         "    def lightning_module_state_dict(self) -> dict[str, Any]:\n",
-        ("tests/strategy/test_overlap.py", "tests/strategy/test_checkpoint.py"),
+        ("tests/strategy/hooks/test_overlap.py", "tests/strategy/checkpoints/test_checkpoint.py"),
     ),
     Mutant(
         "the place in the random streams is not resumed",
@@ -222,7 +225,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/state/random_state.py",
         'streams.seed, streams.tick = state["streams"]["seed"], state["streams"]["tick"]',
         'streams.seed = state["streams"]["seed"]',
-        ("tests/strategy/test_checkpoint.py", "tests/strategy/test_checkpoint_matrix.py"),
+        ("tests/strategy/checkpoints/test_checkpoint.py", "tests/strategy/checkpoints/test_checkpoint_matrix.py"),
     ),
     Mutant(
         "random state of a resume in mid-epoch is restored too early",
@@ -230,7 +233,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/state/random_state.py",
         '        if self._resumed["within_epoch"] == within_epoch:\n',
         "        if not within_epoch:\n",
-        ("tests/strategy/test_checkpoint.py",),
+        ("tests/strategy/checkpoints/test_checkpoint.py",),
     ),
     Mutant(
         "a job that goes on begins its epoch's data anew",
@@ -238,7 +241,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/checkpoints/resumed_data.py",
         "done = 0 if progress.is_last_batch else progress.current.ready",
         "done = 0",
-        ("tests/strategy/test_requeue.py",),
+        ("tests/strategy/ranks/test_requeue.py",),
     ),
     Mutant(
         "a validation that was interrupted counts as done",
@@ -246,7 +249,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/ranks/requeue.py",
         "            private.validate_from_the_start(checkpoint)\n",
         "",
-        ("tests/strategy/test_requeue.py",),
+        ("tests/strategy/ranks/test_requeue.py",),
     ),
     Mutant(
         "child processes die of SLURM's signal",
@@ -254,7 +257,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "early_signals.py",
         "    signal.pthread_sigmask(signal.SIG_BLOCK, {number})\n",
         "",
-        ("tests/strategy/test_slurm_settings.py",),
+        ("tests/strategy/ranks/test_slurm_settings.py",),
     ),
     Mutant(
         "another job's checkpoint is taken",
@@ -262,6 +265,6 @@ IN_RUNS: tuple[Mutant, ...] = (
         "strategy/ranks/slurm.py",
         "if wrote == this or (",
         "if wrote or (",
-        ("tests/strategy/test_slurm_settings.py", "tests/strategy/test_requeue.py"),
+        ("tests/strategy/ranks/test_slurm_settings.py", "tests/strategy/ranks/test_requeue.py"),
     ),
 )

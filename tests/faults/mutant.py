@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 CAPTURE, EXPAND, PASSES, PHASES = "capture", "expand", "passes", "phases"
 RUNTIME, AGREEMENT, STATE, STRATEGY, CHECKPOINTS = "runtime", "agreement", "state", "strategy", "checkpoints"
-FOLLOWED = "tests/strategy/test_followed_calls.py"
+FOLLOWED = "tests/strategy/following/test_followed_calls.py"
 ONE_DEVICE = "tests/equality/test_one_device.py"
 OPERATORS = "tests/stages/expand/test_operators.py"
 PLANS = "tests/equality/test_plans.py"

@@ -49,12 +49,12 @@ def classify(context: Context) -> tuple[Mode, list[Finding]]:
 
 
 OWN_OPTIMIZER = "optimizers that are none of torch's own, LBFGS, Adafactor"
-_FIT = "tests/strategy/test_features.py"
-_HOOKS = "tests/strategy/test_gradient_hooks.py"
-_MORE = "tests/strategy/test_more_features.py"
-_PACKED = "tests/strategy/test_packed_sequences.py"
-_SCALING = "tests/strategy/test_loss_scaling.py"
-_WIDE = "tests/strategy/test_bf16_updates.py"
+_FIT = "tests/strategy/runs/test_features.py"
+_HOOKS = "tests/strategy/hooks/test_gradient_hooks.py"
+_MORE = "tests/strategy/runs/test_more_features.py"
+_PACKED = "tests/strategy/batches/test_packed_sequences.py"
+_SCALING = "tests/strategy/optimizers/test_loss_scaling.py"
+_WIDE = "tests/strategy/optimizers/test_bf16_updates.py"
 _EQUAL = "tests/equality/test_one_device.py"
 _SPLIT_NOTE = "p.grad is real and reduced when the hook runs; the update is a graph of its own"
 FEATURES: tuple[Feature, ...] = (
@@ -138,7 +138,7 @@ FEATURES: tuple[Feature, ...] = (
         "hooks between two steps that read p.grad (on_train_batch_end)",
         Mode.SPLIT,
         "found in their code; p.grad is real and reduced, and stays until the next step",
-        "tests/strategy/test_attacked.py::test_gradients_read_after_the_step",
+        "tests/strategy/following/test_attacked.py::test_gradients_read_after_the_step",
         late_gradient_readers,
     ),
     Feature(
@@ -186,33 +186,33 @@ FEATURES: tuple[Feature, ...] = (
         "backward hooks of modules, hooks on tensors and their grad_fn",
         Mode.COMPILED,
         "they run once in each step, when training_step has returned",
-        "tests/strategy/test_followed_module_hooks.py::test_hooks_on_backward_passes_of_modules_are_in_graphs",
+        "tests/strategy/hooks/test_followed_module_hooks.py::test_hooks_on_backward_passes_of_modules_are_in_graphs",
     ),
     Feature(
         OWN_OPTIMIZER,
         Mode.SPLIT,
         "gradients come from a graph, optimizer.step(closure) itself runs; each call of the closure runs that graph",
-        "tests/strategy/test_own_optimizers.py::test_an_optimizer_of_the_users_own_runs_in_every_step",
+        "tests/strategy/optimizers/test_own_optimizers.py::test_an_optimizer_of_the_users_own_runs_in_every_step",
         own_optimizer,
     ),
     Feature(
         "LBFGS and other optimizers that re-evaluate the closure, with sharded state or bf16_updates",
         Mode.EAGER,
         "the closure runs several times a step",
-        "tests/strategy/test_own_optimizers.py::test_a_closure_is_not_called_in_parts",
+        "tests/strategy/optimizers/test_own_optimizers.py::test_a_closure_is_not_called_in_parts",
         needs_closure,
     ),
     Feature(
         "manual optimization",
         Mode.COMPILED,
         "backward passes and steps in training_step are part of its graph; weights change in the middle of it",
-        "tests/strategy/test_by_hand.py::test_one_device_is_bitwise_the_eager_trainer",
+        "tests/strategy/by_hand/test_by_hand.py::test_one_device_is_bitwise_the_eager_trainer",
     ),
     Feature(
         "manual optimization with hooks on gradients or steps, 16-mixed, or a parameter in two optimizers",
         Mode.EAGER,
         "gradients are averaged over the ranks",
-        "tests/strategy/test_by_hand.py::test_what_is_no_graph_runs_eagerly",
+        "tests/strategy/by_hand/test_by_hand.py::test_what_is_no_graph_runs_eagerly",
         by_hand_eagerly,
     ),
     Feature(
@@ -240,7 +240,7 @@ FEATURES: tuple[Feature, ...] = (
         "tensor.data = x, hooks on parameters, torch.save of results, torch.distributed in training_step",
         Mode.EAGER,
         "that step runs without a graph, announced with file:line; after eight of them in a row all do",
-        "tests/strategy/test_assigned_data.py::test_assigned_data_runs_eagerly",
+        "tests/strategy/following/test_assigned_data.py::test_assigned_data_runs_eagerly",
     ),
     Feature(
         "StochasticWeightAveraging",
@@ -264,13 +264,13 @@ FEATURES: tuple[Feature, ...] = (
         "state anywhere in Python: objects, lists, files, clocks, random numbers of Python and NumPy",
         Mode.COMPILED,
         "training_step runs in every step, once; numbers that differ are inputs, other calls are other graphs",
-        "tests/strategy/test_python_state.py::test_what_changes_is_seen",
+        "tests/strategy/following/test_python_state.py::test_what_changes_is_seen",
     ),
     Feature(
         "StochasticWeightAveraging, WeightAveraging with sharded parameters",
         Mode.REJECTED,
         "they keep a whole copy of the model; use data_parallel='replicate' or 'zero2'",
-        "tests/strategy/test_attacked.py::test_weight_averaging_of_parts_is_refused",
+        "tests/strategy/following/test_attacked.py::test_weight_averaging_of_parts_is_refused",
         averaging_of_parts,
     ),
     Feature(
@@ -296,7 +296,7 @@ FEATURES: tuple[Feature, ...] = (
         "varying shapes, ragged last batch",
         Mode.COMPILED,
         "one graph for all sizes from the second one on; on several ranks one for each split of the rows",
-        "tests/strategy/test_varying_sizes.py::test_a_hundred_lengths_take_two_graphs",
+        "tests/strategy/reads_and_sizes/test_varying_sizes.py::test_a_hundred_lengths_take_two_graphs",
     ),
     Feature(
         "pack_padded_sequence", Mode.COMPILED, "a graph for all lengths", f"{_PACKED}::test_all_lengths_have_a_graph"
@@ -354,13 +354,13 @@ FEATURES: tuple[Feature, ...] = (
         "self.logger, self.loggers in training_step",
         Mode.COMPILED,
         "called in every step; on several ranks give them `loss.item()`, for a tensor is read by rank 0 alone",
-        "tests/strategy/test_logger_calls.py::test_loggers_are_told_what_eager_training_tells",
+        "tests/strategy/logging/test_logger_calls.py::test_loggers_are_told_what_eager_training_tells",
     ),
     Feature(
         "training_step returns None",
         Mode.COMPILED,
         "a graph that skips the batch, eager under loss scaling; on several devices Lightning itself forbids it",
-        "tests/strategy/test_skipped_batches.py::test_skipped_batches_are_graphs",
+        "tests/strategy/following/test_skipped_batches.py::test_skipped_batches_are_graphs",
     ),
     Feature(
         "submodules wrapped in torch.compile",
@@ -372,14 +372,14 @@ FEATURES: tuple[Feature, ...] = (
         "submodules compiled by torch.jit",
         Mode.EAGER,
         "they run without Python, and their tensors cannot be exchanged",
-        "tests/strategy/test_attacked.py::test_a_scripted_submodule_trains_eagerly",
+        "tests/strategy/following/test_attacked.py::test_a_scripted_submodule_trains_eagerly",
         scripted,
     ),
     Feature(
         "lazy modules (nn.LazyLinear)",
         Mode.REJECTED,
         "set the sizes, or run the layer once in __init__ or configure_model",
-        "tests/strategy/test_attacked.py::test_lazy_parameters_are_named",
+        "tests/strategy/following/test_attacked.py::test_lazy_parameters_are_named",
     ),
     Feature(
         "configure_model",
@@ -403,13 +403,13 @@ FEATURES: tuple[Feature, ...] = (
         "validate, test, predict with sharded parameters",
         Mode.COMPILED,
         "forward alone as a graph; logged values are global, metrics and predictions stay with their rows",
-        "tests/strategy/test_evaluation.py::test_two_ranks_equal_one_device",
+        "tests/strategy/evaluation/test_evaluation.py::test_two_ranks_equal_one_device",
     ),
     Feature(
         "ModelCheckpoint, resume, load_from_checkpoint",
         Mode.COMPILED,
         "plain Lightning checkpoints plus the state of the random numbers",
-        "tests/strategy/test_checkpoint.py::test_resume_is_bitwise",
+        "tests/strategy/checkpoints/test_checkpoint.py::test_resume_is_bitwise",
     ),
     *OPTIONS,
 )

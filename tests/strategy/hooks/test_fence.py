@@ -23,7 +23,7 @@ from lightning_spmd.strategy.user_hooks.overlap import data_that_knows
 from tests.helpers.modules import samples
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, TrainingCase, assert_bitwise, fit
-from tests.strategy.test_overlap import SMALL, deferring
+from tests.strategy.hooks.test_overlap import SMALL, deferring
 
 HOOKS = ("on_train_batch_start", "on_train_batch_end")
 

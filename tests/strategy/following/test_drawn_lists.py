@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import Result, assert_compiled, assert_equals_one_device
+from tests.strategy.following.test_drawn_numbers import Left, on_ranks
 from tests.strategy.small import Net, Quiet, assert_as_eager
-from tests.strategy.test_drawn_numbers import Left, on_ranks
 
 
 class Lists(Quiet):

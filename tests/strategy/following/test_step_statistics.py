@@ -23,9 +23,9 @@ from lightning_spmd.stages.runtime.lowering import as_python
 from lightning_spmd.stages.runtime.waiting import WaitMeter
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET, Result, assert_bitwise, fit
+from tests.strategy.hooks.test_overlap import SMALL, deferring
+from tests.strategy.hooks.test_pauses import Deep, Six
 from tests.strategy.small import Net, Quiet, loader_of, rows, run
-from tests.strategy.test_overlap import SMALL, deferring
-from tests.strategy.test_pauses import Deep, Six
 
 ALWAYS = {"spmd/peak_memory_mib", "spmd/step_time_ms"}
 OF_GRAPHS = {"spmd/captures", "spmd/graphs", "spmd/mfu", "spmd/samples_per_second"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.strategy.test_followed_backward import Noted, assert_same, note
+from tests.strategy.following.test_followed_backward import Noted, assert_same, note
 
 
 class Saves(Noted):

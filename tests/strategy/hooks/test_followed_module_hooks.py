@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from tests.strategy.test_followed_backward import Noted, assert_same, note
+from tests.strategy.following.test_followed_backward import Noted, assert_same, note
 
 
 class ModuleHooks(Noted):

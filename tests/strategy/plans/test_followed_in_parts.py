@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
+from tests.strategy.ranks.test_followed_on_ranks import ByHand, Counting, Reading, with_runs
 from tests.strategy.small import ROWS, rows
-from tests.strategy.test_followed_on_ranks import ByHand, Counting, Reading, with_runs
 
 LAYERS = {"first": "colwise", "last": "rowwise"}
 PLANS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ from lightning_spmd import SPMDStrategy
 from lightning_spmd import _private_api as private
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import InOrder, Result, assert_equals_one_device
+from tests.strategy.hooks.test_overlap import SMALL, deferring
 from tests.strategy.small import ROWS, Quiet, rows, run
-from tests.strategy.test_overlap import SMALL, deferring
 
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 

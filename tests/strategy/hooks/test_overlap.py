@@ -24,7 +24,7 @@ from tests.helpers.training import (
     fit,
     train_on,
 )
-from tests.strategy.test_checkpoint import StatefulLoader, _assert_continues
+from tests.strategy.checkpoints.test_checkpoint import StatefulLoader, _assert_continues
 
 SMALL = 0.01
 """MiB: several buckets also in small models."""

@@ -19,7 +19,7 @@ from tests.helpers.training import QUIET
 from tests.strategy.losing import Ends
 from tests.strategy.small import Quiet, loader_of, rows
 
-FOLDER = Path(__file__).parents[2]
+FOLDER = Path(__file__).parents[3]
 
 
 def _lose(how: str) -> list[str]:

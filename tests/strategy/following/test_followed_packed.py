@@ -8,8 +8,7 @@ import pytest
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import assert_compiled, assert_equals_one_device
-from tests.strategy.small import Net, assert_as_eager
-from tests.strategy.test_packed_sequences import (
+from tests.strategy.batches.test_packed_sequences import (
     Drops,
     Listed,
     LooksInside,
@@ -25,7 +24,8 @@ from tests.strategy.test_packed_sequences import (
     of_one_length,
     on_two,
 )
-from tests.strategy.test_packed_weights_used_twice import ByHand, Cached, Penalised, Siamese
+from tests.strategy.batches.test_packed_weights_used_twice import ByHand, Cached, Penalised, Siamese
+from tests.strategy.small import Net, assert_as_eager
 
 
 class Looks:

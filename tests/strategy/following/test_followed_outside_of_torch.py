@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.strategy.test_followed_backward import STEPS, Noted, _run, assert_same, note
+from tests.strategy.following.test_followed_backward import STEPS, Noted, _run, assert_same, note
 
 
 class Pointers(Noted):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from tests.strategy.batches.test_packed_sequences import Reads, few
 from tests.strategy.small import assert_as_eager
-from tests.strategy.test_packed_sequences import Reads, few
 
 
 class Siamese(Reads):

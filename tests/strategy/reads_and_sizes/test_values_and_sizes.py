@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.strategy.reads_and_sizes.test_varying_sizes import Model, compare
 from tests.strategy.small import Quiet, assert_as_eager
-from tests.strategy.test_varying_sizes import Model, compare
 
 
 class Notes(Quiet):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
-from tests.strategy import test_loss_scaling
 from tests.strategy.kinds.optimizers_kinds import Lookahead
+from tests.strategy.optimizers import test_loss_scaling
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
 
 

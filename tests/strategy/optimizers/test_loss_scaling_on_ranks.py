@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import Result
-from tests.strategy.test_loss_scaling import scaled
+from tests.strategy.optimizers.test_loss_scaling import scaled
 
 ZERO2, ZERO3 = {"data_parallel": "zero2"}, {"data_parallel": "zero3"}
 TENSOR = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"first": "colwise", "last": "rowwise"}}

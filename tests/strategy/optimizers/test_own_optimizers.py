@@ -17,10 +17,10 @@ from tests.helpers import by_hand
 from tests.helpers.modules import Lion
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import InOrder, Result
+from tests.strategy.by_hand.test_followed_by_hand import Seen
+from tests.strategy.hooks.test_overlap import SMALL
+from tests.strategy.hooks.test_pauses import Deep, Six
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
-from tests.strategy.test_followed_by_hand import Seen
-from tests.strategy.test_overlap import SMALL
-from tests.strategy.test_pauses import Deep, Six
 
 RUNS: list[int] = []
 

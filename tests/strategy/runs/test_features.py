@@ -39,8 +39,8 @@ from tests.helpers.training import (
     train,
     train_on,
 )
+from tests.strategy.hooks.test_gradient_hooks import OwnClipping
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, loader_of, rows, run
-from tests.strategy.test_gradient_hooks import OwnClipping
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)

@@ -1,0 +1,1 @@
+"""Optimization by hand."""

@@ -1,0 +1,1 @@
+"""Validation, test and prediction."""

@@ -1,0 +1,1 @@
+"""Steps that are followed: what their Python may do."""

@@ -1,0 +1,1 @@
+"""The user's hooks, and work moved across iterations."""

@@ -1,0 +1,1 @@
+"""Optimizers, their state, loss scaling."""

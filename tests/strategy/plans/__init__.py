@@ -1,0 +1,1 @@
+"""Plans and options that change the graph: shards, chunks, rematerialization, regions."""

@@ -1,0 +1,1 @@
+"""Processes: launched, agreed, lost, requeued."""

@@ -1,0 +1,1 @@
+"""Values that Python reads, and sizes that follow from them or from batches."""

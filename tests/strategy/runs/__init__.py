@@ -1,0 +1,1 @@
+"""Whole runs: features, options, wrong input."""
