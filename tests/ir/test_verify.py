@@ -143,9 +143,9 @@ def reads_on_the_other_side_of_a_write(found: ShardedStep) -> None:
         (has_a_nested_output, "does not end in a flat tuple"),
         (has_no_output, "does not end in a flat tuple"),
         (has_placements_of_two_axes, "input 0 has 2 placements on 1 mesh axes"),
-        (waits_for_nothing, "all_reduce_default must be waited exactly once"),
-        (waits_twice, "all_reduce_default must be waited exactly once"),
-        (reads_what_is_under_way, "be read by nobody else; its users: wait_tensor_default, mul_tensor"),
+        (waits_for_nothing, "all_reduce_default must be waited for exactly once"),
+        (waits_twice, "all_reduce_default must be waited for exactly once"),
+        (reads_what_is_under_way, "have no other reader; its users: wait_tensor_default, mul_tensor"),
         (touches_what_a_collective_works_in, "touches memory that all_reduce_default, not waited yet, works on"),
         (writes_what_a_collective_reads, "touches memory that all_reduce_default, not waited yet, works on"),
         (reads_on_the_other_side_of_a_write, "mul_tensor .* reads input_0 on the wrong side of a write"),
@@ -167,7 +167,7 @@ def test_what_is_handed_on_need_not_be_waited() -> None:
     output = node(found, "output")
     output.args = ((output.args[0][0], start),)  # type: ignore[index]
     graph.erase_node(waited)
-    with pytest.raises(VerificationError, match="must be waited exactly once"):
+    with pytest.raises(VerificationError, match="must be waited for exactly once"):
         verify_sharded(found)
     first, last = found.signature.outputs
     last = dataclasses.replace(last, role=OutputRole.PENDING)
