@@ -23,7 +23,7 @@ def runs_under_slurm(environment: Mapping[str, str]) -> bool:
 
 
 def watch(number: int) -> bool:
-    """From now on note a signal instead of dying of it; False where somebody else answers it already."""
+    """Note a signal from now on instead of dying of it; False if it has another handler already."""
     if number in _watched:
         if signal.getsignal(number) is _note:
             return True

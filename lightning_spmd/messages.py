@@ -80,7 +80,7 @@ _PRINTERS: list[Callable[[str], None]] = []
 
 @contextlib.contextmanager
 def printing_with(printer: Callable[[str], None] | None) -> Iterator[None]:
-    """While somebody watches a progress bar, lines of the log on the terminal are printed above it, not through it.
+    """While a progress bar is visible, log lines on the terminal are printed above it, not through it.
 
     Args:
         printer: prints a text above the bar; None: nobody watches one.

@@ -50,7 +50,7 @@ def without_memory(spec: Any) -> Tensor:
 
 
 def is_memory_its_own(tensor: Tensor, others: int = 0) -> bool:
-    """Whether no more than so many others share a tensor's memory, told by who counts. False if that is not known."""
+    """Whether at most this many others share a tensor's memory, by reference counts. False if unknown."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return False
     storage = tensor.untyped_storage()
@@ -177,7 +177,7 @@ class UnseenCalls:
         self._step = self._saved = None
 
     def leave(self) -> None:
-        """The run is over, and torch has its own again; what somebody else has replaced meanwhile is left to them."""
+        """End the run and restore torch's functions, except those that other code has replaced meanwhile."""
         before, self._before = self._before, []
         for (owner, name, replacement), value in zip(self._places, before, strict=False):
             if vars(owner).get(name) is replacement:

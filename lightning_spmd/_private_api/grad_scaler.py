@@ -68,7 +68,7 @@ def found_inf(scaler: Any, optimizer: Any) -> Tensor:
 
 
 def is_unscaled(scaler: Any, optimizer: Any) -> bool:
-    """Whether somebody called ``unscale_`` since the last update."""
+    """Whether ``unscale_`` was called since the last update."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
 
 

@@ -95,7 +95,7 @@ def seen_value(value: Any) -> Any:
 
 @contextlib.contextmanager
 def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
-    """While tracing: ``math.sqrt`` follows symbols, and whoever writes one as text wants its very number.
+    """A context for tracing: ``math.sqrt`` follows symbols, and a symbol as text is its number.
 
     Args:
         by_python: torch's implementations in Python go first: some of those in C++ take plain integers alone.

@@ -31,7 +31,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 Blocks: TypeAlias = int | tuple[int, ...]
-"""Consecutive blocks of a dimension: so many equal ones, or some in these proportions (not all equal, no divisor)."""
+"""Consecutive blocks of a dimension: a number of equal ones, or proportions (not all equal, no common divisor)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def _meet(one: Tensor, other: Tensor) -> bool:
 
 
 def places_of(tensor: Tensor, length: int) -> Tensor:
-    """Which of so many places from the tensor's first element on are elements of it."""
+    """Which of the storage elements from the tensor's first one on belong to it."""
     taken = torch.zeros(length, dtype=torch.bool)
     shape = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     taken.as_strided(shape, tensor.stride()).fill_(True)

@@ -80,7 +80,7 @@ def _of_their_size(tree: Any, items: dict[Any, Any]) -> Any:
 
 
 def _put(instance: Any, name: str, value: Any) -> None:
-    """Set a field without asking anybody: a class may be frozen, or check what its fields are given."""
+    """Set a field directly: a class may be frozen, or check values of its fields."""
     own = getattr(instance, "__dict__", {})
     if name in own:
         own[name] = value

@@ -117,7 +117,7 @@ class _Kept:
 
 
 def _end(groups: list[Any]) -> None:
-    """End groups as soon as nobody else holds them, in a thread of its own.
+    """End groups when no other owner holds them, in a separate thread.
 
     What waits for a rank which never came ends when that rank ends the group too, or by its timeout. Until then the
     destructor waits: were it called by the garbage collector, in the middle of a step, the other rank would wait for
@@ -207,7 +207,7 @@ def _agree(sides: Sequence[dict[tuple[str, tuple[int, ...]], int] | None]) -> bo
 
 
 _POOLS: weakref.WeakKeyDictionary[Any, _Pool] = weakref.WeakKeyDictionary()
-"""By default process group: groups end with it, whoever ends it."""
+"""By default process group: groups end with it."""
 
 
 def lease_groups(wanted: Mapping[Hashable, Callable[[], Any]], timeout: timedelta | None) -> Lease:

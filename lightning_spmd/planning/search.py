@@ -174,7 +174,7 @@ class _Building:
         return self.elapsed() + self.longest < share * self.budget
 
     def _check_time(self, _stage: str) -> None:
-        """End what is half done when the time is over: on a busy machine nobody knows how long a layout will take."""
+        """End an unfinished layout when the time is over: on a busy machine its duration is unpredictable."""
         if self.elapsed() > self.budget and self._has_result():
             raise _OutOfTime
 

@@ -483,7 +483,7 @@ def _as_one(optimizers: Sequence[Optimizer], module: Any) -> Optimizer:
 
 
 def _replaced_steps(optimizers: Sequence[Any]) -> list[bool]:
-    """Of which optimizers somebody has replaced ``step``."""
+    """The optimizers whose ``step`` was replaced."""
     return [has_step_of_its_own(optimizer) for optimizer in optimizers]
 
 

@@ -1,4 +1,4 @@
-"""One iteration on fake tensors under the recorder, whoever gives its forward part; the order is Lightning's."""
+"""One iteration on fake tensors under the recorder, with a given forward part, in Lightning's order."""
 
 from __future__ import annotations
 

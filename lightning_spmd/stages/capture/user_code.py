@@ -111,7 +111,7 @@ def user_location() -> str | None:
 
 @contextlib.contextmanager
 def located_at(place: str) -> Iterator[None]:
-    """Inside, what is recorded is a call that the user's code made at ``place``, whoever makes it now."""
+    """A context in which recorded calls are attributed to the user's code at ``place``."""
     before, _said.place = getattr(_said, "place", None), place
     try:
         yield

@@ -38,7 +38,7 @@ MASKS = ("attn_mask", "attn_bias")
 _LOGARITHMS = 1
 """Position of the logarithms among the outputs of every kernel."""
 _PADDED_ROWS = 32
-"""To a multiple of so many rows the memory-efficient kernel pads its logarithms."""
+"""The memory-efficient kernel pads its logsumexp to a multiple of this number of rows."""
 
 
 def mask_of(call: OpCall) -> int | None:

@@ -436,7 +436,7 @@ class _Chunk:
             raise NoChain("what it takes to cut it is more than slices")
 
     def is_its_own(self, value: fx.Node) -> bool:
-        """Whether nobody else reads the memory of a value."""
+        """Whether the memory of a value has no other reader."""
         return self._roots.get(value) is value and value.op == "call_function" and len(value.users) == 1
 
 
@@ -482,7 +482,7 @@ def _graph_of(chain: Chain) -> tuple[fx.Graph, Signature]:
 
 
 def _axis(size: int, chunks: int) -> ShardAxis:
-    """The chunks of so many rows, as an axis: the first ones have a row more where they are not divided evenly."""
+    """The chunks of a number of rows, as an axis. If rows do not divide evenly, the first chunks have one more."""
     rows, longer = divmod(size, chunks)
     return ShardAxis(_GROUP, chunks, 0, _GROUP, tuple(rows + (chunk < longer) for chunk in range(chunks)))
 

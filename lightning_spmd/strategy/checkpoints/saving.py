@@ -190,7 +190,7 @@ class SavingStrategy(ProcessStrategy):
         return checkpoint
 
     def _check_intact(self, path: Path) -> None:
-        """Before anybody reads: all ranks learn what one of them finds.
+        """Share one rank's findings with all ranks before a checkpoint is read.
 
         Raises:
             ConfigurationError: on every rank.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 _distributed: Any = dist  # pyright does not know its stores
 LONGEST = timedelta(minutes=30)
-"""Torch's own limit, where nobody gave one."""
+"""torch's own default limit."""
 ANSWER = timedelta(minutes=5)
 """How long something that takes connections may leave them without an answer; a proxy may take them before rank 0."""
 _LOOK = 5.0

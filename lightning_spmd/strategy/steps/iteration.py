@@ -417,7 +417,7 @@ class TrainingIteration:
         return Moment(Place("the update after training", moment.place.epoch, moment.place.batch))
 
     def _ballot(self, request: StepRequest) -> GraphVote | None:
-        """The choice of a graph, begun; None where there is nobody to ask."""
+        """The vote on a graph, begun; None on one device."""
         context = self.context
         if context.control is None or context.mesh is None:
             return None

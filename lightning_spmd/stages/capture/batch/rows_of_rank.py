@@ -28,7 +28,7 @@ def rows_of(tensors: list[Tensor]) -> int | None:
 
 
 def lists_of_rows(tree: Any, rows: int) -> list[Any]:
-    """The lists and tuples in a batch that have an entry for each of so many rows, the outermost ones.
+    """The outermost lists and tuples in a batch that have one entry per row.
 
     What holds tensors with dimensions is none: these are split along dimension 0, so ``[x, y]`` is a list of two things
     however many rows there are.
@@ -88,7 +88,7 @@ def about_number(path: str, rows: int) -> str:
 
 
 def about_object(path: str, value: Any) -> str:
-    """Why a step may not look at an object of which nobody knows what it holds."""
+    """Why a step may not look at an object of unknown content."""
     return (
         f"{the_step()} looks at batch{path}, a {type(value).__name__}, which may hold rows of this rank alone, while "
         "the tensors of the batch have the rows of all ranks. Give what it holds as tensors, or keep it on the module"

@@ -40,7 +40,7 @@ from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 _SETTINGS = 2
 """Where the settings are among the arguments of a step."""
 _OURS = 3
-"""References to a placeholder with a gradient that nobody else has: its note's, the table's, that of whoever counts."""
+"""References to an otherwise unused placeholder with a gradient: its note's, the table's, the counting code's."""
 
 
 class ByHand:
@@ -360,7 +360,7 @@ class HandStep:
         return Live(self._common.optimizers)
 
     def let_go(self, sources: dict[int, Source]) -> None:
-        """Gradients of tensors that the step made, and nobody has any more, are nobody's."""
+        """Drop gradients of tensors that the step made and that no longer exist."""
         made = [key for key in self._gradients if type(sources.get(key)) is Made]
         for key in made:
             if sys.getrefcount(self._gradients[key][0]) <= _OURS:
@@ -393,7 +393,7 @@ class HandStep:
 
 
 class _Watched(MutableMapping[Any, Any]):
-    """``optimizer.state`` during a step, which tells when somebody looks.
+    """``optimizer.state`` during a step; it detects accesses.
 
     Args:
         optimizer: the live one.

@@ -26,7 +26,7 @@ Told = Mapping[int, Sequence[int]]
 
 
 class CountsWanted(Exception):
-    """Control flow: a call on fake tensors is as large as data say that nobody has read yet."""
+    """Control flow: the result of a call on fake tensors has a data-dependent size that was not read yet."""
 
 
 class FormsOnFakes:

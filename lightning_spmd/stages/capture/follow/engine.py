@@ -150,7 +150,7 @@ class _Abandoned(BaseException):
 
 
 class EngineCall:
-    """What is noted as called, and is made by the engine of whoever makes notes true.
+    """A noted call that the engine of the executing side performs.
 
     Args:
         name: for the user.

@@ -66,7 +66,7 @@ class _Shared:
 
     @property
     def is_had(self) -> bool:
-        """Whether somebody may have it."""
+        """Whether an array may share it."""
         return self.is_foreign or not private.is_memory_its_own(self.memory, self.source is None)
 
     @property
@@ -86,7 +86,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class Holders:
-    """Of which tensors of the module somebody has the memory, as far as that was asked.
+    """The module's tensors whose memory is shared with an array, as far as known.
 
     Args:
         names: gives those of the module's tensors, by ``id``.
@@ -101,7 +101,7 @@ class Holders:
         self._had: dict[int, weakref.ref[Tensor]] = {}
 
     def becomes_torchs(self, tensor: Tensor, *, is_kept: bool = False) -> bool:
-        """Whether nobody has a tensor's memory; then it is torch's now.
+        """Whether no array shares a tensor's memory. It then moves to memory of torch's own.
 
         Args:
             tensor: which is not looked at closely, but if it is of the module.
@@ -163,7 +163,7 @@ class Memory:
         self._add(private.storage_of(tensor), _whole(tensor), None, foreign=foreign)
 
     def _meets(self, tensor: Tensor) -> None:
-        """The step meets a tensor from outside whose memory may be somebody's."""
+        """The step uses an outside tensor whose memory an array may share."""
         with self._beside():
             self._step.on_values()
             if self._holders.becomes_torchs(tensor):
@@ -177,7 +177,7 @@ class Memory:
         )
 
     def begin(self, known: Iterable[Tensor]) -> bool:
-        """Whether none of the plain tensors from outside that earlier steps have met is anybody else's now."""
+        """Whether no plain outside tensor of earlier steps shares memory with an array now."""
         if all(map(UntypedStorage.resizable, map(Tensor.untyped_storage, known))):  # asked in each step of each tensor
             return True
         found = [tensor for tensor in known if is_foreign(tensor)]
@@ -291,7 +291,7 @@ class Memory:
         return None
 
     def refuses(self, note: Note) -> bool:
-        """Whether a call writes into memory that somebody may have."""
+        """Whether a call writes into memory that an array may share."""
         if not self._shared or not note.writes:
             return False
         written = {self._key(source) for source in note.writes}
@@ -299,7 +299,7 @@ class Memory:
             return any(_is_in(key, written) and shared.is_had for key, shared in self._shared.items())
 
     def has(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether somebody may have memory of one of these tensors from outside."""
+        """Whether an array may share memory with one of these outside tensors."""
         return bool(self._shared) and any(private.storage_of(tensor) in self._shared for tensor in tensors)
 
     def let_go(self) -> None:
@@ -308,7 +308,7 @@ class Memory:
         self._shared = {key: shared for key, shared in self._shared.items() if shared.source is not None}
 
     def of_kept(self, source: Source, value: Tensor) -> Tensor:
-        """A value that a result gets which somebody keeps: in the memory of an array of it, if there is one."""
+        """The value of a kept result, in the memory of an array of it if there is one."""
         for shared in self._shared.values():
             if shared.source == source and shared.is_had and shared.memory.stride() == value.stride():
                 return shared.memory
@@ -329,7 +329,7 @@ class Memory:
                 shared.memory.copy_(value)
 
     def for_good(self) -> None:
-        """Results have memory now, of copies of which somebody has arrays."""
+        """Results have memory now; arrays of their copies exist."""
         copies = [(shared.source, shared) for shared in self._shared.values() if shared.source is not None]
         with private.no_torch_functions(), private.disable_dispatch_modes():
             self._pairs = [(self._step.tensor_now(of), s) for of, s in copies if s.is_had or s.has_changed]

@@ -1,4 +1,4 @@
-"""Packed sequences in a step that is followed: padded rows and their lengths, packed where somebody looks.
+"""Packed sequences in a followed step: padded rows and their lengths, packed only when accessed.
 
     packed = pack_padded_sequence(self.embed(x), lengths, batch_first=True)     copies of rows and lengths
     out, (h, c) = self.lstm(packed)                                             packed_rnn (ir.packed_rnn)
@@ -97,7 +97,7 @@ class _Parts:
 
 
 class LaterPacked(PackedSequence):
-    """A packed sequence whose parts are made when somebody asks for them."""
+    """A packed sequence whose parts are made on access."""
 
     rows: _Rows
     parts: _Parts | None
@@ -383,7 +383,7 @@ class _Recurrent(torch.autograd.Function):
 
 
 class _RecurrentCall:
-    """The operator as a noted call; on real tensors, whose gradients anybody may ask for, torch's own operators."""
+    """The operator as a noted call. On real tensors, which may need any gradient, torch's own operators."""
 
     __name__ = "packed_rnn"
 

@@ -1,4 +1,4 @@
-"""Placeholders: tensors of torch's own class without memory; those of the last step if nobody has them."""
+"""Placeholders: tensors of torch's own class without memory, reused from the last step if unreferenced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.stages.capture.follow.notes import Made, Note
 
 OURS = 2
-"""References to a placeholder that nobody else has: that of its note, and the one of whoever counts."""
+"""References to an otherwise unused placeholder: its note's, and the counting code's."""
 
 
 def handed_out(note: Note) -> list[Tensor]:
@@ -34,12 +34,12 @@ def moulds_of(fakes: list[Tensor]) -> list[Tensor]:
 
 
 def kept(given: list[Tensor]) -> list[int]:
-    """Positions of those that somebody has beside this list."""
+    """Positions of those that are referenced elsewhere."""
     return [index for index in range(len(given)) if sys.getrefcount(given[index]) > OURS]
 
 
 def still_had(notes: Iterable[Note]) -> list[Made]:
-    """The placeholders of this step that somebody else has."""
+    """The placeholders of this step that are referenced elsewhere."""
     found: list[Made] = []
     references = sys.getrefcount
     for note in notes:
@@ -55,7 +55,7 @@ def still_had(notes: Iterable[Note]) -> list[Made]:
 
 
 def fill(placeholder: Tensor, value: Tensor, *, trained: bool, made_at: str | None = None) -> None:
-    """Give a placeholder that somebody has its value; of its history only whether it had one is left.
+    """Give a kept placeholder its value. Of its autograd history only whether it had one remains.
 
     Args:
         placeholder: of a step that is over.

@@ -1,4 +1,4 @@
-"""What a step showed once Python is done: a path, its numbers and tensors, and which results somebody still wants."""
+"""The program of a step whose Python is done: its path, numbers and tensors, and the results still needed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _OPERATORS = (
 
 
 class MetricResult:
-    """What a metric returned: known once the queue is worked off, or computed when somebody uses it.
+    """The result of a metric: known when the queue is processed, or computed on use.
 
     Args:
         reference: to the queued call.

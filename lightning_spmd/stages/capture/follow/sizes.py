@@ -39,7 +39,7 @@ _REMEMBERED = 16
 _SAMPLES = 4
 """Sizes at which a call was seen that are kept, to find formulas of other calls."""
 _FAILURES = 2
-"""After so many paths without formulas each size has a tree of its own."""
+"""After this many paths without formulas each size has a tree of its own."""
 _DIVISORS = range(2, 17)
 
 

@@ -142,7 +142,7 @@ def is_tripwire(value: Any) -> bool:
 
 
 def value_of(wire: Tripwire) -> Any:
-    """The value, which nobody looks at by this."""
+    """The value; this does not count as looking at it."""
     return object.__getattribute__(wire, "_stands_for")[1]
 
 

@@ -38,7 +38,7 @@ class ScalarRecorder(Protocol):
         ...
 
     def expose(self, scalar: HostScalar, *, from_parser: bool) -> None:
-        """Somebody asks for the plain number: torch's argument parser, or anybody."""
+        """The plain number is needed, by torch's argument parser or other code."""
         ...
 
 

@@ -208,7 +208,7 @@ def _is_input(scalar: Any, inputs: InputTable) -> bool:
 
 
 def has_step_of_its_own(optimizer: Any) -> bool:
-    """Whether somebody put another ``step`` on the instance than the class has.
+    """Whether the instance has another ``step`` than its class.
 
     A scheduler does so too, to count calls: that one wraps the class's own, which torch itself wraps for profiling.
     """

@@ -21,7 +21,7 @@ class KnownValues:
         return id(tensor) in self._values
 
     def get(self, tensor: Tensor) -> Tensor | None:
-        """The value of a tensor, or None where nobody knows it."""
+        """The value of a tensor, or None if unknown."""
         return self._values.get(id(tensor))
 
     def equal(self, tensors: Any) -> bool | None:

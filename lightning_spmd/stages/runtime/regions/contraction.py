@@ -70,7 +70,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _is_negative(value: Any) -> bool:
-    """Whether somebody turned a value's sign."""
+    """Whether a value was negated."""
     if not isinstance(value, fx.Node):
         return isinstance(value, (int, float)) and value < 0
     if _kind(value) is _aten.neg:

@@ -38,7 +38,7 @@ _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bo
 
 
 def may_be_lowered(node: fx.Node) -> bool:
-    """Whether a compiler may take a node, if nobody outside of its region owns what it writes into."""
+    """Whether a compiler may take a node, provided that it writes only into tensors of its region."""
     if node.op != "call_function" or draws_random(node):
         return False
     if node.target is operator.getitem:

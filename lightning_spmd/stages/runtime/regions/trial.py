@@ -100,7 +100,7 @@ def difference(region: Region, inputs: Sequence[Tensor], expected: Sequence[Tens
 
 
 class _Exact:
-    """A region's results in double precision, made if somebody asks."""
+    """A region's results in double precision, computed on demand."""
 
     def __init__(self, region: Region, inputs: Sequence[Tensor]) -> None:
         self._region = region
