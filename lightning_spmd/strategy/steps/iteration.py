@@ -343,7 +343,7 @@ class TrainingIteration:
         variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
         request = self._request(None, {}, variant, clip)
         try:
-            executable = self._executable(request, self._ballot(request))
+            executable = self._executable(request, self._begun_vote(request))
             self._run(executable, ())
         except (CannotBeBuilt, FirstRunError) as error:
             self._fall_back(str(error))
@@ -416,28 +416,28 @@ class TrainingIteration:
             return moment
         return Moment(Place("the update after training", moment.place.epoch, moment.place.batch))
 
-    def _ballot(self, request: StepRequest) -> GraphVote | None:
+    def _begun_vote(self, request: StepRequest) -> GraphVote | None:
         """The vote on a graph, begun; None on one device."""
         context = self.context
         if context.control is None or context.mesh is None:
             return None
         return GraphVote(context.control, context.mesh, self.table, request, self._moment(request))
 
-    def _run_ahead(self, ballot: Done | None, tensors: Sequence[Tensor]) -> tuple[Executable, Sequence[Any]] | None:
+    def _run_ahead(self, vote: Done | None, tensors: Sequence[Tensor]) -> tuple[Executable, Sequence[Any]] | None:
         """Begin to run what this rank would run while the others say what they would; None if that cannot be.
 
         The executable, and the outputs.
         """
-        if ballot is None or ballot.found.index is None or self._pending is not None:
+        if vote is None or vote.found.index is None or self._pending is not None:
             return None
-        table = self._own.table if isinstance(ballot, OwnDone) else self.table
-        found, index = ballot.found, ballot.found.index
+        table = self._own.table if isinstance(vote, OwnDone) else self.table
+        found, index = vote.found, vote.found.index
         executable = table.graph(index)
         if not executable.can_ask:
             return None
 
         def agree() -> None:
-            if ballot.result() is not found:
+            if vote.result() is not found:
                 raise Outvoted
             self._found = found
             table.count_use(index)
@@ -448,16 +448,16 @@ class TrainingIteration:
             return None
         return executable, outputs
 
-    def _executable(self, request: StepRequest, ballot: GraphVote | Done | None) -> Executable:
+    def _executable(self, request: StepRequest, vote: GraphVote | Done | None) -> Executable:
         """The graph of a step, found or built."""
         table = self.table
-        if isinstance(ballot, OwnDone):
-            self._found = ballot.found
-            return self._own_executable(request, ballot)
-        if ballot is None:
+        if isinstance(vote, OwnDone):
+            self._found = vote.found
+            return self._own_executable(request, vote)
+        if vote is None:
             found = table.find(request, () if request.batch is None else request.batch.first_sizes())
         else:
-            found = ballot.result()
+            found = vote.result()
         self._found = found
         if found.index is not None:
             table.count_use(found.index)
