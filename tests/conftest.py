@@ -7,6 +7,7 @@ alone starts four.
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,12 @@ import pytest
 import torch
 
 from tests import matrices
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RARE_FULL_COLLECTIONS, RankPool
+
+# Inductor takes the processor's word for its vector instructions. In each process it would build libraries to try them,
+# which takes 8 s.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+gc.set_threshold(*RARE_FULL_COLLECTIONS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +48,7 @@ def close(ours: Any, reference: Any) -> None:
     assert max(found.loss, found.weights, found.logged, found.final) <= 1e-4, found
 
 
-@pytest.fixture
-def trusted_instructions() -> Iterator[None]:
-    """Inductor builds six libraries to see which vector instructions work; here it need not."""
-    from torch._inductor import config
-
-    with config.patch({"cpp.vec_isa_ok": True}):
-        yield
-
-
 @needs_compiler
-@pytest.mark.usefixtures("trusted_instructions")
 def test_lowered_training_is_training_and_a_second_start_compiles_nothing() -> None:
     lowered = train(CASE, SPMDStrategy(lowering="inductor"))
     close(lowered, one_device(CASE))
