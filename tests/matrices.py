@@ -342,6 +342,23 @@ LONG: dict[str, tuple[str, ...]] = {
         "test_graphs_that_were_not_used",
         "test_rows_and_lengths_vary_together",
     ),
+    "tests/cuda/test_loss_chunks.py": ("[2-replicate-half]",),
+    "tests/stages/expand/test_own_batches.py": (
+        "[_clip-replicate]",
+        "[None-zero2]",
+    ),
+    "tests/strategy/test_decisions_by_hand.py": (
+        "[SkipsLargeNorms-zero2]",
+        "[CollectsUntilLarge-zero3]",
+        "[LooksAtTheLoss-replicate]",
+        "[LooksAtTheLoss-zero2]",
+    ),
+    "tests/strategy/test_followed_in_parts.py": ("[tp2-KeepsGradients]",),
+    "tests/strategy/test_followed_on_ranks.py": (
+        "one_device[Retaining-zero2]",
+        "one_device[Keeping-replicate]",
+    ),
+    "tests/strategy/test_logger_calls.py": ("one_devices_values[zero2]",),
 }
 """By file, rows of either part that ``.ci/run`` has no time for: ``pytest -m long``."""
 
