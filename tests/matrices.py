@@ -7,6 +7,7 @@ here is run before a change goes in all the same; ``long`` is what takes longer 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 ROWS: dict[str, tuple[str, ...]] = {
     "tests/cli/test_recipe_mistakes.py": (
@@ -347,18 +348,18 @@ LONG: dict[str, tuple[str, ...]] = {
         "[_clip-replicate]",
         "[None-zero2]",
     ),
-    "tests/strategy/test_decisions_by_hand.py": (
+    "tests/strategy/by_hand/test_decisions_by_hand.py": (
         "[SkipsLargeNorms-zero2]",
         "[CollectsUntilLarge-zero3]",
         "[LooksAtTheLoss-replicate]",
         "[LooksAtTheLoss-zero2]",
     ),
-    "tests/strategy/test_followed_in_parts.py": ("[tp2-KeepsGradients]",),
-    "tests/strategy/test_followed_on_ranks.py": (
+    "tests/strategy/plans/test_followed_in_parts.py": ("[tp2-KeepsGradients]",),
+    "tests/strategy/ranks/test_followed_on_ranks.py": (
         "one_device[Retaining-zero2]",
         "one_device[Keeping-replicate]",
     ),
-    "tests/strategy/test_logger_calls.py": ("one_devices_values[zero2]",),
+    "tests/strategy/logging/test_logger_calls.py": ("one_devices_values[zero2]",),
 }
 """By file, rows of either part that ``.ci/run`` has no time for: ``pytest -m long``."""
 
@@ -370,16 +371,19 @@ def is_row(test: str, rows: dict[str, tuple[str, ...]] = ROWS) -> bool:
 
 
 def check(tests: Iterable[str]) -> None:
-    """Every part must occur in a test of its file, where that file is among ``tests``.
+    """Every file must exist, and every part occur in a test of its file, where that file is among ``tests``.
 
     Raises:
-        ValueError: naming the part.
+        ValueError: naming the file or the part.
     """
     names: dict[str, list[str]] = {}
     for test in tests:
         file, _, name = test.partition("::")
         names.setdefault(file, []).append(f"::{name}")
     for rows in (ROWS, LONG):
+        for file in rows:
+            if not (Path(__file__).parents[1] / file).is_file():
+                raise ValueError(f"tests/matrices.py: there is no {file}")
         for file in rows.keys() & names.keys():
             for part in rows[file]:
                 if not any(part in name for name in names[file]):
