@@ -270,7 +270,7 @@ def test_a_collective_that_is_neither_waited_nor_handed_on_is_an_error() -> None
     with setup.graph_module.graph.inserting_before(output):
         reader = setup.graph_module.graph.call_function(torch.ops.aten.neg.default, (start,))
     reader.meta.update(val=start.meta["val"], info=start.meta["info"])
-    with pytest.raises(VerificationError, match="waited exactly once, or handed on"):
+    with pytest.raises(VerificationError, match="waited for exactly once, or handed on"):
         verify_sharded(setup)
 
 
