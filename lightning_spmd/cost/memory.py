@@ -6,7 +6,7 @@ What leaves the graph lives to its end, and so do its inputs, which are not the 
 which are handed over and end with their last reader (``phases/split.py``).
 
 Not counted: what a kernel allocates for itself, what an allocator rounds up or keeps, and copies of a GPU's tensors
-that wait in the host's memory (``ir.host_copies``).
+that wait in the host's memory (``ir.operators.host_copies``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import fx
 from lightning_spmd._private_api import OpOverload
 from lightning_spmd.ir.aliasing import storage_roots
 from lightning_spmd.ir.effects import leaving_storages
-from lightning_spmd.ir.host_copies import OFFLOAD
 from lightning_spmd.ir.node_info import TensorSpec, info_of
+from lightning_spmd.ir.operators.host_copies import OFFLOAD
 from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.ir.verify import copies_nothing, is_wait
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.packed_sums import sum_as_eager
+from lightning_spmd.ir.operators.packed_sums import sum_as_eager
 from lightning_spmd.ir.placement import ShardAxis
 from lightning_spmd.ir.reads import checks_of
 from lightning_spmd.ir.signature import InputRole

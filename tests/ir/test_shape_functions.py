@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.shape_functions import empty_result
+from lightning_spmd.ir.operators.shape_functions import empty_result
 
 aten = torch.ops.aten
 ENDS = torch.tensor([3, 5, 8], dtype=torch.int32)

@@ -25,7 +25,7 @@ from lightning_spmd._private_api import (
 from lightning_spmd.ir.aliasing import aliased_argument, written_arguments
 from lightning_spmd.ir.known_results import Unlike, is_known, key_of, known, remember
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.shape_functions import empty_result
+from lightning_spmd.ir.operators.shape_functions import empty_result
 
 aten = torch.ops.aten
 

@@ -36,9 +36,9 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.aliasing import aliased_argument, written_arguments
-from lightning_spmd.ir.host_copies import ARRIVE, FETCH, OFFLOAD
 from lightning_spmd.ir.layout import is_dense
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of, spec_of
+from lightning_spmd.ir.operators.host_copies import ARRIVE, FETCH, OFFLOAD
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, is_wait, stamp_writes, starts_collective
 from lightning_spmd.stages.passes.contract import GraphPass, PassState

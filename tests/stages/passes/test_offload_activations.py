@@ -14,8 +14,8 @@ from lightning_spmd import ConfigurationError, SPMDStrategy, messages
 from lightning_spmd.cost.memory import liveness, peak_bytes
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.aliasing import storage_roots
-from lightning_spmd.ir.host_copies import ARRIVE, FETCH, OFFLOAD
 from lightning_spmd.ir.node_info import Section, info_of
+from lightning_spmd.ir.operators.host_copies import ARRIVE, FETCH, OFFLOAD
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import verify_sharded
 from lightning_spmd.parallel.parallel_plan import ShardedStatePlan

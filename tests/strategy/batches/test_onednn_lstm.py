@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_spmd.ir.onednn_lstm import LSTM_LAYER, LSTM_LAYER_BACKWARD
+from lightning_spmd.ir.operators.onednn_lstm import LSTM_LAYER, LSTM_LAYER_BACKWARD
 from tests.helpers.simulate import assert_equals_one_device as assert_simulated
 from tests.helpers.tiny_capture import capture_module
 from tests.strategy.small import ROWS, Net, assert_as_eager

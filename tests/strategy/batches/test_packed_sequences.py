@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
+from lightning_spmd.ir.operators.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
 from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages.capture.follow.packed import LaterPacked
 from tests.helpers.ranks import RankPool

@@ -12,7 +12,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_spmd._private_api import FakeTensorMode
-from lightning_spmd.ir.shape_functions import empty_result
+from lightning_spmd.ir.operators.shape_functions import empty_result
 from tests.compatibility.measure import Run, watching
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_equals_one_device

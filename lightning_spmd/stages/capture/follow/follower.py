@@ -20,8 +20,8 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import written_values
 from lightning_spmd.ir.counted import CountFits, samples_of
 from lightning_spmd.ir.first import first
-from lightning_spmd.ir.generator_state import READ_STATE, SEED, WRITE_STATE
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.operators.generator_state import READ_STATE, SEED, WRITE_STATE
 from lightning_spmd.ir.shared_memory import shared
 from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash

@@ -1,7 +1,7 @@
 """Packed sequences in a followed step: padded rows and their lengths, packed only when accessed.
 
     packed = pack_padded_sequence(self.embed(x), lengths, batch_first=True)     copies of rows and lengths
-    out, (h, c) = self.lstm(packed)                                             packed_rnn (ir.packed_rnn)
+    out, (h, c) = self.lstm(packed)                                             packed_rnn (ir.operators.packed_rnn)
     out, _ = pad_packed_sequence(out, batch_first=True)                         is the longest row as long as x?
 
 What torch makes is as large as the lengths say, in another order of rows, and ends in C++ that reads lengths. Of all
@@ -22,7 +22,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD, Settings, computed_eagerly
+from lightning_spmd.ir.operators.packed_rnn import (
+    PACKED_NOISE,
+    PACKED_RNN,
+    PACKED_RNN_BACKWARD,
+    Settings,
+    computed_eagerly,
+)
 
 
 class FollowedStep(Protocol):

@@ -18,7 +18,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import gives_fresh_tensors
 from lightning_spmd.ir.known_results import Unlike, is_known, key_of, known, remember
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.shape_functions import empty_result
+from lightning_spmd.ir.operators.shape_functions import empty_result
 
 
 class _Kind(enum.Enum):

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.ir import onednn_lstm
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
+from lightning_spmd.ir.operators import onednn_lstm
 from lightning_spmd.ir.reads import READ
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar, Number, scalar_of

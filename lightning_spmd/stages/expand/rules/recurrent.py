@@ -3,7 +3,7 @@
 These are cuDNN's (LSTM, GRU, plain), oneDNN's LSTM, and the cells of one time step that are one kernel on GPUs. What a
 forward kernel keeps for its backward (reserve or workspace, packed weights) is opaque and of this rank's own; nothing
 else reads it. Packed sequences, where rows end at different times, have no dimension of rows and no rule there; as
-padded rows with lengths (``ir.packed_rnn``) they have one.
+padded rows with lengths (``ir.operators.packed_rnn``) they have one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_spmd.ir.onednn_lstm import LSTM_LAYER, LSTM_LAYER_BACKWARD
-from lightning_spmd.ir.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
+from lightning_spmd.ir.operators.onednn_lstm import LSTM_LAYER, LSTM_LAYER_BACKWARD
+from lightning_spmd.ir.operators.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
 from lightning_spmd.ir.placement import PARTIAL
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from lightning_spmd.ir import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
+from lightning_spmd.ir.operators import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
 
 _LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
 

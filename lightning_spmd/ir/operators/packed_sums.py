@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.node_info import Section, info_of
-from lightning_spmd.ir.packed_rnn import PACKED_RNN_BACKWARD
+from lightning_spmd.ir.operators.packed_rnn import PACKED_RNN_BACKWARD
 
 _ADD = torch.ops.aten.add.Tensor
 _HX, _WANTED = 3, 6

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from lightning_spmd.ir import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
+from lightning_spmd.ir.operators import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
 
 aten = torch.ops.aten
 _EAGER, _EAGER_BACKWARD = (

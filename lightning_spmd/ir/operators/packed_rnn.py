@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.library import Library
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
+from lightning_spmd.ir.operators import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
 
 aten = torch.ops.aten
 _SETTINGS = (

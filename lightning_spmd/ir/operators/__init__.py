@@ -1,0 +1,8 @@
+"""Operators of graphs that torch does not have, or whose shapes it does not know.
+
+``packed_rnn``        recurrent layers over packed sequences; ``packed_sums`` adds their gradients as autograd does
+``onednn_lstm``       the LSTM of oneDNN, which torch calls on hosts
+``host_copies``       activations that wait in the host's memory
+``generator_state``   torch's generator, read, seeded and set within a step
+``shape_functions``   shapes and memory of results where torch's own functions disagree with its kernels
+"""
