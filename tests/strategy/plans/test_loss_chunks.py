@@ -23,9 +23,9 @@ CLASSES, WIDTH, LENGTH = 212, 16, 8
 class Model(L.LightningModule):
     """A tied head over many classes, whose loss shifts and ignores."""
 
-    def __init__(self, accuracy: bool = True) -> None:
+    def __init__(self, accuracy: bool = True, adam: bool = False) -> None:
         super().__init__()
-        self.accuracy = accuracy
+        self.accuracy, self.adam = accuracy, adam
         self.table = nn.Embedding(CLASSES, WIDTH)
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
@@ -43,20 +43,22 @@ class Model(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.adam:
+            return torch.optim.AdamW(self.parameters(), 1e-3)
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
 def fit(
-    options: dict[str, Any], trainer: dict[str, Any], devices: int = 1, rows: int = 8
+    options: dict[str, Any], trainer: dict[str, Any], devices: int = 1, rows: int = 8, steps: int = 12
 ) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """(losses, weights, what the strategy said)."""
     said: list[str] = []
     told, messages.rank_zero_info = messages.rank_zero_info, lambda text, *_: said.append(text)
     try:
         L.seed_everything(0, verbose=False)
-        module, strategy = Model(options.get("tensor_parallel_size") is None), SPMDStrategy(**options)
+        module, strategy = Model(options.get("tensor_parallel_size") is None, steps > 12), SPMDStrategy(**options)
         generator = torch.Generator().manual_seed(1)
-        tokens = [torch.randint(CLASSES, (12 * rows, LENGTH), generator=generator) for _ in range(2)]
+        tokens = [torch.randint(CLASSES, (steps * rows, LENGTH), generator=generator) for _ in range(2)]
         quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
         fitted = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **quiet, **trainer)  # type: ignore[arg-type]
         fitted.fit(module, DataLoader(TensorDataset(*tokens), rows // devices))
@@ -67,9 +69,11 @@ def fit(
     return [float(loss) for loss in module.losses], weights, [s for s in said if "loss_chunks" in s]
 
 
-def both(options: dict[str, Any], trainer: dict[str, Any], devices: int = 1, rows: int = 8) -> list[str]:
+def both(
+    options: dict[str, Any], trainer: dict[str, Any], devices: int = 1, rows: int = 8, steps: int = 12
+) -> list[str]:
     """Train with and without chunks; what was said of them."""
-    plain, ours = (fit({**options, **more}, trainer, devices, rows) for more in ({}, {"loss_chunks": 4}))
+    plain, ours = (fit({**options, **more}, trainer, devices, rows, steps) for more in ({}, {"loss_chunks": 4}))
     exact = "precision" not in trainer
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]), rtol=1e-6 if exact else 1e-2, atol=1e-6)
     for name, weight in plain[1].items():
@@ -137,3 +141,33 @@ def test_training_on_two_ranks(
 ) -> None:
     for said in two_ranks.run(both, options, trainer, 2, rows):
         assert not said or "in 4 chunks" in said[0]
+
+
+LONG = {
+    "accumulated and clipped": ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "rematerialized": ({"rematerialize": 0.9}, {}),
+    "regions": ({"lowering": "inductor"}, {}),
+}
+LONG_ON_RANKS = {
+    "replicate": ({}, {}),
+    "zero2": ({"data_parallel": "zero2"}, {}),
+    "zero3, accumulated and clipped": (
+        {"data_parallel": "zero3"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "classes": ({"tensor_parallel_size": 2, "tensor_parallel_plan": {"head": "loss", "table": "embedding"}}, {}),
+    "sequences": ({"context_parallel_size": 2}, {}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_fifty_steps_of_adamw(name: str) -> None:
+    assert "in 4 chunks" in both(*LONG[name], steps=50)[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG_ON_RANKS)
+def test_fifty_steps_of_adamw_on_two_ranks(two_ranks: RankPool, name: str) -> None:
+    said = two_ranks.run(both, *LONG_ON_RANKS[name], 2, 8, 50)
+    assert any("in 4 chunks" in line for lines in said for line in lines)
