@@ -1,4 +1,4 @@
-"""Twelve Hugging Face architectures at toy size with random weights: name → (model, batch of B rows)."""
+"""Hugging Face architectures at toy size with random weights: name → (model, batch of B rows)."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ _IMAGE = {
     "patch_size": 8,
 }  # fmt: skip
 _GROUPED = {"num_key_value_heads": 2}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 _CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[str, Any]]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4,
@@ -56,6 +57,14 @@ _CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[
             "num_attention_heads": 4, "ffn_dim": 64, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
             _language),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**_DECODER, **_GROUPED, "num_local_experts": 4}, _language),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_DECODER, **_GROUPED, **_EXPERTS, "head_dim": 8,
+                  "num_experts": 4}, _language),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_DECODER, **_EXPERTS, "num_key_value_heads": 4,
+                    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+                    "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+                    "qk_nope_head_dim": 8, "v_head_dim": 8}, _language),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**_DECODER, **_GROUPED, "head_dim": 8, "num_local_experts": 4,
+                "num_experts_per_tok": 2, "sliding_window": 8}, _language),
     "bert_cls": ("BertConfig", "BertForSequenceClassification", {**_DECODER, "num_labels": 3}, _classification),
     "distilbert": ("DistilBertConfig", "DistilBertForSequenceClassification", {"vocab_size": VOCABULARY, "dim": 32,
                    "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "num_labels": 3}, _classification),
@@ -66,7 +75,8 @@ _CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[
                  "num_stages": 2, "num_labels": 3}, _image),
 }  # fmt: skip
 
-NAMES = [*_CONFIGURATIONS, "clip"]
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+NAMES = [*(name for name in _CONFIGURATIONS if name not in EXPERTS[1:]), "clip"]
 
 
 def build(name: str, rows: int) -> tuple[torch.nn.Module, dict[str, Any]]:

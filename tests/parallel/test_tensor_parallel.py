@@ -19,6 +19,15 @@ from tests.helpers.transformers_like import Conv1D, Llama
 AXIS = ShardAxis("tensor_parallel", 2, 0, "none", (1, 1))
 
 
+class Stack(nn.Module):
+    """Experts as one parameter a layer."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.up, self.up_bias = nn.Parameter(torch.zeros(first, 8, 6)), nn.Parameter(torch.zeros(first, 6))
+        self.down, self.scale = nn.Parameter(torch.zeros(second, 6, 8)), nn.Parameter(torch.zeros(first))
+
+
 def placements(module: nn.Module, plan: Any, size: int = 2) -> dict[str, str]:
     """What is not replicated."""
     found = resolve_plan(module, plan, size).placements
@@ -72,6 +81,7 @@ def test_a_prefix_stands_before_every_name() -> None:
         (nn.BatchNorm2d(6), "colwise", {"weight": "S(0)", "bias": "S(0)", "running_mean": "S(0)"}),
         (nn.Embedding(6, 3), "embedding", {"weight": "S(0)"}),
         (nn.Linear(8, 12), "loss", {"weight": "S(0)", "bias": "S(0)"}),
+        (Stack(4, 4), "experts", {"up": "S(0)", "up_bias": "S(0)", "down": "S(0)"}),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
@@ -98,6 +108,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a sum over groups": ({"grouped": "rowwise"}, "grouped convolution"),
     "groups": ({"grouped": "colwise"}, "its 4 groups are not divisible by 3"),
     "parts of classes": ({"head": {"style": "loss", "parts": 2}}, "the classes are one part"),
+    "no experts": ({"head": "experts"}, "'head' \\(Linear\\).*no parameter of its own with one matrix an expert"),
+    "experts are not divisible": ({"stack": "experts"}, "'stack'.*its 4 experts .* cannot be divided by 3"),
+    "two numbers of experts": ({"odd": "experts"}, "different numbers of experts: 'up' .4, 8, 6., .*'down' .3, 6, 8."),
     "a table with a limit": ({"limited": "embedding"}, "max_norm"),
 }
 
@@ -107,6 +120,7 @@ def test_a_mistake_is_named(mistake: str) -> None:
     plan, message = MISTAKES[mistake]
     model = GPT(layers=1)
     model.grouped = nn.Conv1d(12, 12, 1, groups=4)
+    model.stack, model.odd = Stack(4, 4), Stack(4, 3)
     model.limited = nn.Embedding(6, 6, max_norm=1.0)
     with pytest.raises(ConfigurationError, match=message):
         resolve_plan(model, plan, 3)

@@ -7,6 +7,7 @@ style           what is split                                       what the mod
 ``rowwise``     input features of the weight, the bias is whole     split features → partial sum, reduced once
 ``embedding``   rows of the table (the vocabulary)                  indices → partial sum, reduced once
 ``loss``        as ``colwise``, for the projection to the classes   cross-entropy sees split classes, no scores
+``experts``     a stack of experts, by expert                       rows sorted by expert → partial sum of rows
 ``sequence``    nothing                                             works on its piece of the sequence
 ``replicate``   nothing                                             whole → whole
 ==============  ==================================================  ==========================================
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_spmd.parallel.styles import colwise, embedding, loss, replicate, rowwise, sequence
+from lightning_spmd.parallel.styles import colwise, embedding, experts, loss, replicate, rowwise, sequence
 from lightning_spmd.parallel.styles.target import PlacementsByName, Target
 
 Style = Callable[[Target], PlacementsByName]
@@ -29,6 +30,7 @@ STYLES: dict[str, Style] = {
     "rowwise": rowwise.place,
     "embedding": embedding.place,
     "loss": loss.place,
+    "experts": experts.place,
     "sequence": sequence.place,
     "replicate": replicate.place,
 }

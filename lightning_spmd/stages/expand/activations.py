@@ -31,6 +31,8 @@ _VIEWS = {
 }  # fmt: skip
 _LINEAR = {*_VIEWS, aten.neg, aten.add, aten.sub, aten.mul, aten.div, aten.masked_fill, aten.masked_fill_}
 _TO_A_NUMBER = {aten.sum, aten.mean}
+_ROWS: dict[object, str] = {aten.index: "self", aten.index_put: "values", aten.index_add: "source"}
+"""Rows that are moved or added up → the argument that may be a partial sum."""
 _PRODUCTS = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.linear, aten._addmm_activation,
     aten.convolution, aten.convolution_backward,
@@ -129,8 +131,10 @@ def _passes_on(node: fx.Node, operands: list[fx.Node], partial: list[fx.Node]) -
     if any(len(o.users) > 1 for o in partial):
         return False
     packet, value = _packet(node), node.meta.get("val")
-    if packet in _TO_A_NUMBER:
-        return isinstance(value, TensorSpec) and not value.shape
+    if packet in _TO_A_NUMBER and isinstance(value, TensorSpec) and not value.shape:
+        return True
+    if packet in _ROWS or packet is aten.sum:
+        return _keeps_few(node, partial)
     if packet not in _LINEAR:
         return False
     others = [o.meta["val"] for o in operands if o not in partial]
@@ -139,3 +143,15 @@ def _passes_on(node: fx.Node, operands: list[fx.Node], partial: list[fx.Node]) -
     if packet in (aten.masked_fill, aten.masked_fill_):
         return bind_arguments(node.target, node.args, node.kwargs)["value"] == 0
     return all(spec.numel == 1 for spec in others)
+
+
+def _keeps_few(node: fx.Node, partial: list[fx.Node]) -> bool:
+    """Whether rows that are moved or added up are no more than before: then the reduction moves less behind it."""
+    value, packet = node.meta.get("val"), _packet(node)
+    if len(partial) != 1 or not isinstance(value, TensorSpec) or value.numel > partial[0].meta["val"].numel:
+        return False
+    if packet is aten.sum:
+        return True
+    given = bind_arguments(node.target, node.args, node.kwargs)
+    adds = packet is not aten.index_put or bool(given["accumulate"])
+    return adds and given[_ROWS[packet]] is partial[0]

@@ -6,6 +6,7 @@
     x ──► gate, up ──► silu · ──► down ──► +
     indices ──► table
     x ──► head ──► log-softmax
+    rows sorted by expert ──► grouped products with a stack of weights
 
 All linear layers that read one value are one group. If every way from their split outputs leads, without a gather, into
 products that contract the split dimension, the group is colwise and those are rowwise.
@@ -82,6 +83,7 @@ class _Finder:
             groups.setdefault(linear.source, []).append(linear)
         for group in groups.values():
             self._pair([linear for linear in group if linear.layer not in self.plan])
+        self._experts()
         self._ends()
         return self.plan
 
@@ -179,6 +181,22 @@ class _Finder:
             return (layout.emit is None or layout.local) and (not partial or product)
 
         return next((layout for layout in layouts_of(call) or [] if keeps(layout)), None)
+
+    # ------------------------------------------------------------------ experts
+    def _experts(self) -> None:
+        """Stacks of experts whose grouped products read rows of the batch, where the ranks can share them out."""
+        for node in self.nodes:
+            if _packet(node) is not aten._grouped_mm:
+                continue
+            rows, weight = node.args[:2]
+            while isinstance(weight, fx.Node) and _packet(weight) in _VIEWS:
+                weight = weight.args[0]
+            entry = self.entries.get(weight) if isinstance(weight, fx.Node) else None
+            if entry is None or entry.role is not InputRole.PARAMETER or rows not in self.from_batch:
+                continue
+            path, _, _ = str(entry.key[0]).rpartition(".")
+            if path and self.axis.divides(entry.value.shape[0]):
+                self.plan[path] = "experts"
 
     # ------------------------------------------------------------------ both ends of a language model
     def _ends(self) -> None:

@@ -38,6 +38,7 @@ from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.stages.expand import routing
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is_tensor
+from lightning_spmd.stages.expand.experts import layout_by_expert
 from lightning_spmd.stages.expand.own_batches import layout_of_own
 from lightning_spmd.stages.expand.placing import UPDATE, Placing, StartAgain, is_read_by_update_alone
 from lightning_spmd.stages.expand.redistribute import goes_through_whole
@@ -119,6 +120,8 @@ class Propagation(Placing):
         self.result.operands[node] = call.operands
         if self.own_batches and self._place_own(call):
             return
+        if self.activations is not None and self._place_by_expert(call):
+            return
         everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))
         written = written_arguments(node)
         whole = call.forced is None and all(isinstance(p, Replicate) for p in call.current)
@@ -155,6 +158,16 @@ class Propagation(Placing):
         self._choose(call, layout)
         for operand in written_arguments(call.node):
             self._written(operand, OWN, call.node)
+        return True
+
+    def _place_by_expert(self, call: OpCall) -> bool:
+        """Rows by expert are where their experts are; see ``experts``. Whether this works on them."""
+        layout = layout_by_expert(call)
+        if layout is None:
+            return False
+        self._choose(call, layout)
+        for operand in written_arguments(call.node):
+            self._written(operand, layout.inputs[call.operands.index(operand)], call.node)
         return True
 
     def _create_as_own(self, operand: fx.Node, writer: fx.Node) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from lightning_spmd.ir.expert_rows import FROM_EXPERTS, TO_EXPERTS
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard
 from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall
@@ -116,6 +117,8 @@ def route(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
         return Route(Layout((known[0].where,), (PARTIAL,)), (None,))
     if "grouped_mm" in name:
         return _grouped(call, known)
+    if call.op in (TO_EXPERTS, FROM_EXPERTS):
+        return _to_other_ranks(call, known)
     first = known.get(0)
     if first is not None and first.order is Order.POSITIONS:
         return _positions(call, first)
@@ -212,6 +215,15 @@ def _grouped(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
         return None
     routed = tuple(bag if p == bag.where else None for p in outputs)
     return Route(Layout(tuple(inputs), tuple(outputs)), routed)
+
+
+def _to_other_ranks(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
+    """A bag whose rows go to the experts of another axis, as many as this rank's own counts say."""
+    bag = known.get(0)
+    known_rows = bag is not None and set(known) == {0} and bag.order is Order.BAG
+    if not known_rows or call.current[1] != PARTIAL or call["axis"] == call.axis.name:
+        return None
+    return Route(Layout((call.current[0], PARTIAL), (call.current[0],)), (bag,))
 
 
 def _inside(call: OpCall, known: Mapping[int, Routed]) -> Route | None:

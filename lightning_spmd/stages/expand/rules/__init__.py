@@ -23,6 +23,7 @@ from lightning_spmd.stages.expand.rules import (
     convolution,
     cross_entropy,
     embedding,
+    expert_rows,
     factories,
     foreach,
     indexing,
@@ -42,7 +43,7 @@ from lightning_spmd.stages.expand.rules import (
 _FAMILIES = (
     pointwise, views, joins, factories, random, reductions, matmul, embedding, convolution, norms, batch_norm,
     attention, recurrent, losses, cross_entropy, spatial, indexing, foreach, transforms,
-    collectives,
+    collectives, expert_rows,
 )  # fmt: skip
 
 RULES: dict[Any, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}

@@ -24,6 +24,7 @@ from lightning_spmd.stages.expand.call import (
     along,
     in_one_range,
     is_tensor,
+    linear,
 )
 
 aten = torch.ops.aten
@@ -78,7 +79,7 @@ def _index_add(call: OpCall) -> list[Layout]:
     for dim in range(ndim):
         if dim != worked:
             found += along(call, [dim, None, dim], [dim])
-    return found
+    return found + linear(call, (0, 2))
 
 
 # ---------------------------------------------------------------- x[indices]
@@ -174,7 +175,7 @@ def index(call: OpCall) -> list[Layout]:
     first = info.indices[0]
     if first is not None and info.broadcast[:1] == info.source[:1] and is_row_numbers(first, info.source[0]):
         found += in_one_range(along(call, [0, *info.index_dims(0)], [info.start], _emit_own_rows))
-    return found
+    return found + linear(call, (0,))
 
 
 def _masked(call: OpCall, info: _Indexing) -> list[Layout]:
@@ -212,6 +213,7 @@ def index_put(call: OpCall) -> list[Layout]:
             value = _value_dim(info, info.start + dim, call)
             if value is not None:
                 found += along(call, [PARTIAL, *info.index_dims(dim), value], [PARTIAL])
+        found += linear(call, (0, len(call.operands) - 1))
     return found
 
 
