@@ -1,0 +1,112 @@
+"""Hugging Face's mixtures of experts, trained with experts split over a tensor axis: one device's run."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.helpers import zoo
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device, fit
+
+STEPS, EPOCH, ROWS = 8, 3, 4
+STYLE: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"*mlp.experts": "experts"}}
+
+
+class Language(L.LightningModule):
+    """A model of the zoo on token numbers.
+
+    Args:
+        name: of the model.
+        experts: Hugging Face's implementation of experts.
+    """
+
+    def __init__(self, name: str, experts: str = "grouped_mm") -> None:
+        super().__init__()
+        self.model, _ = zoo.build(name, ROWS)
+        self.model.set_experts_implementation(experts)
+        for parameter in self.model.parameters():
+            if parameter.ndim > 1:  # the usual 0.02 would hide what experts give
+                torch.nn.init.normal_(parameter, 0, 0.1)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        # eps: what no token is routed to has rounding for a gradient
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.1)
+
+
+def _train(
+    name: str, options: Any, devices: int, experts: str = "grouped_mm", steps: int = STEPS, **flags: Any
+) -> tuple[Result, dict[str, Any]]:
+    """(the run, the share of expert weights and of their AdamW state that this process keeps)."""
+    torch.manual_seed(1)
+    data = InOrder(torch.randint(5, zoo.VOCABULARY, (ROWS * EPOCH, zoo.LENGTH)), ROWS)  # type: ignore[arg-type]
+    module = Language(name, experts)
+    result, trainer = fit(module, data, options, devices, max_steps=steps, gradient_clip_val=1.0, **flags)
+    shares: dict[str, Any] = {}
+    state = trainer.optimizers[0].state
+    for path, parameter in module.named_parameters():
+        if ".experts." in path and "shared" not in path:
+            kept = [parameter, *(v for v in state[parameter].values() if isinstance(v, Tensor) and v.ndim)]
+            shares[path] = {(t.to_local() if isinstance(t, DTensor) else t).numel() / t.numel() for t in kept}
+            assert len(kept) == 3
+    return result, shares
+
+
+@functools.cache
+def _alone(name: str, experts: str = "grouped_mm") -> Result:
+    return _train(name, "auto", 1, experts)[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("gpt_oss", "deepseek_v3") else pytest.mark.long) for name in zoo.EXPERTS],
+)
+def test_experts_on_two_ranks_equal_one_device(two_ranks: RankPool, name: str) -> None:
+    found = two_ranks.run(_train, name, STYLE, 2)
+    results = [result for result, _ in found]
+    assert_compiled(*results)
+    assert_equals_one_device(results, _alone(name))
+    for _, shares in found:
+        assert shares
+        assert all(share == {0.5} for share in shares.values()), shares
+
+
+@pytest.mark.parametrize("data", ["replicate", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_two_rows_of_two_ranks_equal_one_device(four_ranks: RankPool, name: str, data: str) -> None:
+    results = [result for result, _ in four_ranks.run(_train, name, {**STYLE, "data_parallel": data}, 4)]
+    assert_compiled(*results)
+    assert_equals_one_device(results, _alone(name))
+
+
+def _interrupted(name: str, folder: str, devices: int) -> Result:
+    """Two epochs with experts split, the rest without the style."""
+    file = os.path.join(folder, "second.ckpt")
+    torch.manual_seed(1)
+    data = InOrder(torch.randint(5, zoo.VOCABULARY, (ROWS * EPOCH, zoo.LENGTH)), ROWS)  # type: ignore[arg-type]
+    flags: dict[str, Any] = {"gradient_clip_val": 1.0, "enable_checkpointing": True, "default_root_dir": folder}
+    first, trainer = fit(Language(name), data, STYLE, devices, max_epochs=2, **flags)
+    trainer.save_checkpoint(file)
+    rest, _ = fit(Language(name), data, {"data_parallel": "zero2"}, devices, max_steps=STEPS, ckpt_path=file, **flags)
+    rest.losses = first.losses + rest.losses
+    rest.logged = first.logged + rest.logged
+    return rest
+
+
+def test_a_checkpoint_is_read_without_the_style(two_ranks: RankPool, tmp_path: Path) -> None:
+    results = two_ranks.run(_interrupted, "gpt_oss", str(tmp_path), 2)
+    assert_compiled(*results)
+    assert_equals_one_device(results, _alone("gpt_oss"))
