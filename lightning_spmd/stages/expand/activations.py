@@ -31,8 +31,13 @@ _VIEWS = {
 }  # fmt: skip
 _LINEAR = {*_VIEWS, aten.neg, aten.add, aten.sub, aten.mul, aten.div, aten.masked_fill, aten.masked_fill_}
 _TO_A_NUMBER = {aten.sum, aten.mean}
-_ROWS: dict[object, str] = {aten.index: "self", aten.index_put: "values", aten.index_add: "source"}
-"""Rows that are moved or added up → the argument that may be a partial sum."""
+_ROWS: dict[object, tuple[str, ...]] = {
+    aten.index: ("self",),
+    aten.index_put: ("values", "self"),
+    aten.index_add: ("source", "self"),
+    aten.index_add_: ("source", "self"),
+}
+"""Rows that are moved or added up → the arguments that may be partial sums; the first one is."""
 _PRODUCTS = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.linear, aten._addmm_activation,
     aten.convolution, aten.convolution_backward,
@@ -148,10 +153,12 @@ def _passes_on(node: fx.Node, operands: list[fx.Node], partial: list[fx.Node]) -
 def _keeps_few(node: fx.Node, partial: list[fx.Node]) -> bool:
     """Whether rows that are moved or added up are no more than before: then the reduction moves less behind it."""
     value, packet = node.meta.get("val"), _packet(node)
-    if len(partial) != 1 or not isinstance(value, TensorSpec) or value.numel > partial[0].meta["val"].numel:
+    if not isinstance(value, TensorSpec):
         return False
     if packet is aten.sum:
-        return True
+        return value.numel <= partial[0].meta["val"].numel
     given = bind_arguments(node.target, node.args, node.kwargs)
+    first, *others = [given[name] for name in _ROWS[packet]]
     adds = packet is not aten.index_put or bool(given["accumulate"])
-    return adds and given[_ROWS[packet]] is partial[0]
+    known = first in partial and all(o is first or o in others for o in partial)
+    return adds and known and (len(partial) > 1 or value.numel <= first.meta["val"].numel)

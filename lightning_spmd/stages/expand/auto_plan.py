@@ -6,7 +6,7 @@
     x ──► gate, up ──► silu · ──► down ──► +
     indices ──► table
     x ──► head ──► log-softmax
-    rows sorted by expert ──► grouped products with a stack of weights
+    rows ──► products with a stack of weights, chosen by row
 
 All linear layers that read one value are one group. If every way from their split outputs leads, without a gather, into
 products that contract the split dimension, the group is colwise and those are rowwise.
@@ -40,6 +40,8 @@ aten = torch.ops.aten
 _VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten.t, aten.transpose, aten._to_copy, aten.clone, aten.alias)
 _OPERANDS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.linear: (0, 1)}
 """Product → positions of activation and weight."""
+_STACK = 3
+"""Dimensions of one matrix an expert."""
 _SPLITS = (aten.split, aten.split_with_sizes, aten.unsafe_split)
 
 
@@ -184,18 +186,17 @@ class _Finder:
 
     # ------------------------------------------------------------------ experts
     def _experts(self) -> None:
-        """Stacks of experts whose grouped products read rows of the batch, where the ranks can share them out."""
+        """Stacks of experts that rows of the batch choose from, where the ranks can share them out."""
         for node in self.nodes:
-            if _packet(node) is not aten._grouped_mm:
-                continue
-            rows, weight = node.args[:2]
+            weight, chooses = _stack_of_experts(node)
             while isinstance(weight, fx.Node) and _packet(weight) in _VIEWS:
                 weight = weight.args[0]
             entry = self.entries.get(weight) if isinstance(weight, fx.Node) else None
-            if entry is None or entry.role is not InputRole.PARAMETER or rows not in self.from_batch:
+            if entry is None or entry.role is not InputRole.PARAMETER or chooses not in self.from_batch:
                 continue
             path, _, _ = str(entry.key[0]).rpartition(".")
-            if path and self.axis.divides(entry.value.shape[0]):
+            shape = entry.value.shape
+            if path and len(shape) == _STACK and self.axis.divides(shape[0]):
                 self.plan[path] = "experts"
 
     # ------------------------------------------------------------------ both ends of a language model
@@ -223,6 +224,15 @@ class _Finder:
 
 def _packet(node: object) -> Any:
     return getattr(getattr(node, "target", None), "overloadpacket", None)
+
+
+def _stack_of_experts(node: fx.Node) -> tuple[object, object]:
+    """(what may be a stack of experts, what chooses from it) of a grouped product or of ``stack[ids]``."""
+    if _packet(node) is aten._grouped_mm:
+        return node.args[1], node.args[0]
+    if _packet(node) is aten.index and len(node.args[1]) == 1:  # type: ignore[arg-type]
+        return node.args[0], node.args[1][0]  # type: ignore[index]
+    return None, None
 
 
 def _entry(style: str, size: int, blocks: Blocks) -> str | Mapping[str, Any]:

@@ -21,7 +21,7 @@ from lightning_spmd.stages.expand.associate import partial_sums_first
 from lightning_spmd.stages.expand.attention_kernels import why_whole
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
-from lightning_spmd.stages.expand.experts import bring_rows_to_experts
+from lightning_spmd.stages.expand.expert_regions import mark_experts
 from lightning_spmd.stages.expand.ignored_rows import ignore_instead_of_cutting
 from lightning_spmd.stages.expand.propagate import Propagation
 from lightning_spmd.stages.expand.sequences import cut_of, find_sequences, uncut
@@ -63,7 +63,7 @@ def expand(
     plan = plan or ReplicatedPlan(reduce_gradients=captured.variant.expose_gradients)
     signature = captured.signature
     graph = share_casts(captured.graph_module.graph, axes, plan)
-    graph = bring_rows_to_experts(graph, signature, axes, plan)
+    graph = mark_experts(graph, signature, axes, plan)
     graph = partial_sums_first(graph, signature, axes, plan)
     graph = ignore_instead_of_cutting(graph, axes, plan)
     axes, starts, whole = _sequences(graph, signature, axes, plan)

@@ -26,8 +26,9 @@ TOKENS, CHOSEN, WIDTH = 4 * zoo.LENGTH, 2, 32
 STYLE = {"*mlp.experts": "experts"}
 
 
-def _captured(name: str) -> tuple[nn.Module, Any, Any]:
+def _captured(name: str, experts: str = "grouped_mm") -> tuple[nn.Module, Any, Any]:
     model, batch = zoo.build(name, 4)
+    model.set_experts_implementation(experts)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:  # the usual 0.02 would hide what experts give
@@ -84,6 +85,18 @@ def test_beside_other_styles_and_pieces_of_the_sequence(name: str) -> None:
     assert "colwise" in found.values()
     plan = tensor_plan(model, found, 2, sequence=True)
     assert_equals_one_device(captured, live, {"tensor_parallel": (1, 1)}, plan=plan, floor=0.1)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_weights_that_each_row_chooses_are_found_and_split(name: str) -> None:
+    """Hugging Face's ``batched_mm``: ``w[ids]`` of a rank's share of the experts, and no product less."""
+    _, captured, live = _captured(name, "batched_mm")
+    found = {path: style for path, style in find_plan(captured, 2).items() if style == "experts"}
+    assert set(found) == {f"model.layers.{n}.mlp.experts" for n in range(2)}
+    model, _ = zoo.build(name, 4)
+    plan = tensor_plan(model, found, 2)
+    steps = assert_equals_one_device(captured, live, {"tensor_parallel": (1, 1)}, plan=plan, floor=0.1)
+    assert _moved(steps[0]) == sorted([TOKENS * WIDTH, TOKENS * WIDTH, TOKENS * CHOSEN] * 2)
 
 
 # ---------------------------------------------------------------- what lies around grouped products
@@ -181,3 +194,91 @@ def test_every_rank_multiplies_its_own_experts_alone() -> None:
     products = [n for n in step.graph_module.graph.nodes if n.target is torch.ops.aten._grouped_mm.default]
     assert len(products) == 3
     assert {product.args[2].meta["val"].shape for product in products} == {(EXPERTS // 2,)}
+
+
+# ---------------------------------------------------------------- experts that are chosen one by one
+class Loop(nn.Module):
+    """Experts multiplied in turn, in one of several ways.
+
+    Args:
+        way: a function of tokens, weights of each token's experts by expert, and the stacked parameters.
+    """
+
+    def __init__(self, way: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.scale, self.router = nn.Parameter(torch.randn(8)), nn.Linear(8, EXPERTS)
+        self.experts = nn.ParameterDict(
+            {
+                "up": nn.Parameter(torch.randn(EXPERTS, 8, 16)),
+                "bias": nn.Parameter(torch.randn(EXPERTS, 16)),
+                "down": nn.Parameter(torch.randn(EXPERTS, 16, 8)),
+            }
+        )
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        x = x * self.scale
+        weights, ids = self.router(x).softmax(-1).topk(CHOSEN, -1)
+        return (self.way(x, weights, ids, self.experts) + other).square().mean()
+
+
+def _every_expert_on_all_tokens(x: Tensor, weights: Tensor, ids: Tensor, own: Any) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        share = (weights * (ids == e)).sum(-1, keepdim=True)
+        out = out + share * ((x @ own["up"][e] + own["bias"][e]).relu() @ own["down"][e])
+    return out
+
+
+def _added_in_place(x: Tensor, weights: Tensor, ids: Tensor, own: Any) -> Tensor:
+    out, rows = torch.zeros_like(x), torch.arange(ROWS)
+    for e in range(-EXPERTS, 0):
+        share = (weights * (ids == e + EXPERTS)).sum(-1, keepdim=True)
+        out.index_add_(0, rows, share * ((x @ own["up"][e] + own["bias"][e]).cos() @ own["down"][e]))
+    return out
+
+
+def _weights_of_each_token(x: Tensor, weights: Tensor, ids: Tensor, own: Any) -> Tensor:
+    flat = ids.flatten()
+    y = torch.bmm(x.repeat_interleave(CHOSEN, 0).unsqueeze(1), own["up"][flat]).squeeze(1) + own["bias"][flat]
+    y = torch.bmm(y.cos().unsqueeze(1), own["down"][flat]).squeeze(1) * weights.flatten().unsqueeze(1)
+    return y.view(ROWS, CHOSEN, 8).sum(1)
+
+
+def _numbers_from_the_end(x: Tensor, weights: Tensor, ids: Tensor, own: Any) -> Tensor:
+    return _weights_of_each_token(x, weights, ids - EXPERTS, own)
+
+
+def _one_expert_for_all(x: Tensor, weights: Tensor, ids: Tensor, own: Any) -> Tensor:
+    best = ids.flatten()[5]
+    return (x @ own["up"][best[None]][0]).relu() @ own["down"][best[None]][0] + own["bias"][best[None]].sum()
+
+
+def _all_at_once(x: Tensor, weights: Tensor, ids: Tensor, own: Any) -> Tensor:
+    shares = torch.zeros(ROWS, EXPERTS).scatter(1, ids, weights)
+    y = torch.bmm(x.expand(EXPERTS, ROWS, 8), own["up"]).add(own["bias"][:, None]).cos()
+    return (torch.bmm(y, own["down"]) * shares.t().unsqueeze(-1)).sum(0)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        _every_expert_on_all_tokens,
+        _added_in_place,
+        _weights_of_each_token,
+        _numbers_from_the_end,
+        _one_expert_for_all,
+        _all_at_once,
+    ],
+)
+def test_other_ways_to_write_experts_equal_one_device(way: Any) -> None:
+    batch = [torch.randn(ROWS, 8), torch.randn(ROWS, 8)]
+    module = Loop(way)
+    captured, live = capture_module(module, lambda m, x, other: m(x, other), batch, update=UPDATES["lists"])
+    for ranks in (2, 4):
+        plan = tensor_plan(module, {"experts": "experts"}, ranks)
+        step = assert_equals_one_device(captured, live, {"tensor_parallel": (1,) * ranks}, plan=plan)[0]
+        weights = {16 * 8 * EXPERTS, 16 * EXPERTS}
+        assert weights.isdisjoint(_moved(step)), "weights are gathered"
+        assert _moved(step).count(ROWS * 8) <= 2, "tokens are reduced more than once each way"
