@@ -201,7 +201,7 @@ class _Search:
             return True
         if packet is aten.select_backward and given["dim"] == 0:
             return self._sums(node, given["grad_output"], given["index"], given["input_sizes"][0])
-        return self._passes(node)
+        return not looks_at_shapes(node) and self._passes(node)
 
     def _is_item(self, node: fx.Node) -> bool:
         source = node.args[0] if node.args else None
