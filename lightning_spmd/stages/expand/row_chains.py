@@ -340,6 +340,7 @@ class _Following:
         for node in reversed(self.order):  # what is as wide and made for the chain alone: smoothed targets
             spec = node.meta.get("val")
             alike = node.op == "call_function" and isinstance(spec, TensorSpec) and spec.numel in sizes
+            alike = alike and _is_split(node) == _is_split(self.product)  # a weight may be as large on one of the ranks
             if alike and node.users and node.target not in _PRODUCTS and is_pure(node) and found.issuperset(node.users):
                 found.add(node)
         for node in self.order:  # results of operators that have several
@@ -368,6 +369,11 @@ class _Following:
                 others = [n for n in seen.get(roots[operand], ()) if n is not operand]
                 if any(user not in inside for other in others for user in other.users):
                     raise NoChain(f"{named(node)} writes into what is made of it")
+
+
+def _is_split(node: fx.Node) -> bool:
+    """Whether ranks have pieces of a value."""
+    return any(isinstance(placement, Shard) for placement in node.meta.get("placements", ()))
 
 
 def _keeps(call: OpCall, layout: Layout) -> bool:

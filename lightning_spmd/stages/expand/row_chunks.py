@@ -75,6 +75,8 @@ _WORTH_A_WORD = 64 * _MIB
 _SHARE = 0.1
 """What logits must take of the peak, and chunks save of it, to be proposed."""
 _SUMMED_IN = torch.float32
+_AT_ONCE = 3
+"""Tensors as large as the scores that a chain keeps at once: these, their logarithms, their gradient."""
 _LARGE = 2**16
 """Bytes from which on a sum is made in place."""
 _REDUCTIONS = {"sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default}
@@ -163,9 +165,11 @@ def _attempt(
         NoChain: it cannot be.
     """
     source, _ = source_of(product)
-    rows = [_fewest(source, size, axes) for size in spec_of(source).shape[:-1]]
+    rows = [_fewest(source, dim, axes) for dim in range(len(spec_of(source).shape) - 1)]
     dims = sorted(range(len(rows)), key=lambda d: (-min(rows[d], wanted or rows[d]), d))
     refused: NoChain | None = None
+    if min(rows, default=0) < 2 and not all(axis.is_even for axis in axes):  # a row is cut otherwise than several
+        raise NoChain("some rank has one row, others have more")
     for dim in dims:
         if rows[dim] < 2:
             continue
@@ -183,10 +187,11 @@ def _attempt(
     raise refused or NoChain("it has one row")
 
 
-def _fewest(source: fx.Node, size: int, axes: Sequence[ShardAxis]) -> int:
-    """Rows of the rank with the fewest: all ranks must make as many chunks."""
+def _fewest(source: fx.Node, dim: int, axes: Sequence[ShardAxis]) -> int:
+    """Size of a dimension on the rank that has least of it: all ranks must make as many chunks."""
+    size = spec_of(source).shape[dim]
     for axis, placement in zip(axes, source.meta.get("placements", ()), strict=False):
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard) and placement.dim == dim:
             size = size * min(axis.split) // axis.split[axis.rank]
     return size
 
@@ -236,10 +241,11 @@ class _Loop:
         chain = chain_of(self.product, self.dim, axis)
         inner, signature = _graph_of(chain)
         if wanted is None:
-            axis = _axis(self.size, min(most, math.ceil(peak_bytes(inner) / (budget or 1))))
+            axis = _axis(self.size, min(most, math.ceil(self._peak(inner) / (budget or 1))))
             if axis.size < 2:
                 raise NoChain("it is within that already")
-        programs, placements = _programs(inner, signature, axis, plan)
+        longer = set[tuple[fx.Node, int]]() if all(a.is_even for a in self.mesh) else _AllPlaces()
+        programs, placements = _programs(inner, signature, axis, plan, longer)
         moved = self._window(chain)
         self._write(chain, programs, placements, axis, moved)
         module = info_of(self.product).module
@@ -248,6 +254,14 @@ class _Loop:
             f"the loss{f' on module {module!r}' if module else ''} is computed in {axis.size} chunks of rows, with "
             f"{ours / _MIB:.1f} MiB at once instead of {whole / _MIB:.1f}"
         )
+
+    def _peak(self, inner: fx.Graph) -> int:
+        """Bytes that the chain takes at once; where ranks have unequal numbers of rows, that of the largest on all."""
+        for axis, placement in zip(self.mesh, self.product.meta.get("placements", ()), strict=False):
+            if isinstance(placement, Shard) and not axis.is_even:
+                mine = spec_of(self.product).bytes // axis.split[axis.rank]
+                return _AT_ONCE * mine * max(axis.split)
+        return peak_bytes(inner)
 
     # ------------------------------------------------------------------ where
     def _window(self, chain: Chain) -> list[fx.Node]:
@@ -295,7 +309,7 @@ class _Loop:
         for chunk, program in enumerate(programs):
             start = sum(axis.split[:chunk])
             piece = write(aten.slice.Tensor, chain.source, self.dim, start, start + axis.split[chunk])
-            if not lies_as(spec_of(piece), program.spec):
+            if is_uneven or not lies_as(spec_of(piece), program.spec):
                 piece = write(aten.clone.default, piece, memory_format=torch.contiguous_format)
             copies = dict(zip(program.inputs, (piece, *chain.inputs[1:]), strict=True))
             sums = {value: result for value, result in zip(program.outputs, results, strict=True) if result.is_sum}
@@ -406,8 +420,8 @@ class _Result:
 class _Emitter(Emitter):
     """One run over a chain for a chunk; ``origins`` says what became which nodes."""
 
-    def __init__(self, graph: fx.Graph, plan: AxisPlan, axis: ShardAxis) -> None:
-        super().__init__(graph, [plan], (axis,), set())
+    def __init__(self, graph: fx.Graph, plan: AxisPlan, axis: ShardAxis, longer: set[tuple[fx.Node, int]]) -> None:
+        super().__init__(graph, [plan], (axis,), longer)
         self.origins: dict[fx.Node, fx.Node] = {}
 
     def _node(self, node: fx.Node) -> None:
@@ -416,6 +430,13 @@ class _Emitter(Emitter):
             if new in self.origins or new.op == "placeholder":
                 break
             self.origins[new] = node
+
+
+class _AllPlaces(set[tuple[fx.Node, int]]):
+    """Where ranks have unequal numbers of rows: a form that one piece allows may be none for another rank's."""
+
+    def __contains__(self, place: object) -> bool:
+        return True
 
 
 class _Chunk:
@@ -441,7 +462,7 @@ class _Chunk:
 
 
 def _programs(
-    inner: fx.Graph, signature: Signature, axis: ShardAxis, plan: _RowPlan
+    inner: fx.Graph, signature: Signature, axis: ShardAxis, plan: _RowPlan, longer: set[tuple[fx.Node, int]]
 ) -> tuple[list[_Chunk], list[Placement]]:
     """(the program of every chunk, how the results lie along the chunks).
 
@@ -452,7 +473,7 @@ def _programs(
         placed = Propagation(inner, signature, axis, plan, {}).run()
         for node in (*placed.replicated, *placed.gathered):
             raise NoChain(f"{named(node)} works across the rows")
-        written = [_Emitter(inner, placed, dataclasses.replace(axis, rank=rank)) for rank in range(axis.size)]
+        written = [_Emitter(inner, placed, dataclasses.replace(axis, rank=rank), longer) for rank in range(axis.size)]
         for emitter in written:
             emitter.write(signature)
     except ExpansionError as error:

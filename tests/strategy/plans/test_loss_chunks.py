@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning as L
@@ -48,8 +49,31 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
+class Parts:
+    """Three quarters of a batch are of rank 0; the last batches are smaller."""
+
+    def __init__(self, tokens: list[Tensor], rows: int, devices: int) -> None:
+        self.batches = list(zip(*(t.split([rows] * 10 + [rows - 3, rows - 5]) for t in tokens), strict=True))
+        self.devices = devices
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        rank = int(os.environ.get("RANK", 0))
+        for x, y in self.batches:
+            cut = len(x) - len(x) // 4
+            part = slice(None) if self.devices == 1 else (slice(cut), slice(cut, None))[rank]
+            yield x[part], y[part]
+
+
 def fit(
-    options: dict[str, Any], trainer: dict[str, Any], devices: int = 1, rows: int = 8, steps: int = 12
+    options: dict[str, Any],
+    trainer: dict[str, Any],
+    devices: int = 1,
+    rows: int = 8,
+    steps: int = 12,
+    unequal: bool = False,
 ) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """(losses, weights, what the strategy said)."""
     said: list[str] = []
@@ -61,7 +85,8 @@ def fit(
         tokens = [torch.randint(CLASSES, (steps * rows, LENGTH), generator=generator) for _ in range(2)]
         quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
         fitted = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **quiet, **trainer)  # type: ignore[arg-type]
-        fitted.fit(module, DataLoader(TensorDataset(*tokens), rows // devices))
+        even = DataLoader(TensorDataset(*tokens), rows // devices)
+        fitted.fit(module, Parts([t[: 12 * rows - 8] for t in tokens], rows, devices) if unequal else even)
         with strategy.full_parameters():
             weights = {name: p.detach().clone() for name, p in module.named_parameters()}
     finally:
@@ -171,3 +196,14 @@ def test_fifty_steps_of_adamw(name: str) -> None:
 def test_fifty_steps_of_adamw_on_two_ranks(two_ranks: RankPool, name: str) -> None:
     said = two_ranks.run(both, *LONG_ON_RANKS[name], 2, 8, 50)
     assert any("in 4 chunks" in line for lines in said for line in lines)
+
+
+@pytest.mark.parametrize("chunks", [4, "32KiB"])
+def test_ranks_with_unequal_numbers_of_rows(two_ranks: RankPool, chunks: int | str) -> None:
+    """Whether a cut piece is one in memory differs among the ranks, and so do bytes; their programs may not."""
+    for losses, weights, said in two_ranks.run(fit, {"loss_chunks": chunks}, {}, 2, 8, unequal=True):
+        plain = fit({}, {}, unequal=True)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain[0]), rtol=1e-5, atol=1e-6)
+        for name, weight in plain[1].items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
+        assert not said or " chunks of rows" in said[0]
