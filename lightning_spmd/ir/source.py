@@ -12,7 +12,7 @@ import linecache
 import math
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, cast
 
@@ -63,17 +63,20 @@ def pause(*values: Any) -> tuple[Any, ...]:
     return values
 
 
-def function_of(graph_module: fx.GraphModule, *, talks: bool = False) -> Callable[..., Any]:
+def function_of(
+    graph_module: fx.GraphModule, *, talks: bool = False, again: Mapping[fx.Node, Callable[[], Any]] | None = None
+) -> Callable[..., Any]:
     """What takes the values of the graph's inputs in order, and gives its outputs.
 
     Args:
         graph_module: the graph.
         talks: it is a generator, which yields what it hands over to Python and is sent the numbers for that.
+        again: inputs that Python may change until it has read last, and what reads them behind that.
 
     Raises:
         ValueError: the graph calls modules or methods.
     """
-    return _Writer(graph_module, talks=talks).function()
+    return _Writer(graph_module, talks=talks, again=again or {}).function()
 
 
 class _Writer:
@@ -82,10 +85,13 @@ class _Writer:
     Args:
         graph_module: the graph, and what its ``get_attr`` nodes name.
         talks: whether it yields what it hands over.
+        again: inputs that are read once more behind the last of these places.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, *, talks: bool) -> None:
-        self._module, self._talks = graph_module, talks
+    def __init__(
+        self, graph_module: fx.GraphModule, *, talks: bool, again: Mapping[fx.Node, Callable[[], Any]]
+    ) -> None:
+        self._module, self._talks, self._again = graph_module, talks, again
         self._numbers: dict[Sizes, dict[Formula, str]] = {}
         self._before: list[str] = []  # lines that come before the next node's
         self._graph = graph_module.graph
@@ -109,6 +115,7 @@ class _Writer:
 
     def _source(self) -> str:
         last = self._last_readers()
+        last_handed = ([None] + [node for node in self._graph.nodes if hands_over(node)])[-1]
         parameters: list[str] = []
         lines: list[str] = []
         for node in self._graph.nodes:
@@ -124,6 +131,8 @@ class _Writer:
             if node in last and node.op != "output":
                 lines[-1] += "; " + " = ".join(n.name for n in last[node]) + " = None"
             self._owners += [None] * (len(lines) - 1 - len(self._owners)) + [named(node)]
+            if node is last_handed:
+                lines += [f"    {n.name} = {self._constant(r, n.name)}()" for n, r in self._again.items() if n.users]
         for sizes, names in self._numbers.items():
             if isinstance(sizes, Counts):
                 continue

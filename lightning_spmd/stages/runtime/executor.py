@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.reads import ReadMiss, checks_of
-from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.source import ErrorsNamePlaces, function_of
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
@@ -59,6 +59,12 @@ class Program:
     def is_settled(self) -> bool:
         """Whether there is a callable that changes no more."""
         return "run" in vars(self) and is_settled(self.run)
+
+    def hyper_parameters(self) -> dict[fx.Node, Reader]:
+        """What reads numbers of the optimizer's groups, by placeholder: Python may change them in the step."""
+        nodes = self.step.graph_module.graph.find_nodes(op="placeholder")
+        found = {nodes[i]: self._readers[i] for i, _ in self.step.signature.inputs_of(InputRole.HYPER_PARAMETER)}
+        return {node: read for node, read in found.items() if callable(read)}
 
     def inputs(self, batch: Sequence[Tensor], pending: Sequence[Any] = ()) -> list[Any]:
         """The values of the graph's inputs now."""
@@ -187,7 +193,8 @@ class Executable:
             batch: tensor leaves of the batch, in order.
         """
         if self._talking is None:
-            self._talking = function_of(self._main.step.graph_module, talks=True)
+            step = self._main.step
+            self._talking = function_of(step.graph_module, talks=True, again=self._main.hyper_parameters())
         if self.family is not None:
             self.family.sizes.begin(batch)
         return self._talking(*self._main.inputs(batch))

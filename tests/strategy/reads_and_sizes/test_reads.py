@@ -103,7 +103,19 @@ class Retries(Quiet):
         return self.loss(batch) + 0.01 * root.diagonal().log().sum() + tries
 
 
-WAYS = [LogsNumbers, Weighs, Branches, Cuts, Lists, Columns, CountedColumns, Retries]
+class SetsRates(Quiet):
+    """Numbers of the optimizer that follow from what was read: the update of this very step has them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        group = self.trainer.optimizers[0].param_groups[0]
+        group["lr"] = 0.1 / (1 + loss.item())
+        if loss.item() < 1.1:
+            group["momentum"] = 0.5 + 0.1 * math.tanh(loss.item())
+        return loss
+
+
+WAYS = [LogsNumbers, Weighs, Branches, Cuts, Lists, Columns, CountedColumns, Retries, SetsRates]
 
 
 class WithState(Net):
