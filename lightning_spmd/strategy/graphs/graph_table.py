@@ -136,8 +136,9 @@ class GraphTable:
 
     def step_key(self, request: StepRequest) -> tuple[Any, ...]:
         """The key of what a graph depends on besides the batch. It is the same on all ranks that do the same."""
-        accumulated = self._trainer.accumulate_grad_batches
-        return request.variant, tuple(request.arguments), accumulated, tuple(self._gradients)
+        trainer = self._trainer
+        clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) if request.variant.apply else None
+        return request.variant, tuple(request.arguments), trainer.accumulate_grad_batches, tuple(self._gradients), clip
 
     def count_use(self, index: int) -> None:
         """Count one more use of a graph. All ranks count alike."""

@@ -86,6 +86,29 @@ def test_an_attribute_that_a_hook_changes_each_epoch_is_seen() -> None:
     assert assert_as_eager(AttributeEachEpoch).captures == 3
 
 
+class Clips(Quiet):
+    """The largest norm of gradients is set between batches, and once in the step; in some batches there is none."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.gradient_clip_val = [0.05, 0.2, None][batch_idx % 3]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 4:
+            self.trainer.gradient_clip_val = 0.05
+        return self.loss(batch)
+
+
+def test_a_changed_clip_value_is_seen() -> None:
+    assert assert_as_eager(Clips, gradient_clip_val=1.0).captures <= 6
+
+
+def test_a_changed_clip_value_is_seen_by_two_ranks(two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, Clips, "spmd", 2, gradient_clip_val=1.0)
+    theirs = run(Clips, "auto", data=lambda: InOrder(rows(), ROWS, shuffle=False), gradient_clip_val=1.0)
+    assert_compiled(*ours)
+    assert_equals_one_device(ours, theirs)
+
+
 class UnreadAttribute(Net):
     """Counts its batches in a hook; training_step does not look."""
 
