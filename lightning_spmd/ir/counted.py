@@ -23,6 +23,8 @@ from lightning_spmd.ir.unify import Apart, Fits, joined
 GRAPHS = 3
 """So many graphs are compared."""
 _LARGEST_ADDED = 1 << 16
+_SCALE_OF_PARTS = 10007
+"""Beyond the samples of the counts themselves, for a few hundred of them."""
 
 
 def samples_of(number: int, ties: Sequence[int], scale: int = 101) -> list[tuple[int, ...]]:
@@ -36,6 +38,13 @@ def samples_of(number: int, ties: Sequence[int], scale: int = 101) -> list[tuple
     rows = GRAPHS + 1
     chosen = random.Random(0).sample(list(itertools.islice(_primes(scale), 4 * rows * number)), rows * number)
     return [tuple(chosen[row * number + tie] for tie in ties) for row in range(rows)]
+
+
+def with_parts(samples: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Sets of counts, each with as many numbers behind it: how many of each this rank holds where ranks hold parts."""
+    number = len(samples[0])
+    parts = samples_of(number, range(number), _SCALE_OF_PARTS)
+    return [(*sample, *own) for sample, own in zip(samples, parts, strict=False)]
 
 
 def _primes(scale: int) -> Iterator[int]:

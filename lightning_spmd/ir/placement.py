@@ -10,6 +10,8 @@ A *placement* describes one (tensor, mesh axis) pair; a tensor on an n-axis mesh
                                fused projection (query, key, value) lies
 ``Shard(dim, outer=(4, 1))``   the same with blocks in these proportions: a fused projection with fewer keys than
                                queries
+``Shard(dim, outer=Chosen)``   rows that values choose (``x[mask]``): each rank holds those that its own rows give,
+                               perhaps none, in an order of its own
 ``Chunk(dim)``                 rank r holds the r-th of ``torch.chunk``'s pieces of ``dim``, whatever the batch's split:
                                how sharded state (ZeRO) lies; the last ranks may hold less, or nothing
 ``Partial("sum")``             the tensor is the sum over the ranks of what they hold
@@ -30,8 +32,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-Blocks: TypeAlias = int | tuple[int, ...]
-"""Consecutive blocks of a dimension: a number of equal ones, or proportions (not all equal, no common divisor)."""
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Rows that values choose, of which each rank holds those that its own rows give.
+
+    No number of rows is known before a run has counted. How many of them a rank holds is :attr:`ShardAxis.chosen`.
+    Their order in the whole is not that of the ranks: nothing gathers them, and nothing takes a rank's part of a whole.
+
+    Args:
+        count: which of the graph's counts says how many there are.
+        rows: so many there are with the counts for which the graph is made.
+    """
+
+    count: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"count {self.count}"
+
+
+Blocks: TypeAlias = int | tuple[int, ...] | Chosen
+"""How a dimension is split: in so many equal consecutive blocks, or in some with these proportions (not all equal, no
+divisor), of each of which every rank holds a piece; or into the rows that each rank has of those that values choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +119,8 @@ def block_sizes(size: int, blocks: Blocks) -> tuple[int, ...] | None:
     """Sizes of the blocks of a dimension of ``size``; None if it does not consist of such blocks."""
     if isinstance(blocks, int):
         return (size // blocks,) * blocks if size % blocks == 0 else None
+    if isinstance(blocks, Chosen):
+        return None
     total = sum(blocks)
     return tuple(size // total * part for part in blocks) if size % total == 0 else None
 
@@ -125,6 +150,8 @@ class ShardAxis:
         across: the ranks of the axis that hold the same chunk as this rank; None: only this rank.
         folded: whether pieces are folded: of 2N pieces rank r holds the r-th and the r-th from the end (the zigzag
             order of context parallelism, which makes causal attention equal work on every rank).
+        chosen: how many of the rows that values choose this rank holds, by count, for the counts with which a graph is
+            made.
     """
 
     name: str
@@ -135,6 +162,7 @@ class ShardAxis:
     within: ShardAxis | None = None
     across: ShardAxis | None = None
     folded: bool = False
+    chosen: tuple[int, ...] = ()
 
     @property
     def chunks(self) -> ShardAxis:
@@ -179,6 +207,8 @@ class ShardAxis:
         """Whether every block of a dimension of global ``size`` can be split over this axis."""
         if isinstance(blocks, int):
             return size % blocks == 0 and self.divides(size // blocks)
+        if isinstance(blocks, Chosen):
+            return size > 0 and size % blocks.rows == 0
         sizes = block_sizes(size, blocks)
         return sizes is not None and all(self.divides(block) for block in sizes)
 
@@ -186,6 +216,8 @@ class ShardAxis:
         """Size of this rank's piece of a dimension of global ``size`` that is split in blocks."""
         if isinstance(blocks, int):
             return blocks * self.local_size(size // blocks, rank)
+        if isinstance(blocks, Chosen):
+            return size // blocks.rows * self.chosen[blocks.count]
         return sum(self.local_size(size // sum(blocks) * part, rank) for part in blocks)
 
     def shard_sizes(self, sizes: Iterable[int], blocks: Blocks) -> set[int]:

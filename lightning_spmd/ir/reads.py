@@ -68,6 +68,8 @@ class HandedCounts(NamedTuple):
         number: how many counts are here.
         told: for a run that begins after Python is done, returns what Python was told.
         place: ``file:line`` of the call whose result has this size.
+        chosen: how many of each this rank holds where ranks hold parts, for the counts with which the graph is made;
+            empty in a graph for the counts of one step.
     """
 
     counts: Counts
@@ -75,6 +77,7 @@ class HandedCounts(NamedTuple):
     number: int
     told: Callable[[], Sequence[int]]
     place: str
+    chosen: Sequence[int] = ()
 
 
 class HandOver:
@@ -86,21 +89,39 @@ class HandOver:
         number: index among the graph's hand-overs.
         numbers: for a run that begins after Python is done, returns the numbers.
         counts: whether Python gets whole numbers on which sizes in the graph depend.
+        by_rank: positions of the counts of which this rank's own number is a value too, behind all counts. Python does
+            not get it.
     """
 
     def __init__(
-        self, number: int, numbers: Callable[[], tuple[Number, ...]], counts: HandedCounts | None = None
+        self,
+        number: int,
+        numbers: Callable[[], tuple[Number, ...]],
+        counts: HandedCounts | None = None,
+        by_rank: Sequence[int] = (),
     ) -> None:
-        self.number, self._numbers, self._counts = number, numbers, counts
+        self.number, self._numbers, self._counts, self._by_rank = number, numbers, counts, tuple(by_rank)
         self.__name__ = f"hand_over_{number}"
+
+    def counting_by_rank(self, positions: Sequence[int]) -> HandOver:
+        """The same in a rank's graph, which counts what this rank holds as well."""
+        return HandOver(self.number, self._numbers, self._counts, positions)
+
+    def chosen(self, position: int) -> tuple[int, int] | None:
+        """(count, how many this rank holds of it at capture) of a value; None of one that ranks hold no parts of."""
+        counts = self._counts
+        return None if counts is None or not counts.chosen else (counts.first + position, counts.chosen[position])
 
     def handed(self, values: Sequence[torch.Tensor]) -> Sequence[Any]:
         """The values that Python gets."""
         if self._counts is None:
             return values
         found = [int(value) for value in values]
-        self._counts.counts.put(self._counts.first, found)
-        return found
+        counts, first, number = self._counts.counts, self._counts.first, self._counts.number
+        counts.put(first, found[:number])
+        for position, own in zip(self._by_rank, found[number:], strict=True):
+            counts.put(counts.length + first + position, [own])
+        return found[:number]
 
     def __call__(self, *values: torch.Tensor) -> tuple[Number, ...]:
         """The numbers.
@@ -116,10 +137,12 @@ class HandOver:
                     raise ReadMiss(counts.place, seen, told, {})
         return self._numbers()
 
-    def counted(self) -> range:
-        """The counts among them."""
-        counts = self._counts
-        return range(0) if counts is None else range(counts.first, counts.first + counts.number)
+    def counted(self) -> list[int]:
+        """Indices of the counts that it gives."""
+        if self._counts is None:
+            return []
+        first, number = self._counts.first, self._counts.number
+        return [*range(first, first + number), *(self._counts.counts.length + first + p for p in self._by_rank)]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HandOver) and other.number == self.number  # of graphs of one step

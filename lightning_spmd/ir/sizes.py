@@ -178,11 +178,13 @@ class Counts(Sizes):
 
     Args:
         number: of them.
+        by_rank: whether there is a second one for each, behind all of these: how many of the elements this rank holds.
     """
 
-    def __init__(self, number: int) -> None:
-        super().__init__([(0, 0)] * number, "True")
-        self.current = [0] * number
+    def __init__(self, number: int, *, by_rank: bool = False) -> None:
+        super().__init__([(0, 0)] * (2 * number if by_rank else number), "True")
+        self.length = number
+        self.current = [0] * len(self.places)
 
     def put(self, first: int, values: Sequence[int]) -> None:
         """Set some of the counts.

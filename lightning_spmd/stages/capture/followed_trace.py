@@ -238,7 +238,9 @@ class _FollowedTrace(IterationTrace):
             raise CaptureError("a tensor with a data-dependent size is created where its size cannot be read")
         live, place = program.live, note.counts
         told = lambda: live.counts[place.start : place.stop]  # noqa: E731
-        self._hands(note, tensors, HandedCounts(program.counts, place.start, len(place), told, note.source))
+        number = program.counts.length
+        parts = () if program.at is None else program.at[number + place.start : number + place.stop]
+        self._hands(note, tensors, HandedCounts(program.counts, place.start, len(place), told, note.source, parts))
         return list((live.counts if program.at is None else program.at)[place.start : place.stop])
 
     # ------------------------------------------------------------------ the forward part

@@ -26,6 +26,7 @@ class AxisPlan:
         failures: errors in the rules of some of them.
         gathered: operators that cannot work on activations with their placement, and the bytes gathered for them.
         remedy: advice for these: how to avoid the gather, or why it cannot be avoided.
+        chosen: (hand-over, position among its values) of the numbers of rows of which each rank holds its own.
     """
 
     axis: ShardAxis
@@ -37,6 +38,7 @@ class AxisPlan:
     failures: dict[fx.Node, str] = field(default_factory=dict)
     gathered: dict[fx.Node, int] = field(default_factory=dict)
     remedy: str = ""
+    chosen: set[tuple[fx.Node, int]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ from lightning_spmd.ir.aliasing import overlapping, storage_regions, written_arg
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
-from lightning_spmd.ir.placement import REPLICATE, Chunk, Own, Placement, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Chunk, Own, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.parallel.pieces import local_shape, local_spec
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.call import Layout, LocalCall, axis_of_pieces, flatten_values, is_tensor
+from lightning_spmd.stages.expand.chosen import is_chosen, is_same_along
 from lightning_spmd.stages.expand.memory import as_captured, looks_at_memory
 from lightning_spmd.stages.expand.own_batches import subject_of
 from lightning_spmd.stages.expand.program import LocalProgram
@@ -138,7 +139,13 @@ class Emitter:
             self._version(operand, tuple(p if isinstance(p, Own) else REPLICATE for p in self._placements(operand)))
             for operand in node.all_input_nodes
         ]
-        new = self.program.call(node.target, *[values[node.all_input_nodes.index(a)] for a in node.args])  # type: ignore[arg-type]
+        arguments = [values[node.all_input_nodes.index(a)] for a in node.args]  # type: ignore[arg-type]
+        target: Any = node.target
+        by_rank = sorted({position for plan in self.plans for counted, position in plan.chosen if counted is node})
+        for position in by_rank:
+            parts = [PARTIAL if (node, position) in plan.chosen else REPLICATE for plan in self.plans]
+            arguments.append(self._version(node.args[position], tuple(parts)))  # type: ignore[arg-type]
+        new = self.program.call(target.counting_by_rank(by_rank) if by_rank else target, *arguments)
         new.meta["val"], new.meta["placements"] = node.meta["val"], everywhere
         self.numbers[node], self.items[node] = new, [None] * len(node.meta["val"])
 
@@ -265,11 +272,17 @@ class Emitter:
             return sum(cost(spec, h, w, section, a) for h, w, a in zip(have, want, self.axes, strict=True))
 
         have = min(versions, key=distance)
+        for source, target in zip(have, want, strict=True):
+            if source != target and is_chosen(target) and not self._is_same_along(node, target.dim):  # type: ignore[union-attr]
+                raise ExpansionError(f"{node.name} is not the same for all rows of those that values choose")
         self.program.subject = subject_of(node)
         versions.update(redistribute(self.program, versions[have], spec, have, want))
         if want not in versions:
             raise ExpansionError(f"no way from {have} to {want} for {node.name}")
         return versions[want]
+
+    def _is_same_along(self, node: fx.Node, dim: int) -> bool:
+        return is_same_along(node, dim, lambda n: self.roots[n] in self.mutated)
 
     def _as_captured(self, node: fx.Node, layouts: Sequence[Layout], index: int, local: fx.Node) -> fx.Node:
         """Operand ``index`` of ``node``, which is ``local`` here, laid out as at capture; later readers take it too."""

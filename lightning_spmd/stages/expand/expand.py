@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.node_info import TensorSpec, named
 from lightning_spmd.ir.placement import Placement, ShardAxis
+from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import stamp_writes
@@ -67,6 +69,7 @@ def expand(
     graph = partial_sums_first(graph, signature, axes, plan)
     graph = ignore_instead_of_cutting(graph, axes, plan)
     axes, starts, whole = _sequences(graph, signature, axes, plan)
+    axes = _with_chosen(graph, axes)
     banned: dict[fx.Node, str] = {}
     for _ in range(_ATTEMPTS):
         plans: list[AxisPlan] = []
@@ -105,6 +108,19 @@ def _sequences(
             whole += uncut(axis, found)
         cut.append(axis)
     return tuple(cut), starts, whole
+
+
+def _with_chosen(graph: fx.Graph, axes: tuple[ShardAxis, ...]) -> tuple[ShardAxis, ...]:
+    """The axes, which know how many of the rows that values choose a rank holds with the counts of this graph."""
+    found: dict[int, int] = {}
+    for node in graph.nodes:
+        if hands_over(node):
+            target: Any = node.target
+            found.update(filter(None, map(target.chosen, range(len(node.args)))))
+    if not found:
+        return axes
+    parts = tuple(found.get(count, 0) for count in range(max(found) + 1))
+    return tuple(dataclasses.replace(axis, chosen=parts) for axis in axes)
 
 
 def _ban(graph: fx.Graph, banned: dict[fx.Node, str], error: EmissionError) -> None:
@@ -148,9 +164,10 @@ def _ranks_of_every_size(axes: tuple[ShardAxis, ...]) -> Iterator[tuple[ShardAxi
     """The mesh as seen from one rank for each size of a piece; nothing where all ranks hold as much.
 
     No rank and one row are where torch's operators differ (contiguity, broadcasting, squeezing), so of many sizes those
-    two, the smallest other and the largest stand for all.
+    two, the smallest other and the largest stand for all. Of rows that values choose a rank may hold none, one or more.
     """
-    if all(axis.is_even for axis in axes):
+    counts, even = max((len(axis.chosen) for axis in axes), default=0), all(axis.is_even for axis in axes)
+    if even and not counts:
         return
     choices: list[list[ShardAxis]] = []
     for axis in axes:
@@ -158,7 +175,12 @@ def _ranks_of_every_size(axes: tuple[ShardAxis, ...]) -> Iterator[tuple[ShardAxi
         others = [size for size in sizes if size > 1]
         kept = [size for size in sizes if size <= 1] + (others if len(sizes) <= _SIZES else [others[0], others[-1]])
         choices.append([dataclasses.replace(axis, rank=axis.split.index(size)) for size in kept])
-    yield from itertools.product(*choices)
+    for seen in itertools.product(*choices):
+        has_rows = all(axis.split[axis.rank] or not axis.total for axis in seen)
+        for number in range(2 if counts and has_rows else 1 if counts else 0):
+            yield tuple(dataclasses.replace(axis, chosen=(number,) * counts) for axis in seen)
+        if not even and (has_rows or not counts):
+            yield seen
 
 
 def _local_signature(graph: fx.Graph, signature: Signature, plans: list[AxisPlan]) -> Signature:

@@ -98,7 +98,8 @@ class Placing:
         self.detached: set[fx.Node] = set()
         self.narrowed = False
         self.routed: dict[fx.Node, tuple[routing.Routed | None, ...]] = {}
-        self.unroutable: set[fx.Node] = set()
+        self.unroutable: dict[fx.Node, fx.Node] = {}
+        self.chosen: dict[int, tuple[routing.Routed | None, ...]] = {}
         self.updating = False
 
     def _activation_rules(self) -> ActivationRules | None:

@@ -50,7 +50,7 @@ class LocalProgram:
         """what the next collective moves"""
         self._place: fx.Node | None = None
         self._choices = Counter[fx.Node | None]()
-        self._fakes = Fakes(has_rows=all(axis.split[axis.rank] or not axis.total for axis in axes))
+        self._fakes = Fakes(has_rows=all(map(_has_rows, axes)))
 
     def begin(self, node: fx.Node) -> None:
         """Begin the program of ``node`` of the global graph."""
@@ -184,6 +184,11 @@ class LocalProgram:
         """Close the graph."""
         self.graph.output(tuple(outputs))
         return private.GraphModule(torch.nn.Module() if not self.attributes else _holder(self.attributes), self.graph)
+
+
+def _has_rows(axis: ShardAxis) -> bool:
+    """Whether no piece is empty. Where values choose rows, ranks without any are tried with none that are chosen."""
+    return all(axis.chosen) if axis.chosen else bool(axis.split[axis.rank] or not axis.total)
 
 
 def _holder(attributes: dict[str, torch.Tensor]) -> torch.nn.Module:

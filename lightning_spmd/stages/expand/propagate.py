@@ -22,9 +22,12 @@ everything, which is reported.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import fx
 
 from lightning_spmd.cost.collectives import LATENCY
@@ -32,10 +35,10 @@ from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
-from lightning_spmd.ir.placement import OWN, REPLICATE, Partial, Placement, Replicate, Shard
+from lightning_spmd.ir.placement import OWN, PARTIAL, REPLICATE, Chosen, Partial, Placement, Replicate, Shard
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.signature import GraphInput, InputRole
-from lightning_spmd.stages.expand import routing
+from lightning_spmd.stages.expand import chosen, routing
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is_tensor
 from lightning_spmd.stages.expand.experts import layout_by_expert
@@ -81,6 +84,8 @@ class Propagation(Placing):
                     self._getitem(node)
             elif hasattr(node.target, "_schema"):
                 self._operator(node)
+            elif hands_over(node):
+                self._refuse_routing(self._routed(node.all_input_nodes), node)
 
     def _input(self, node: fx.Node, entry: GraphInput) -> Placement:
         if self.own_batches and entry.role is InputRole.CONSTANT and is_read_by_update_alone(node):
@@ -101,9 +106,8 @@ class Propagation(Placing):
     def _results(self, node: fx.Node) -> None:
         for value, entry in zip(node.args[0], self.signature.outputs, strict=True):  # type: ignore[arg-type]
             current = self._current(value) if is_tensor(value) else REPLICATE
-            routed = self.routed.get(value, (None,))[0] if isinstance(value, fx.Node) else None
-            if routed is not None:
-                self._refuse_routing([routed])
+            if isinstance(value, fx.Node):
+                self._refuse_routing(self._routed([value]), value)
             self.result.results.append(self.plan.output_placement(self.axis, entry, current))
 
     # ------------------------------------------------------------------ one operator
@@ -140,6 +144,9 @@ class Propagation(Placing):
             wanted = [c for c in candidates if c.outputs[0] == call.forced]
             if wanted:
                 self._choose(call, min(wanted, key=lambda c: self._cost(call, c)))
+                if isinstance(call.forced, Shard) and isinstance(call.forced.outer, Chosen):
+                    (bag,) = self.chosen[call.forced.outer.count]
+                    self.routed[node] = (dataclasses.replace(bag, order=routing.Order.BAG),) if bag else ()
                 return
         options = [*candidates, everywhere]
         if written:
@@ -196,10 +203,12 @@ class Propagation(Placing):
         values = [self.routed.get(o, (None,))[0] for o in call.operands]
         known = {i: v for i, v in enumerate(values) if v is not None}
         if known:
-            found = None if call.node in self.banned else routing.route(call, known)
-            if found is None:
-                self._refuse_routing(known.values())
+            found = None if call.node in self.banned else self._routed_further(call, known)
+            if found is None or not self._may_write(call, found.layout):
+                self._refuse_routing(known.values(), call.node)
                 return False
+        elif (found := self._choose_rows(call)) is not None:
+            pass
         elif routing.begins_routing(call) and call.node not in self.unroutable:
             found = routing.begin(call)
         else:
@@ -210,9 +219,68 @@ class Propagation(Placing):
             self._written(operand, found.layout.inputs[call.operands.index(operand)], call.node)
         return True
 
-    def _refuse_routing(self, values: Iterable[routing.Routed]) -> None:
-        """Something would see the order of the rows: sort gathered rows instead."""
-        self.unroutable.update(v.sort for v in values)
+    def _routed_further(self, call: OpCall, known: dict[int, routing.Routed]) -> routing.Route | None:
+        if not any(chosen.is_chosen(value.where) for value in known.values()):
+            return routing.route(call, known)
+        if call.op is torch.ops.aten.nonzero_static.default:
+            return self._choose_rows(call)
+        return chosen.route(call, known, lambda layout: self._cost(call, layout), self._is_same_along)
+
+    def _is_same_along(self, node: fx.Node, dim: int) -> bool:
+        return chosen.is_same_along(node, dim, lambda n: self.aliasing.roots[n] in self.aliasing.written)
+
+    def _choose_rows(self, call: OpCall) -> routing.Route | None:
+        """How a rank finds rows that values choose among its own; see ``chosen``. None: it does among gathered ones."""
+        node = call.node
+        counted = chosen.count_of(node, self.aliasing.position)
+        splits_rows = self.activations is None and not self.splits_sequences
+        if counted is None or node in self.unroutable or node in self.banned or not splits_rows:
+            return None
+        count, position = counted
+        parts: Any = count.target
+        known = parts.chosen(position)
+        value: Any = count.args[position]
+        if known is None or self.versions[value][0] != PARTIAL:
+            return None
+        found = chosen.begin(call, known[0])
+        if found is not None:
+            self.result.chosen.add(counted)
+            self.chosen[known[0]] = found.outputs
+        return found
+
+    def _may_write(self, call: OpCall, layout: Layout) -> bool:
+        """Whether written operands lie as a layout says, or may from here on.
+
+        What is made for the rows that are written into it is made as it must lie for that: propagation starts again.
+        """
+        written = written_arguments(call.node)
+        for operand in written:
+            want, root = layout.inputs[call.operands.index(operand)], self.aliasing.roots[operand]
+            made_here = root is operand and root.op != "placeholder" and root not in self.forced
+            if self.versions[operand][0] == REPLICATE and isinstance(want, Shard) and made_here:
+                self.forced.update(dict.fromkeys(self._siblings(root), want))
+                raise StartAgain
+            if want != self.versions[operand][0] and not self._may_change(operand, call.node):
+                return False
+        return result_is_the_operand(call, layout, written)
+
+    def _routed(self, nodes: Iterable[fx.Node]) -> list[routing.Routed]:
+        return [value for node in nodes for value in self.routed.get(node, ()) if value is not None]
+
+    def _refuse_routing(self, values: Iterable[routing.Routed], reader: fx.Node) -> None:
+        """Where something would see the order of the rows, gathered rows are sorted, or chosen from, instead.
+
+        Args:
+            values: what of it depends on them.
+            reader: what sees it.
+        """
+        sorts = {value.sort for value in values}
+        if not sorts:
+            return
+        self.unroutable.update(dict.fromkeys(sorts, reader))
+        for node in [n for n, placement in self.forced.items() if chosen.is_chosen(placement)]:
+            del self.forced[node]
+            self.narrowed = False
         raise StartAgain
 
     def _candidates(self, call: OpCall) -> list[Layout]:
@@ -224,6 +292,8 @@ class Propagation(Placing):
         def failed(error: Exception) -> None:
             self.result.failures[node] = f"its rule does not know this call: {type(error).__name__}: {error}"
 
+        if (reader := self.unroutable.get(node)) is not None and call.op is torch.ops.aten.nonzero_static.default:
+            self.result.failures[node] = f"all that it finds is wanted, in order, by {named(reader)}"
         found = layouts_of(call, failed)
         if found is None and node not in self.result.failures:
             found = registered_layouts(call)
@@ -300,8 +370,14 @@ class Propagation(Placing):
     def _takes_pieces_alone(self, call: OpCall, layout: Layout) -> bool:
         """Whether a layout asks for nothing but what is there and pieces of it, however large: nothing moves."""
         pairs = zip(call.operands, layout.inputs, strict=True)
-        versions = [(self.versions[operand], want) for operand, want in pairs]
-        return all(want in there or (REPLICATE in there and isinstance(want, Shard)) for there, want in versions)
+
+        def is_there(operand: fx.Node, want: Placement) -> bool:
+            there = self.versions[operand]
+            if want in there or REPLICATE not in there or not isinstance(want, Shard):
+                return want in there
+            return not chosen.is_chosen(want) or self._is_same_along(operand, want.dim)
+
+        return all(is_there(operand, want) for operand, want in pairs)
 
     # ------------------------------------------------------------------ writes
     def _choose_writing(self, call: OpCall, options: list[Layout], written: list[fx.Node]) -> None:

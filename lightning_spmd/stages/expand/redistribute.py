@@ -40,6 +40,7 @@ from lightning_spmd.ir.placement import (
     PARTIAL,
     REPLICATE,
     Blocks,
+    Chosen,
     Chunk,
     Partial,
     Placement,
@@ -78,6 +79,8 @@ def cost(spec: TensorSpec, have: Placement, want: Placement, section: Section, a
     if have == want:
         return 0.0
     size = spec.bytes
+    if any(isinstance(p, Shard) and isinstance(p.outer, Chosen) for p in (have, want)) and have != REPLICATE:
+        return math.inf
     if isinstance(have, Replicate):
         if isinstance(want, (Shard, Chunk)):
             return LOCAL_WORK * size
@@ -123,6 +126,9 @@ def redistribute(
     Returns:
         The versions of the value that came to exist on the way which later readers may use, the wanted one last.
     """
+    for source, target in zip(have, want, strict=True):
+        if source != target and isinstance(source, Shard) and isinstance(source.outer, Chosen):
+            raise ExpansionError("rows that values choose lie in each rank's own order: nothing puts them together")
     now = list(have)
     versions: dict[tuple[Placement, ...], fx.Node] = {}
 
@@ -260,6 +266,10 @@ def _chunk(program: LocalProgram, node: fx.Node, target: Chunk, axis: ShardAxis,
 def _slice(program: LocalProgram, node: fx.Node, target: Shard, outer: Blocks, axis: ShardAxis) -> fx.Node:
     """This rank's piece; ``outer``: how many of the target's blocks there are here."""
     shape, dim = program.shape(node), target.dim
+    if isinstance(outer, Chosen):  # all are the same: as many of the first as there are here
+        size = axis.shard_size(shape[dim], outer)
+        one = program.call(aten.slice.Tensor, node, dim, 0, 1)
+        return program.call(aten.expand.default, one, [*shape[:dim], size, *shape[dim + 1 :]])
     if isinstance(outer, tuple):
         pieces, before = [], 0
         for block in block_sizes(shape[dim], outer) or ():
@@ -306,6 +316,8 @@ def _gather(
         raise TypeError(f"cannot gather {placement}")
     local = program.shape(node)
     dim, outer = placement.dim, _local_blocks(placement, now, position, program.axes)
+    if isinstance(outer, Chosen):
+        raise TypeError(f"cannot gather {placement}")
     whole = _unsharded_size(shape, now, position, program.axes)
     if isinstance(outer, tuple):
         return gather_uneven_blocks(program, node, dim, outer, axis, whole)

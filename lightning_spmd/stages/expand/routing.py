@@ -48,6 +48,8 @@ class Order(enum.Enum):
     """in the rows' own order, holds where each went"""
     OPAQUE = enum.auto()
     """must not be read"""
+    FOUND = enum.auto()
+    """of rows that values choose, has a column of positions"""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,16 @@ class Routed:
         sort: the sort it stems from.
         rows: how many rows it points into.
         where: how the rows lie: split over the axis, perhaps in blocks (positions of sequences, by sequence).
+        into: how that lies which positions of chosen rows point into, as its first dimension.
+        column: which column has these positions.
     """
 
     order: Order
     sort: fx.Node
     rows: int
     where: Shard
+    into: Shard | None = None
+    column: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.counted import GRAPHS
+from lightning_spmd.ir.counted import GRAPHS, with_parts
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Counts, Dimension
@@ -626,9 +626,11 @@ class Following:
             added=tuple(step.added),
         )
         if step.counts:
-            counts = self._counts.setdefault(step.path, Counts(len(step.counts)))
+            in_parts = meeting is not None and not is_own
+            counts = self._counts.setdefault(step.path, Counts(len(step.counts), by_rank=in_parts))
             if step.path not in self._samples:
-                self._samples[step.path] = step.samples[:GRAPHS]
+                samples = step.samples[:GRAPHS]
+                self._samples[step.path] = with_parts(samples) if in_parts else samples
             program = dataclasses.replace(program, counts=counts, samples=self._samples[step.path])
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
         may_wait = not step.must_be_graph and not is_own

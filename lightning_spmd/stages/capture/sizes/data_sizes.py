@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from lightning_spmd.ir.operators.ctc import CTC_LOSS, CTC_LOSS_BACKWARD
 from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar, Number, scalar_of
 from lightning_spmd.stages.capture.record.comparisons import COMPARISONS, close_elements, is_comparable, same_elements
 
@@ -111,6 +112,10 @@ class DataSizes:
             return None  # eager's order, or which of equal values it keeps, is its own
         if func is aten.index.Tensor and not any(map(_is_mask, args[1])):
             return None
+        if func in (_CTC_OF_TENSORS, _CTC_BACKWARD.Tensor) and args[1 + (func is _CTC_BACKWARD.Tensor)].dim() == 2:
+            whole = CTC_LOSS if func is _CTC_OF_TENSORS else CTC_LOSS_BACKWARD
+            given = _in_order(func, args, kwargs)
+            return lambda: self._call(whole, *given)
         if func is _CTC_BACKWARD.Tensor and self._keys(args[3:5]) not in self._lengths:
             return None
         if func in COMPARISONS and (self._writes or not is_comparable(func, *args[:2])):
@@ -252,6 +257,12 @@ class DataSizes:
 
     def _keys(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, int] | None, ...]:
         return tuple(map(self._key, tensors))
+
+
+def _in_order(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of a call, in the order of the operator's description."""
+    missing = func._schema.arguments[len(args) :]  # noqa: SLF001 - an operator's description
+    return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in missing)]
 
 
 def _not_a_library(*_: Any, **__: Any) -> bool:

@@ -160,6 +160,23 @@ def _value_dim(info: _Indexing, result_dim: int, call: OpCall) -> Where:
     return own if own >= 0 and values[own] == region[result_dim] else None
 
 
+def indexed_dimensions(call: OpCall, number: int) -> tuple[int, int]:
+    """(the dimension of the source that an index is for, the first one of the result that indices make).
+
+    Args:
+        call: ``x[indices]``, or a write there.
+        number: which of the indices that are tensors.
+    """
+    info = _Indexing(call)
+    return info.used[number], info.start
+
+
+def value_dimension(call: OpCall, result_dim: int) -> int | None:
+    """Dimension of the ``values`` of a write for one of the written region; None: they are the same along it."""
+    found = _value_dim(_Indexing(call), result_dim, call)
+    return found if isinstance(found, int) else None
+
+
 def index(call: OpCall) -> list[Layout]:
     """``x[indices]`` with integer tensors."""
     info = _Indexing(call)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.errors import ExpansionError
-from lightning_spmd.ir.placement import PARTIAL, Placement, Shard, ShardAxis
+from lightning_spmd.ir.placement import PARTIAL, Chosen, Placement, Shard, ShardAxis
 from lightning_spmd.stages.expand.call import Layout, LocalCall, Localizer, OpCall, Rule, along, linear
 from lightning_spmd.stages.expand.exchange import own_index, positions
 from lightning_spmd.stages.expand.redistribute import zero_unless
@@ -27,11 +27,15 @@ aten = torch.ops.aten
 
 def map_view(source: Sequence[int], target: Sequence[int], placement: Shard, axis: ShardAxis) -> Shard | None:
     """Where a split dimension of shape ``source`` is in shape ``target``, or None if it is not one dimension there."""
+    before = math.prod(source[: placement.dim])
+    if isinstance(placement.outer, Chosen):  # rows stay whole; what is within one may be of its dimension
+        rows = placement.outer.rows
+        whole = [d for d, n in enumerate(target) if n and n % rows == 0 and math.prod(target[:d]) == before]
+        return Shard(whole[0], placement.outer) if whole else None
     if isinstance(placement.outer, tuple):  # such blocks stay blocks only where the dimension stays what it is
-        before = math.prod(source[: placement.dim])
         same = [d for d, n in enumerate(target) if n == source[placement.dim] and math.prod(target[:d]) == before]
         return Shard(same[0], placement.outer) if same else None
-    blocks = math.prod(source[: placement.dim]) * placement.outer
+    blocks = before * placement.outer
     best: Shard | None = None
     fewest = math.inf
     before = 1

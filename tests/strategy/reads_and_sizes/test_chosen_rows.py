@@ -1,0 +1,167 @@
+"""Rows that values choose stay on their rank: no activation moves, one graph does for all numbers of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_spmd.ir.verify import activation_collectives
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
+from tests.strategy.small import BATCHES, ROWS, Quiet, assert_as_eager, rows, run
+
+MOVED: list[Any] = []
+"""(collectives that move activations, operators that run on gathered ones) of each graph of the run before."""
+TOLD: list[Any] = []
+
+
+class Watched(Quiet):
+    """Python is told how many rows are chosen."""
+
+    def on_train_start(self) -> None:
+        TOLD.clear()
+
+    def on_train_end(self) -> None:
+        training = getattr(self.trainer.strategy, "_training", None)
+        executables = [] if training is None else training.iteration.table.executables
+        graphs = [executable.graphs.main for executable in executables]
+        MOVED[:] = [([node.name for node in activation_collectives(graph)], graph.fallbacks) for graph in graphs]
+
+
+class MaskedLoss(Watched):
+    """The loss of what is labelled, beside a share that counts it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        labelled = y > 0
+        loss = F.cross_entropy(self(x)[labelled], y[labelled])
+        TOLD.append(int(labelled.sum()))
+        self.log("labelled", y[labelled].float().mean())
+        return loss
+
+
+class MaskedMean(Watched):
+    """The mean of the losses of some rows; Python looks at sizes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = F.cross_entropy(self(x), y, reduction="none")[y > 0]
+        TOLD.append((losses.shape, len(losses)))
+        return losses.mean()
+
+
+class Experts(Watched):
+    """Mixtral's plain form, with dropout that does nothing and experts that may have no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Dropout(0.0), nn.Linear(8, 6)) for _ in range(4)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        shares, which = torch.topk(F.softmax(self.router(x) * 3, dim=1), 2, dim=1)
+        shares = shares / shares.sum(1, keepdim=True)
+        mixed = torch.zeros_like(x)
+        mask = F.one_hot(which, len(self.experts)).permute(2, 1, 0)
+        for e, expert in enumerate(self.experts):
+            places, found = torch.where(mask[e])
+            mixed.index_add_(0, found, expert(x[found]) * shares[found, places, None])
+            TOLD.append(len(found))
+        return F.cross_entropy(self(x + mixed), y)
+
+
+class Speech(Watched):
+    """CTC over padded targets, of which each batch has others; rows of one class have none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        scores = torch.stack([self(x + t) for t in range(5)]).log_softmax(-1)
+        targets = torch.stack([1 + y % 2, torch.ones_like(y), 1 + y // 2], dim=1)
+        lengths = 3 + (x[:, 1] > 0).long() + (x[:, 2] > 0).long()
+        return F.ctc_loss(scores, targets, lengths, y, zero_infinity=True)
+
+
+def _rows(ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches in the order of that many ranks, of which the first one has no row above class 0 in each second batch."""
+    found: list[tuple[Tensor, Tensor]] = []
+    samples = rows()
+    for number in range(BATCHES):
+        batch = samples[number * ROWS : (number + 1) * ROWS]
+        if number < BATCHES // 2:
+            batch = [(x, y * ((number + i) % 2)) for i, (x, y) in enumerate(batch)]
+        found += [sample for rank in range(ranks) for sample in batch[rank::ranks]]
+    return found
+
+
+def _run(make: Any, strategy: Any, devices: int, ranks: int = 1) -> tuple[Result, list[Any], list[Any]]:
+    data = InOrder(_rows(ranks), ROWS)
+    result = run(make, strategy, devices, data=lambda: data, max_epochs=2)
+    return result, list(MOVED), list(TOLD)
+
+
+def _on_one_device(make: Any, ranks: int) -> tuple[Result, list[Any]]:
+    result, _, told = _run(make, "auto", 1, ranks)
+    return result, told
+
+
+def _assert_stays(pool: RankPool, make: type[L.LightningModule], strategy: str = "spmd") -> None:
+    found = pool.run(_run, make, strategy, pool.size)
+    ours = [result for result, _, _ in found]
+    one, theirs = _on_one_device(make, pool.size)
+    assert_compiled(ours[0])
+    assert ours[0].captures <= 2  # SGD with momentum has a first step of its own
+    assert_equals_one_device(ours, one)
+    for _, moved, told in found:
+        assert moved
+        assert not any(gathered for _, gathered in moved)
+        assert strategy != "spmd" or not any(nodes for nodes, _ in moved)  # parameters in parts move as well
+        assert told == theirs
+
+
+@pytest.mark.parametrize("make", [MaskedLoss, MaskedMean, Experts, Speech])
+def test_no_activation_moves(make: type[L.LightningModule], two_ranks: RankPool) -> None:
+    _assert_stays(two_ranks, make)
+
+
+@pytest.mark.parametrize("make", [MaskedLoss, Experts])
+def test_nor_does_one_with_parameters_in_parts(make: type[L.LightningModule], two_ranks: RankPool) -> None:
+    _assert_stays(two_ranks, make, "spmd_zero3")
+
+
+@pytest.mark.parametrize("make", [MaskedMean, Experts, Speech])
+def test_nor_among_four_ranks(make: type[L.LightningModule], four_ranks: RankPool) -> None:
+    _assert_stays(four_ranks, make)
+
+
+def test_lengths_of_ctc_are_no_numbers_of_its_graph() -> None:
+    ours = assert_as_eager(Speech)
+    assert_compiled(ours)
+    assert ours.captures <= 2
+
+
+class Ordered(Watched):
+    """Python keeps chosen rows, and the step looks at their order."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)[y > 0]
+        TOLD.append(logits.detach())
+        places = torch.arange(len(logits))
+        return logits.square().mean() + (logits.sum(1) * places).sum() / (1 + places.sum())
+
+
+def test_what_looks_at_the_order_gathers(two_ranks: RankPool) -> None:
+    found = two_ranks.run(_run, Ordered, "spmd", 2)
+    one, theirs = _on_one_device(Ordered, 2)
+    assert_equals_one_device([result for result, _, _ in found], one)
+    for _, _, told in found:
+        for ours, wanted in zip(told, theirs, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
