@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_spmd._private_api import OpOverload
 from lightning_spmd.ir.aliasing import aliased_argument, written_arguments
-from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.node_info import SHARE, TensorSpec
 
 Kind = Literal["plain", "attention", "convolution", "curve", "reduction"]
 _ATTENTION = "_scaled_dot_product_"
@@ -141,7 +141,8 @@ def _flops(node: fx.Node, name: str) -> float:
         return _attention(node, backward=name.endswith("_backward"))
     if name == "_grouped_mm":
         left, right = _operand(node, 0), _operand(node, 1)
-        return 0.0 if left is None or right is None else 2.0 * left.numel * right.shape[-1]
+        share = node.meta.get(SHARE, 1.0)
+        return 0.0 if left is None or right is None else 2.0 * left.numel * right.shape[-1] * share
     if name == "mv":
         matrix = _operand(node, 0)
         return 0.0 if matrix is None else 2.0 * matrix.numel

@@ -19,6 +19,9 @@ TERM = "term"
 SUBJECT = "subject"
 """Key in ``node.meta`` of a collective: what it moves, by names that are the same on ranks with other graphs."""
 
+SHARE = "share"
+"""Key in ``node.meta`` of a grouped product: the share of rows that a rank multiplies if experts get equally many."""
+
 
 class Section(enum.StrEnum):
     """Part of the training iteration that a node belongs to."""

@@ -66,8 +66,8 @@ def _train(
 
 
 @functools.cache
-def _alone(name: str, experts: str = "grouped_mm") -> Result:
-    return _train(name, "auto", 1, experts)[0]
+def _alone(name: str) -> Result:
+    return _train(name, "auto", 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,17 @@ def test_experts_on_two_ranks_equal_one_device(two_ranks: RankPool, name: str) -
     for _, shares in found:
         assert shares
         assert all(share == {0.5} for share in shares.values()), shares
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+def test_other_implementations_of_experts_equal_one_device(two_ranks: RankPool, experts: str) -> None:
+    """A loop over the experts that Python finds hit, which reads their numbers; the weights of each row."""
+    found = two_ranks.run(_train, "mixtral", STYLE, 2, experts, 4, timeout=600)
+    results = [result for result, _ in found]
+    assert_compiled(*results)
+    assert_equals_one_device(results, _train("mixtral", "auto", 1, experts, 4)[0])
+    assert all(share == {0.5} for _, shares in found for share in shares.values())
 
 
 @pytest.mark.parametrize("data", ["replicate", pytest.param("zero3", marks=pytest.mark.long)])

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from lightning_spmd.ir.expert_rows import TO_EXPERTS
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Partial, Placement, Shard, ShardAxis
 from lightning_spmd.stages.expand.call import bind_arguments, flatten_values, is_tensor
@@ -107,12 +108,14 @@ class ActivationRules:
         return mapped is None or (mapped.dim == 0 and mapped.outer != 1)
 
     def _enters_product(self, node: fx.Node) -> bool:
-        """Whether the node is a product with a split weight, or a view that such a product reads."""
+        """Whether the node is a product with a split weight, or a view that such a product or split experts read."""
         level = [node]
         for _ in range(_DEPTH):
+            if any(n.target is TO_EXPERTS for n in level):
+                return True
             if any(_packet(n) in _PRODUCTS and any(map(self.origin, n.all_input_nodes)) for n in level):
                 return True
-            level = [user for n in level if _packet(n) in _VIEWS for user in n.users]
+            level = [user for n in level if _packet(n) in (*_VIEWS, aten.index) for user in n.users]
         return False
 
 

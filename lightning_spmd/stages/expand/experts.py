@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.expert_rows import FROM_CHOSEN, FROM_EXPERT, FROM_EXPERTS, TO_EXPERTS
+from lightning_spmd.ir.node_info import SHARE
 from lightning_spmd.ir.placement import OWN, PARTIAL, REPLICATE, Own, Placement, Shard
 from lightning_spmd.stages.expand.call import Emit, Layout, LocalCall, OpCall
 from lightning_spmd.stages.expand.expert_regions import BY_EXPERT, looks_at_shapes
@@ -115,7 +116,9 @@ def _emit_product(call: LocalCall) -> list[fx.Node | None]:
     bounds = _bounds(call, _emit_product, call["offs"])
     first = call.call(aten.select.int, bounds, 0, 0)
     ends = call.call(aten.slice.Tensor, bounds, 0, 1, 2**63 - 1)
-    return [call.default(offs=call.call(aten.sub.Tensor, ends, first))]
+    product = call.default(offs=call.call(aten.sub.Tensor, ends, first))
+    product.meta[SHARE] = call.program.shape(ends)[0] / call.spec("offs").shape[0]
+    return [product]
 
 
 # ---------------------------------------------------------------- chosen experts
