@@ -19,8 +19,6 @@ PARTLY_EAGER = frozenset(
         "SmoothingScheduled",
         "Tied",
         "Bags",
-        "MomentumQueue",
-        "DataAssigned",
         "MetricWeighs",
         "MetricLogged",
     ]
@@ -32,7 +30,6 @@ NOT_YET_ON_RANKS: dict[str, str] = {
     **NOT_YET,
     "MetricWeighs": _EAGER,
     "MetricCollections": "a collection that is made in the step is given the rows of all ranks, on each of them",
-    "MomentumQueue": _EAGER,
     "HalfPrecision": "sums over ranks round otherwise in half precision",
     "SkipsSteps": "raises: Lightning refuses None on several ranks",
 }

@@ -237,7 +237,8 @@ FEATURES: tuple[Feature, ...] = (
         detect_anomaly,
     ),
     Feature(
-        "tensor.data = x, hooks on parameters, torch.save of results, torch.distributed in training_step",
+        "tensor.data = x where something else has the memory, hooks on parameters, torch.save of results, "
+        "torch.distributed in training_step",
         Mode.EAGER,
         "that step runs without a graph, announced with file:line; after eight of them in a row all do",
         "tests/strategy/following/test_assigned_data.py::test_assigned_data_runs_eagerly",

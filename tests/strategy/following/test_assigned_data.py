@@ -1,17 +1,22 @@
-"""``p.data = x`` is no operator: a graph would go on with what ``p`` was, so such a step runs eagerly."""
+"""``p.data = x``: a write where nothing else has the memory of either; elsewhere the step runs eagerly."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.strategy.small import Net, assert_as_eager
+from lightning_spmd import SPMDStrategy
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import Result, assert_bitwise, assert_compiled, assert_equals_one_device
+from tests.strategy import small
+from tests.strategy.small import ROWS, Net, assert_as_eager, loader_of, rows, run
 
 
-class Quiet(Net):
+class Quiet(small.Quiet):
     """Nothing but the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -45,6 +50,112 @@ class Assigning(torch.optim.SGD):
 class AssignedByTheOptimizer(Quiet):
     def configure_optimizers(self) -> Any:
         return Assigning(self.parameters(), lr=0.1)
+
+
+class Slow(Quiet):
+    """A slow copy of a layer follows it, as in BYOL, MoCo and DINO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = copy.deepcopy(self.first).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for slow, fast in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        return self.loss(batch) + self.slow.weight.sum() * 0.01
+
+
+class Chained(Quiet):
+    """Assigned twice, swapped, and what was assigned is written to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight, bias = self.first.weight, self.first.bias
+        weight.data = weight.data * 0.99
+        weight.data = weight.data + 0.001
+        new = bias.data * 0.5
+        bias.data = new
+        new.add_(0.1)  # which is the bias now
+        return self.loss(batch)
+
+
+class ValueKept(Quiet):
+    """What was assigned is kept: it is the parameter, which the optimizer updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        new = self.first.weight.data * 0.99
+        self.first.weight.data = new
+        self.kept = [new]
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(float(self.kept[0].sum()))
+
+
+class BehindUse(Quiet):
+    """Assigned between the layer's use and the backward pass, which needs its weight."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        for p in self.parameters():
+            p.data = p.data * 0.9
+        return loss
+
+
+class AliasUsed(Quiet):
+    """What the parameter was is used again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        before = self.first.bias.data
+        self.first.bias.data = before * 0.9
+        return self.loss(batch) + before.sum() * self.first.weight.sum()
+
+
+class HeldOutside(Quiet):
+    """Somebody has the memory of the parameter since before the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = [self.first.bias.detach()]
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.first.bias.data = self.first.bias.data * 0.9
+        self.seen.append(float(self.views[0].sum()))
+        return self.loss(batch) + self.views[0].sum() * self.first.weight.sum()
+
+
+@pytest.mark.parametrize("make", [Slow, Chained])
+def test_assigned_results_are_writes(make: type[Net]) -> None:
+    assert assert_as_eager(make).captures == 2  # momentum begins as the first gradient
+
+
+@pytest.mark.parametrize("make", [ValueKept, BehindUse, AliasUsed, HeldOutside])
+def test_whose_memory_it_is_stays_right(make: type[Net]) -> None:
+    modules: list[Any] = []
+
+    def module() -> Any:
+        modules.append(make())
+        return modules[-1]
+
+    theirs, ours = run(module, "auto"), run(module, "spmd")
+    assert_bitwise(ours, theirs)
+    assert getattr(modules[1], "seen", None) == getattr(modules[0], "seen", None)
+
+
+def _slow(data_parallel: Any) -> Result:
+    return run(Slow, SPMDStrategy(data_parallel=data_parallel), 2)
+
+
+@pytest.mark.parametrize("data_parallel", ["replicate", "zero2"])
+def test_slow_copies_on_ranks(two_ranks: RankPool, data_parallel: str) -> None:
+    ours = two_ranks.run(_slow, data_parallel)
+    assert_compiled(*ours)
+    assert_equals_one_device(ours, run(Slow, "auto", data=lambda: loader_of(rows(), ROWS)))
 
 
 @pytest.mark.parametrize(("make", "mode"), [(HalfTheWeights, "eager"), (AssignedByTheOptimizer, "split")])

@@ -128,7 +128,7 @@ class Scripted(Quiet):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (HeldForTheLoss, ("first.weight as it was", "a dictionary")),
+        (HeldForTheLoss, ("first.weight from before it was sharded", "a dictionary")),
         (Hooked, ("hooks are registered on first.weight", "test_attacked.py")),
         (HookedLate, ("hooks are registered on first.weight", "test_attacked.py")),
         (Scripted, ("first is a torch.jit.ScriptModule", "data_parallel='replicate'")),

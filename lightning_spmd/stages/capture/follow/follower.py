@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -204,6 +205,8 @@ class Follower:
         self.holders = Holders(names)
         self.bound: dict[tuple[int, int], Tensor] = {}
         """The tensors on the host with which compiled notes compare, by number of the note and its own."""
+        self.aliases: dict[Any, list[tuple[list[Tensor], int]] | None] = {}
+        """Where placeholders are that share memory with a tensor or a result, by the call before and both sources."""
         self.recorded = 0
         """Calls that were recorded, of all steps."""
 
@@ -826,6 +829,8 @@ class Step(TorchFunctionMode):
             args, kwargs = self._with_numbers(func, args, kwargs)
             if self.is_eager:
                 return self.for_good(func, args, kwargs)
+        if (out := kwargs.get("out")) is not None and self._takes_the_size_of(out, args, kwargs):
+            return self._made_as(out, func, args, kwargs)
         if self.memory.look((args, kwargs)):
             return self.for_good(func, args, kwargs)
         if any(isinstance(v, torch.Generator) for _, v in leaves_by_place((args, kwargs))):
@@ -893,6 +898,26 @@ class Step(TorchFunctionMode):
         self.notes[after.depth].handed[after.index] = tensor
         self.sources[id(tensor)] = after
         return tensor
+
+    def _takes_the_size_of(self, out: Any, args: Any, kwargs: Any) -> bool:
+        """Whether ``out=`` of a call is an empty result of the step, which becomes as large as what is computed."""
+        if not isinstance(out, Tensor) or out.numel() or type(self.sources.get(id(out))) is not Made:
+            return False
+        return not any(self.asks(t) for t in tensors_in((args, kwargs)))  # with them it is an error
+
+    def _made_as(self, out: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call with ``out=`` is one without: what it gives is that tensor from now on."""
+        words = {name: value for name, value in kwargs.items() if name != "out"}
+        if not tensors_in((args, words)):  # of functions that make tensors it says dtype and device as well
+            words = {"dtype": out.dtype, "device": out.device, **words}
+        made = self.called(func, args, words)
+        if self.is_eager:
+            return self.for_good(func, args, kwargs)
+        if not isinstance(made, Tensor) or made.dtype != out.dtype:
+            self.eagerly(f"{getattr(func, '__name__', func)} with out= of another dtype")
+            return self.for_good(func, args, kwargs)
+        self._becomes(out, made)
+        return out
 
     def _index(self, index: Any) -> Any:
         """An index as torch takes it: one number as Python's, lists of them as a tensor, and not one number each."""
@@ -1475,6 +1500,8 @@ class Step(TorchFunctionMode):
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if (owner, name) == ("data", "__set__") and args[0] is args[1]:  # a module told to be what it is
             return None
+        if (owner, name) == ("data", "__set__") and self._can_be_written(args[0], args[1]):
+            return self._write_data(args[0], args[1])
         if mine or name in ("backward",):
             what = f"tensor.{owner} = ..." if name == "__set__" else f"{name} of {owner or 'a tensor'}"
             self.eagerly(f"{what} in the step")
@@ -1482,6 +1509,67 @@ class Step(TorchFunctionMode):
             self.memory.hand_out(args[0])
         with self.beside():
             return func(*args, **kwargs)
+
+    def _can_be_written(self, tensor: Tensor, value: Any) -> bool:
+        """Whether ``tensor.data = value`` is a write of a result into the tensor: nobody can tell its memory apart.
+
+        Nothing else has the memory of either, and both are alike but for their values.
+        """
+        source = self.sources.get(id(value)) if isinstance(value, Tensor) else None
+        if type(source) is not Made or self.asks(value) or self.memory.is_shared:
+            return False
+        if type(self.sources.get(id(tensor))) in (Made, Given) or not private.is_memory_its_own(tensor):
+            return False
+        note = self.notes[source.depth]
+        if note.roots[source.index][0] != source or note.specs[source.index] != TensorSpec.of(tensor):
+            return False
+        known = self.sources.get(id(tensor))
+        key = self.here, known, source
+        if key not in self.follower.aliases:
+            self.follower.aliases[key] = self._aliases(known, source)
+        aliases = self.follower.aliases[key]
+        return aliases is not None and not any(self._is_had(handed, index) for handed, index in aliases)
+
+    def _aliases(self, tensor: Source | None, value: Made) -> list[tuple[list[Tensor], int]] | None:
+        """Where placeholders are that share memory with one of both; None if autograd may have saved the tensor."""
+
+        def root_of(source: Source) -> Source:
+            return self.notes[source.depth].roots[source.index][0] if type(source) is Made else source
+
+        for note in self.notes:
+            if any(note.trained) and any(root_of(s) == tensor for s in sources_in((note.args, note.kwargs))):
+                return None
+        return [
+            (note.handed, index)
+            for note in self.notes
+            for index, (root, _) in enumerate(note.roots)
+            if root in (tensor, value) and note.made[index] != value
+        ]
+
+    def _is_had(self, handed: list[Tensor], index: int) -> bool:
+        """Whether Python has a placeholder, beside the calls that are still to be compiled."""
+        others = sys.getrefcount(handed[index]) - placeholders.OURS
+        return others > 0 and others > sum(t is handed[index] for held in self.held.values() for t in tensors_in(held))
+
+    def _write_data(self, tensor: Tensor, value: Tensor) -> None:
+        """A tensor has the values of a result from here on, which has the tensor's memory."""
+        self.called(Tensor.copy_, (self.called(Tensor.detach, (tensor,), {}), value), {})
+        alias = value if self.is_eager else self.called(Tensor.detach, (tensor,), {})
+        if self.is_eager:
+            tensor.data = value
+            return
+        self._becomes(value, alias)
+
+    def _becomes(self, tensor: Tensor, other: Tensor) -> None:
+        """A result is from now on what another one is, which has just been made, and which nobody has."""
+        before: Any = self.sources[id(tensor)]
+        after: Any = self.sources.pop(id(other))
+        with self.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
+            private.exchange(tensor, other)
+        note = self.notes[before.depth]
+        note.handed[before.index] = note.moulds[before.index].detach()
+        self.notes[after.depth].handed[after.index] = tensor
+        self.sources[id(tensor)] = after
 
     def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Tensors made of Python's data are the user's own; of a placeholder it is a call."""
