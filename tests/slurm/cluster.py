@@ -65,6 +65,12 @@ def why_not() -> str | None:
     return None
 
 
+ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+}  # fmt: skip
+"""States in which a job stays; of others there are more (``SIGNALING``, for a moment, where SLURM sends a signal)."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What SLURM says of a job."""
@@ -184,7 +190,7 @@ class Cluster:
         until = time.monotonic() + timeout
         while True:
             job = self.job(number)
-            if job.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED"):
+            if job.state in ENDED:
                 return job
             if job.state == "PENDING" and job.restarts:
                 self.run("scontrol", "update", f"jobid={number}", "StartTime=now", check=False)

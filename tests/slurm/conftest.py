@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.slurm.cluster import Cluster, Job, a_cluster, why_not
+from tests.slurm.cluster import ENDED, Cluster, Job, a_cluster, why_not
 
 SCRIPT = Path(__file__).with_name("train.py")
 PATIENCE = 420
@@ -87,7 +87,7 @@ class Jobs:
                 return
             if job.state == "PENDING":
                 self.cluster.run("scontrol", "update", f"jobid={number}", "StartTime=now", check=False)
-            if job.state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") or time.monotonic() > until:
+            if job.state in ENDED or time.monotonic() > until:
                 raise AssertionError(f"not started again ({count}): {job.text}\n{self.said()}")
             time.sleep(0.1)
 
