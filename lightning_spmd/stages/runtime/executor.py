@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.reads import ReadMiss, checks_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
@@ -243,7 +244,7 @@ class Executable:
     def clean_up(self, pending: Pending) -> None:
         """Do the deferred work of an iteration of this graph."""
         if self._cleanup is not None:
-            with torch.no_grad(), private.disable_autocast(), ErrorsNamePlaces():
+            with torch.no_grad(), private.disable_autocast(), default_dtype(torch.float32), ErrorsNamePlaces():
                 self._cleanup.run(*pending.inputs)
 
     def finds_now(self, pending: Pending) -> bool:
@@ -349,7 +350,7 @@ class Executable:
     def _compute(
         self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any], run: Callable[..., Sequence[Any]]
     ) -> Sequence[Any]:
-        with torch.no_grad(), private.disable_autocast(), ErrorsNamePlaces():
+        with torch.no_grad(), private.disable_autocast(), default_dtype(torch.float32), ErrorsNamePlaces():
             inputs = program.inputs(batch, pending)
             if self.state.streams is None:  # one device: the graph draws eager's own numbers
                 with random_numbers_kept(draws=self._draws and self.decides):

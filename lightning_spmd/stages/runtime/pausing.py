@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.source import function_of, pause
 from lightning_spmd.ir.steps import PausingStep, ShardedStep, ShownGradients
@@ -91,7 +92,7 @@ class PausingExecutable(Executable):
 
     def gradients(self) -> dict[str, Tensor]:
         """The values of ``p.grad`` during the pause, by parameter. This needs no other rank."""
-        with torch.no_grad(), private.disable_autocast():
+        with torch.no_grad(), private.disable_autocast(), default_dtype(torch.float32):
             values = self._show(*self._operands)
         found: dict[str, Tensor] = {}
         entries = [e for e in self.captured.signature.outputs if e.role is OutputRole.SHOWN_GRADIENT]
@@ -129,7 +130,7 @@ class PausingExecutable(Executable):
         parts, self._parts, self._operands = self._parts, None, ()
         if parts is None:
             raise VerificationError("no iteration has paused")
-        with torch.no_grad(), private.disable_autocast():
+        with torch.no_grad(), private.disable_autocast(), default_dtype(torch.float32):
             outputs = _rest_of(parts)
         self._store(outputs)
         pending = self._left_by(outputs)[1]

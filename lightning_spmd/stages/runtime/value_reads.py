@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.random_states import TorchRandomState
 from lightning_spmd.ir.source import ErrorsNamePlaces
 from lightning_spmd.stages.runtime.executor import Executable, Pending
@@ -76,7 +77,13 @@ class Conversation:
             self._random.restore()
 
     def _go_on(self, sent: Any) -> Sequence[Tensor] | None:
-        with torch.no_grad(), private.disable_autocast(), private.disable_dispatch_modes(), ErrorsNamePlaces():
+        with (
+            torch.no_grad(),
+            private.disable_autocast(),
+            default_dtype(torch.float32),
+            private.disable_dispatch_modes(),
+            ErrorsNamePlaces(),
+        ):
             try:
                 return self._run.send(sent)
             except StopIteration as end:

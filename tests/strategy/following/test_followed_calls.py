@@ -59,6 +59,32 @@ class Switches(Counting):
         return F.cross_entropy(self.last(h), y)
 
 
+class Precise(Counting):
+    """The same calls where the default is double precision."""
+
+    def step(self, x: Tensor, y: Tensor, other: bool) -> Tensor:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if other else before)
+        try:
+            weights = torch.rand(10)
+        finally:
+            torch.set_default_dtype(before)
+        return F.cross_entropy(self.last(torch.tanh(self.first(x)) * weights.float()), y)
+
+
+class ReadsPrecise(Counting):
+    """A value is read where the default is double precision: what came before was not."""
+
+    def step(self, x: Tensor, y: Tensor, other: bool) -> Tensor:
+        weights, before = torch.rand(10), torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if other else before)
+        try:
+            scale = weights.sum().item() + torch.rand(()).item()
+        finally:
+            torch.set_default_dtype(before)
+        return F.cross_entropy(self.last(torch.tanh(self.first(x)) * weights * scale), y)
+
+
 class Memory(Counting):
     """Two tensors from outside are one memory, or are not."""
 
@@ -97,7 +123,7 @@ class Reads(Counting):
         return scaled * (1 + scaled.item())
 
 
-@pytest.mark.parametrize("make", [Words, Numbers, Signs, Switches, Memory, Keeps, Reads])
+@pytest.mark.parametrize("make", [Words, Numbers, Signs, Switches, Precise, ReadsPrecise, Memory, Keeps, Reads])
 def test_every_step_is_a_graph_with_the_bits_of_eager(make: type[Net]) -> None:
     RUNS.clear()
     ours = assert_as_eager(make)

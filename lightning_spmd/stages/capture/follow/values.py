@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.sizes import Size
 from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall
 from lightning_spmd.stages.capture.follow.notes import (
@@ -123,7 +124,7 @@ def structure_of(out: Any, operands: Any) -> Any:
 @contextlib.contextmanager
 def surroundings(around: Around) -> Iterator[None]:
     """Torch's switches as they were when a call was made."""
-    with torch.set_grad_enabled(around.grad):
+    with torch.set_grad_enabled(around.grad), default_dtype(around.dtype):
         if around.autocast is None:
             yield
             return
