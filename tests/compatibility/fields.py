@@ -412,6 +412,30 @@ def _items(name: str) -> Made:
     return without_dropout(model), samples, None
 
 
+def _tours(name: str) -> Made:
+    """A policy that builds tours greedily, trained by REINFORCE: its reward is a loss of what it chose itself."""
+    from rl4co import models
+    from rl4co.envs.routing import TSPEnv, TSPGenerator
+
+    env = TSPEnv(generator=TSPGenerator(num_loc=6))
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 16, "num_encoder_layers": 1, "num_heads": 2, "normalization": "instance"}
+    kinds = {"AttentionModel": models.AttentionModelPolicy, "PtrNet": models.PointerNetworkPolicy}
+    policy = kinds[name](
+        env_name=env.name,
+        train_decode_type="greedy",
+        **(sizes if name == "AttentionModel" else {"embed_dim": 16, "hidden_dim": 16}),
+    )
+    model = models.REINFORCE(env, policy, baseline="exponential", optimizer_kwargs={"lr": 1e-3})
+    return model, list(torch.rand(COUNT, 6, 2, generator=generator())), _towns
+
+
+def _towns(samples: list[Tensor]) -> Any:
+    from tensordict import TensorDict
+
+    return TensorDict({"locs": torch.stack(samples)}, batch_size=[len(samples)])
+
+
 _NORM = {"flags": (("precision", "64-true"),), "note": "in float64, for its last batch norm"}
 _HOOK = {"note": "a hook looks at gradients: a graph up to there and one for the update",
          "couples": "the step keeps what it predicts, of all rows"}  # fmt: skip
@@ -444,8 +468,8 @@ MORE: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
           ("TCN", {"encoder_hidden_size": 8, "decoder_hidden_size": 8}),
       ]],
     *[(kind, "lightly", "self-supervised vision", lambda k=kind: _views(k),
-       {**_VIEWS, "eager": "the package's update_momentum assigns tensor.data"
-        if kind in ("MoCo", "BYOL", "DINO") else ""})
+       {**_VIEWS, "eager": "on several ranks the package's loss calls torch.distributed.all_reduce"
+        if kind == "DINO" else ""})
       for kind in ("SimCLR", "MoCo", "BYOL", "SimSiam", "BarlowTwins", "VICReg", "NNCLR", "DINO", "SwAV")],
     ("PEAKVI", "scvi", "cells", _accessible, {}),
     ("LinearSCVI", "scvi", "cells", _linear_cells, {}),
@@ -470,6 +494,10 @@ MORE: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
           ("ResNet", {"layer_sizes": [16, 8], "num_blocks": 2}),
           ("TabM", {"layer_sizes": [16, 8], "ensemble_size": 2}),
       ]],
+    *[(name, "rl4co", "reinforcement learning", lambda n=name: _tours(n),
+       {"couples": "its baseline is the mean of all rows' rewards",
+        "draws": "samples its actions, other numbers on each rank" if name == "PtrNet" else ""})
+      for name in ("AttentionModel", "PtrNet")],
     ("GIN", "torch_geometric", "graphs", _graphs, {}),
     *[(name, "disent", "factors of pictures", lambda n=name: _factors(n),
        {"draws": "draws noise, other numbers on each rank", **couples})
