@@ -72,7 +72,8 @@ class PlanRecipe(Recipe):
             "--devices", type=int | None, default=None, help="Devices of a node; by default the recipe's"
         )
         parser.add_argument("--num_nodes", type=int | None, default=None, help="Nodes; by default the recipe's")
-        parser.add_argument("--device_type", type=str, default="h100", help=f"One of {', '.join(DEVICES)}")
+        kinds = f"One of {', '.join(DEVICES)}; by default h100, and cpu to calibrate and measure"
+        parser.add_argument("--device_type", type=str | None, default=None, help=kinds)
         parser.add_argument("--within", type=str | None, default=None, help=f"Link in a node: {', '.join(LINKS)}")
         parser.add_argument("--between", type=str | None, default=None, help="Link between nodes; likewise")
         parser.add_argument("--hardware", type=str | None, default=None, help="YAML file of devices and links")
@@ -80,7 +81,7 @@ class PlanRecipe(Recipe):
         parser.add_argument("--search", type=bool, default=False, help="Rank layouts, and plan the best one")
         parser.add_argument("--search_seconds", type=float, default=90.0, help="After which the plan is told")
         parser.add_argument("--calibrate", type=bool, default=False, help="Measure this machine's CPU, and plan for it")
-        parser.add_argument("--measure", type=bool, default=False, help="Train here too, and compare; calibrates")
+        parser.add_argument("--measured", type=bool, default=False, help="Train here too, and compare; calibrates")
         parser.add_argument("--html", type=str | None, default=None, help="File that receives a page with pictures")
         parser.add_argument("--trace", type=str | None, default=None, help="File that receives a trace for Perfetto")
 
@@ -166,13 +167,16 @@ class PlanRecipe(Recipe):
             ConfigurationError: a name is unknown.
         """
         config = self.config
-        device = hardware.device(config["device_type"], "--device_type")
+        here = config["measured"] or config["calibrate"]
+        device = hardware.device(config["device_type"] or ("cpu" if here else "h100"), "--device_type")
         within = hardware.link(config["within"] or device.link, "--within")
         usual = "ethernet-10" if device.kind == "cpu" else "infiniband-ndr"
         between = hardware.link(config["between"] or usual, "--between")
         machines = Machines(device, layout.devices, layout.nodes, within, between)
-        if config["measure"] or config["calibrate"]:
-            check_here(machines)
+        if config["measured"] and config["search"]:
+            raise ConfigurationError("--search with --measured: measured is the recipe's own layout. Leave one out")
+        if here:
+            check_here(machines, trains=config["measured"])
         return machines
 
 
@@ -223,7 +227,7 @@ def _read(args: Sequence[str]) -> PlanRecipe:
 
 def _as_declared(argument: str) -> str:
     """The arguments with ``--num-nodes=2`` as ``--num_nodes=2``, and switches with their value."""
-    if argument in ("--search", "--calibrate", "--measure"):
+    if argument in ("--search", "--calibrate", "--measured"):
         return f"{argument}=true"
     for name in ("num-nodes", "device-type", "search-seconds"):
         if argument == f"--{name}" or argument.startswith(f"--{name}="):
@@ -248,7 +252,7 @@ def _plan(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Outlo
 def _here(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Machines, Measured | None]:
     """The machines, calibrated if this one was measured, and the measurements."""
     config = recipe.config
-    if config["measure"]:
+    if config["measured"]:
         return measured(recipe, layout, machines)
     return (calibrated(machines) if config["calibrate"] else machines), None
 

@@ -1,6 +1,7 @@
 """A plan as a trace that Perfetto and chrome://tracing open (Trace Event Format, the JSON object form).
 
-A process is a phase, its threads are the device and the process groups; memory is a counter beside them.
+A process is a phase, its threads are the device and the process groups; memory is a counter beside them. What was
+measured follows, with a process for each rank and graph.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ def trace_of(facts: Facts) -> dict[str, Any]:
     Args:
         facts: ``facts_of`` an outlook.
     """
-    events = [event for number, phase in enumerate(facts["phases"], 1) for event in _phase(phase, number)]
+    phases = [*facts["phases"], *(p for rank in facts.get("measured", {}).get("ranks", ()) for p in rank["phases"])]
+    events = [event for number, phase in enumerate(phases, 1) for event in _phase(phase, number)]
     events.sort(key=lambda event: event["ts"])  # names first: theirs is 0
     run = facts["run"]
-    told = {"ranks": str(run["ranks"]), "device": run["device"]["name"], "what": "predicted by lightning-spmd plan"}
+    what = "predicted by lightning-spmd plan"
+    if "measured" in facts:
+        what += "; processes named after a rank: measured"
+    told = {"ranks": str(run["ranks"]), "device": run["device"]["name"], "what": what}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
 
 

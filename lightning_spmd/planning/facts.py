@@ -16,7 +16,7 @@ from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.planning.contents import KINDS, Contents
 from lightning_spmd.planning.outlook import Collective, Layer, Outlook, Phase
 from lightning_spmd.planning.search import Search
-from lightning_spmd.planning.streams import COMPUTE
+from lightning_spmd.planning.streams import COMPUTE, Played
 
 FORMAT = 1
 """Of the JSON file: it grows when a key changes its meaning."""
@@ -80,6 +80,40 @@ def summed(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def streams_facts(name: str, times: int, played: Played) -> dict[str, Any]:
+    """The streams of a run of a graph, as pictures draw them.
+
+    Args:
+        name: of the phase.
+        times: how often it runs in an iteration.
+        played: the run.
+    """
+    spans = [
+        {
+            "stream": s.stream,
+            "begin": s.begin - played.begin,
+            "end": s.end - played.begin,
+            "waited": 0.0 if s.stream == COMPUTE else played.waited(s.node),
+            "name": str(s.node.target).removesuffix(".default"),
+            "module": info_of(s.node).module,
+            "section": str(info_of(s.node).section),
+        }
+        for s in [*played.carried, *played.spans]
+    ]
+    return {
+        "name": name,
+        "times": times,
+        "seconds": played.seconds,
+        "computing": played.computing,
+        "exposed": played.exposed,
+        "spans": spans,
+        "stalls": [
+            {"begin": s.begin - played.begin, "end": s.end - played.begin, "for": info_of(s.node).module}
+            for s in played.stalls
+        ],
+    }
+
+
 # ---------------------------------------------------------------- pieces
 def _run(outlook: Outlook) -> dict[str, Any]:
     machines, layout = outlook.machines, outlook.layout
@@ -141,31 +175,10 @@ def _time(outlook: Outlook) -> dict[str, Any]:
 
 def _phase(phase: Phase) -> dict[str, Any]:
     played = phase.played
-    spans = [
-        {
-            "stream": s.stream,
-            "begin": s.begin - played.begin,
-            "end": s.end - played.begin,
-            "waited": 0.0 if s.stream == COMPUTE else played.waited(s.node),
-            "name": str(s.node.target).removesuffix(".default"),
-            "module": info_of(s.node).module,
-            "section": str(info_of(s.node).section),
-        }
-        for s in [*played.carried, *played.spans]
-    ]
     return {
-        "name": phase.name,
-        "times": phase.times,
-        "seconds": played.seconds,
-        "computing": played.computing,
-        "exposed": played.exposed,
+        **streams_facts(phase.name, phase.times, played),
         "nodes": len(phase.step.graph_module.graph.nodes),
         "peak": phase.contents.peak,
-        "spans": spans,
-        "stalls": [
-            {"begin": s.begin - played.begin, "end": s.end - played.begin, "for": info_of(s.node).module}
-            for s in played.stalls
-        ],
         "curve": _curve(phase.contents, [at - played.begin for at in played.at]),
     }
 

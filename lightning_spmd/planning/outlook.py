@@ -251,7 +251,8 @@ def outlook_of(
 
 def _phases(built: Sequence[BuiltPart], machines: Machines) -> list[Phase]:
     """Two iterations are played, of which the second is the steady one, and the last one is finished."""
-    player = Player(machines)
+    device = machines.device
+    player = Player(device.launch, on_host=device.kind == "cpu")
     several = len(built) > 1
     contents = {(b.part.variant, name): contents_of(step) for b in built for name, step in b.phases().items()}
     found: list[Phase] = []

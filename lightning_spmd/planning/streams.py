@@ -15,7 +15,6 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd._private_api import OpOverload
-from lightning_spmd.cost.hardware import Machines
 from lightning_spmd.ir.first import last
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.steps import ShardedStep
@@ -23,6 +22,8 @@ from lightning_spmd.ir.verify import is_wait, starts_collective
 
 COMPUTE = "compute"
 """The stream of the device; the others are named after process groups."""
+BETWEEN = "between graphs"
+"""What a rank does from the end of a graph to the next one: Lightning, data, the step's Python, meetings of ranks."""
 
 
 @dataclass
@@ -98,12 +99,12 @@ class Player:
     """The streams of a rank, over any number of graphs.
 
     Args:
-        machines: the devices and links.
+        launch: seconds of the host from one operator to the next.
+        on_host: whether the host is the device.
     """
 
-    def __init__(self, machines: Machines) -> None:
-        self._launch = machines.device.launch
-        self._on_host = machines.device.kind == "cpu"
+    def __init__(self, launch: float, *, on_host: bool) -> None:
+        self._launch, self._on_host = launch, on_host
         self._host = self._device = 0.0
         self._free: dict[str, float] = {}
         self._pending: dict[tuple[Any, ...], Span] = {}

@@ -60,6 +60,51 @@ def print_search(found: Search, console: Console) -> None:
         console.print(Text(f"- {len(found.others)} more were only estimated, for lack of time; next: {nearest}"))
 
 
+def measured_rows(facts: Facts) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Head and rows of what was predicted and measured.
+
+    Args:
+        facts: ``measured`` of a plan's facts.
+    """
+    rows: list[Sequence[str]] = []
+    names = {
+        "step": "batch", "processor": "time of a core", "computing": "operators", "communicating": "communication",
+        "exposed": "waiting for communication", "between": "between graphs",
+        "memory": "memory of a step", "process": "all memory",
+    }  # fmt: skip
+    for key, name in names.items():
+        row = facts.get(key)
+        if row is None or row["measured"] is None:
+            continue
+        text = bytes_text if key in ("memory", "process") else seconds_text
+        low, high = (row["tenth"], row["ninetieth"]) if key == "step" else _ends(key, row)
+        spread = "" if low is None or high is None else f"{text(low)} to {text(high)}"
+        ratio = f"{row['predicted'] / row['measured']:.2f}" if row["predicted"] and row["measured"] else ""
+        predicted = "" if key == "between" else text(row["predicted"])
+        rows.append((name, predicted, text(row["measured"]), spread, ratio))
+    return ("what", "predicted", "measured", "from, to", "predicted / measured"), rows
+
+
+def _ends(key: str, row: Facts) -> tuple[float | None, float | None]:
+    """The least and the most of several ranks; of the time of a collective the least is the one that counts."""
+    times = row.get("by_rank", ())
+    return (min(times), max(times)) if len(times) > 1 and key != "communicating" else (None, None)
+
+
+def wait_rows(facts: Facts) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Head and rows of the largest waits; likewise."""
+    rows: list[Sequence[str]] = []
+    for wait in facts["waits"]:
+        others = f" (least {seconds_text(wait['least'])})" if "least" in wait else ""
+        rows.append(
+            (
+                wait["side"], f"{seconds_text(wait['seconds'])}{others}", str(wait["rank"]), wait["kind"],
+                bytes_text(wait["size"]), wait["of"],
+            )
+        )  # fmt: skip
+    return ("side", "waits", "rank", "collective", "bytes", "of"), rows
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
-from lightning_spmd.cli.measured import Measured, measured_facts
+from lightning_spmd.cli.measured import WAITS, Lines, Measured, measured_facts
 from lightning_spmd.cost.hardware import DEVICES, LINKS
+from lightning_spmd.ir.verify import starts_collective
 from lightning_spmd.planning import calibration
 from lightning_spmd.planning.calibration import Calibration, calibrate, mean_of
+from lightning_spmd.planning.chrome_trace import trace_of
+from lightning_spmd.planning.facts import facts_of
+from lightning_spmd.planning.page import page_of
+from lightning_spmd.planning.streams import BETWEEN, COMPUTE
+from lightning_spmd.planning.timed import predicted_waits, timed_facts
 from lightning_spmd.report.measure import SideResult
+from lightning_spmd.stages.runtime.stopwatch import Timed
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import Result, assert_bitwise, fit
+from tests.planning.common import Deep as PlannedDeep
+from tests.planning.common import outlook
+from tests.strategy.hooks.test_overlap import SMALL
+from tests.strategy.hooks.test_pauses import Deep
 
 
 def test_a_batch_is_compared_with_a_batch() -> None:
@@ -24,6 +42,72 @@ def test_a_batch_is_compared_with_a_batch() -> None:
     assert facts["step"]["predicted"] == 0.25
     assert facts["processor"] == {"predicted": pytest.approx(0.1), "measured": 0.1}
     assert facts["memory"] == {"predicted": 60, "measured": 60}
+
+
+def _trained(*callbacks: L.Callback) -> Result:
+    L.seed_everything(5, verbose=False)
+    data = torch.randn(4 * 16, 32, generator=torch.Generator().manual_seed(4))
+    options = {"overlap_iterations": True, "bucket_size_mb": SMALL}
+    return fit(Deep(), DataLoader(data, batch_size=2), options, 2, list(callbacks), max_epochs=1)[0]
+
+
+def timed_rank() -> tuple[Result, Any, Result]:
+    """What a rank trains and measures with clocks between the lines, and what it trains without."""
+    lines = Lines()
+    return _trained(lines), lines.facts, _trained()
+
+
+@pytest.mark.matrix
+def test_clocks_between_the_lines_change_no_bit_and_see_all_of_an_iteration(two_ranks: RankPool) -> None:
+    """With overlap: what is under way at the end of an iteration is waited for in the next one."""
+    for found, facts, plain in two_ranks.run(timed_rank):
+        assert_bitwise(found, plain)
+        (phase,) = facts["phases"]
+        (host,) = [s for s in phase["spans"] if s["section"] == BETWEEN]
+        assert host["end"] == pytest.approx(phase["seconds"])
+        messages = [s for s in phase["spans"] if s["stream"] != COMPUTE]
+        assert messages
+        assert any(s["begin"] == 0.0 for s in messages), "begun in the iteration before"
+        for stream in {s["stream"] for s in phase["spans"]}:
+            line = sorted((s["begin"], s["end"]) for s in phase["spans"] if s["stream"] == stream)
+            assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(line)), "one after the other"
+            assert line[-1][1] <= phase["seconds"] + 1e-9
+        assert all(wait["of"] and wait["seconds"] > 0 for wait in facts["waits"])
+        assert set(facts["seconds"]) == {"computing", "exposed", "communicating", "between"}
+
+
+def test_a_wait_says_whose_messages_it_is_for() -> None:
+    found = outlook({"overlap_iterations": False, "bucket_size_mb": 0.004}, 2, 2, device="cpu", make=PlannedDeep)
+    waits = predicted_waits(found)
+    assert sum(wait["seconds"] for wait in waits) == pytest.approx(found.exposed)
+    assert any("common.py:" in wait["of"] for wait in waits)
+    assert any("layers." in wait["of"] for wait in waits)
+
+
+def test_the_page_and_the_trace_show_each_rank() -> None:
+    """The largest waits are those of the rank that waited longest, beside the least of all ranks."""
+    found = outlook({}, 2, device="cpu", make=PlannedDeep)
+    (main,) = [phase for phase in found.phases if phase.times]
+    nodes = [n.name for n in main.step.graph_module.graph.nodes if n.op == "call_function"]
+    starts = [n.name for n in main.step.graph_module.graph.nodes if starts_collective(n)]
+    ranks: list[Any] = []
+    for rank in range(2):
+        seconds = dict.fromkeys(nodes, (1 + rank) * 1e-3)
+        timed = Timed("apply", main.step, 10, seconds, 2e-3, 1.0, 5e-3, dict.fromkeys(starts, 4e-3))
+        ranks.append(timed_facts([timed], 10, 10))
+    side = SideResult("spmd", [0.25, 0.26])
+    measured = measured_facts(found, Measured(side, None, None, 1.0, ranks))
+    assert measured["between"]["measured"] == 5e-3
+    longest = [wait for wait in measured["waits"] if wait["side"] == "measured"]
+    assert 0 < len(longest) <= WAITS
+    assert all((w["rank"], w["seconds"], w["least"]) == pytest.approx((1, 2e-3, 1e-3)) for w in longest)
+    facts = {**facts_of(found), "measured": measured}
+    text = page_of(json.loads(json.dumps(facts)))
+    assert 'id="measured-0"' in text
+    assert 'id="measured-1"' in text
+    assert BETWEEN in text
+    names = {e["args"]["name"] for e in trace_of(facts)["traceEvents"] if e["name"] == "process_name"}
+    assert {"rank 0", "rank 1", "main"} <= names
 
 
 def test_a_calibration_gives_every_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,8 +50,10 @@ def test_the_main_recipe_is_planned_for_1024_devices(run: Run, text: Path, tmp_p
         (["--trainer.devices", "auto"], ["trainer.devices", "--devices NUMBER"]),
         (["--device_type", "h300"], ["--device_type", "'h300'", "Did you mean 'h200'?"]),
         (["--between", "wifi"], ["--between", "'wifi'", "infiniband-ndr"]),
-        (["--calibrate"], ["--device_type h100", "--device_type cpu"]),
-        (["--measure", "--device_type", "cpu", "--num_nodes", "2"], ["--num_nodes 2", "one machine"]),
+        (["--calibrate", "--device_type", "h100"], ["--device_type h100", "--device_type cpu"]),
+        (["--measured", "--num_nodes", "2"], ["--num_nodes 2", "one machine"]),
+        (["--measured", "--device_type", "h100"], ["--device_type h100", "trains on 1", "0 GPUs", "--device_type cpu"]),
+        (["--measured", "--search"], ["--search with --measured", "Leave one out"]),
         (["--search", "--search-seconds", "-1", "--model.layers", "1"], ["--search_seconds -1", "above 0"]),
         (["--hardware", "/nowhere.yaml"], ["--hardware /nowhere.yaml"]),
         (["--trainer.strategy.tensor_parallel_size", "2"], ["tensor_parallel_size=2", "tensor_parallel_plan"]),
@@ -74,16 +78,37 @@ def test_a_plan_is_compared_with_the_training_here(
     run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "AMOUNT", Amount(steps=3, warmup=6, rounds=1))
+    monkeypatch.setattr(measured, "LINES", Amount(steps=3, warmup=6, rounds=1))
     monkeypatch.setattr(calibration, "LEAST_SECONDS", 0.0)
     out = tmp_path / "plan.json"
-    here = ("--devices", "1", "--device-type", "cpu", "--measure", "--json", str(out))
-    status, printed, error = run("plan", *tiny(text, tmp_path / "runs", *here))
+    status, printed, error = run("plan", *tiny(text, tmp_path / "runs", "--measured", "--json", str(out)))
     assert status == 0, error
     assert "Predicted and measured here, " in printed
     facts = json.loads(out.read_text())
     assert "measured here" in facts["run"]["device"]["source"]
-    assert facts["measured"]["step"]["measured"] > 0
-    assert facts["measured"]["step"]["predicted"] == facts["time"]["step"]
+    found = facts["measured"]
+    assert found["step"]["measured"] > 0
+    assert found["step"]["predicted"] == facts["time"]["step"]
+    assert (len(found["ranks"]), found["waits"], found["communicating"]["measured"]) == (1, [], 0)
+
+
+def test_two_processes_tell_where_they_wait(text: Path, tmp_path: Path) -> None:
+    """As a command, which starts the other process."""
+    out, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    files = ("--json", str(out), "--html", str(page))
+    arguments = tiny(text, tmp_path / "runs", "--trainer.devices", "2", "--measured", *files)
+    command = [sys.executable, "-m", "lightning_spmd.cli.main", "plan", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("largest waits of an iteration") == 1
+    found = json.loads(out.read_text())["measured"]
+    assert [phase["name"] for rank in found["ranks"] for phase in rank["phases"]] == ["rank 0", "rank 1"]
+    for name in ("step", "computing", "communicating", "exposed", "between"):
+        assert found[name]["measured"] > 0, name
+    assert {wait["side"] for wait in found["waits"]} == {"predicted", "measured"}
+    assert any("gpt_bytes.py:" in wait["of"] for wait in found["waits"] if wait["side"] == "measured")
+    assert 'id="measured-1"' in page.read_text()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_model_of_any_size_is_planned_without_memory(run: Run, text: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ OF_SECTION = {
 }
 """By part of the iteration; packing of messages counts as communication."""
 WAITING = "#ffc9c9"
+OTHER = "#868e96"
 
 
 def tag(name: str, content: str = "", /, **attributes: Any) -> str:

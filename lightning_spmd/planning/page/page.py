@@ -11,10 +11,12 @@ from lightning_spmd.planning.page.modules import flow, tree
 from lightning_spmd.planning.page.sharding import sharding
 from lightning_spmd.planning.page.style import SCRIPT, STYLE
 from lightning_spmd.planning.page.timeline import memory_curve, timeline
+from lightning_spmd.planning.tables import measured_rows, wait_rows
 from lightning_spmd.planning.units import bytes_text, count_text, nodes_text, seconds_text
 
 Facts = Mapping[str, Any]
 _SECTIONS = {"time": "Time", "memory": "Memory", "graph": "Modules", "layers": "Sharding", "messages": "Messages"}
+_MEASURED = {"measured": "Measured"}
 _ZOOMS = (1, 2, 4, 8, 16, 32)
 
 
@@ -32,6 +34,7 @@ def page_of(facts: Facts) -> str:
         _numbers(facts),
         _section("time", "Streams of a rank over time" + tag("span", zoom, class_="zoom"), timeline(facts)),
         _section("memory", "Memory of a rank over time", memory_curve(facts)),
+        _measured(facts["measured"]) if "measured" in facts else "",
         tag("div", _holders(facts), class_="columns"),
         _section("graph", "Graph by module", flow(facts) + tree(facts)),
         _section("layers", "How parameters lie (dark: rank 0)", sharding(facts)),
@@ -55,9 +58,11 @@ def _header(facts: Facts, title: str) -> str:
     network = f", {run['between']['name']} between nodes" if run["nodes"] > 1 else ""
     said = (
         f"{nodes_text(run)}: {mesh}. {run['within']['name']} in a node{network}. Precision "
-        f"{run['precision']}, {run['rows']} rows a data rank, {run['global_rows']} in all. Predicted, not measured."
+        f"{run['precision']}, {run['rows']} rows a data rank, {run['global_rows']} in all. Predicted, not measured"
     )
-    links = tag("nav", "".join(tag("a", text, href=f"#{name}") for name, text in _SECTIONS.items()))
+    sections = {**_SECTIONS, **_MEASURED} if "measured" in facts else _SECTIONS
+    said += ", but for the section Measured." if "measured" in facts else "."
+    links = tag("nav", "".join(tag("a", text, href=f"#{name}") for name, text in sections.items()))
     return tag("header", links + tag("h1", escape(title)) + tag("p", escape(said)))
 
 
@@ -80,6 +85,14 @@ def _numbers(facts: Facts) -> str:
     ]
     boxes = [tag("div", tag("b", escape(value)) + escape(name), class_=kind) for name, value, kind in entries]
     return tag("div", "".join(boxes), class_="numbers")
+
+
+def _measured(facts: Facts) -> str:
+    """The same streams of each rank as its clocks saw them, and the numbers beside the predicted ones."""
+    pictures = "".join(timeline(rank, f"measured-{number}") for number, rank in enumerate(facts["ranks"]))
+    waits = wait_rows(facts)
+    tables = _table(*measured_rows(facts)) + (tag("h2", "Largest waits") + _table(*waits) if waits[1] else "")
+    return _section("measured", f"Measured here, a batch: medians of {facts['steps']} steps", pictures + tables)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:

@@ -7,8 +7,8 @@ from html import escape
 from typing import Any
 
 from lightning_spmd.planning.contents import KINDS
-from lightning_spmd.planning.page.marks import OF_KIND, OF_SECTION, WAITING, legend, percent, tag
-from lightning_spmd.planning.streams import COMPUTE
+from lightning_spmd.planning.page.marks import OF_KIND, OF_SECTION, OTHER, WAITING, legend, percent, tag
+from lightning_spmd.planning.streams import BETWEEN, COMPUTE
 from lightning_spmd.planning.units import bytes_text, seconds_text
 
 Facts = Mapping[str, Any]
@@ -20,8 +20,13 @@ _THIN = 0.0002
 """Of the whole width: what is narrower is drawn together with what follows."""
 
 
-def timeline(facts: Facts) -> str:
-    """The streams of every phase."""
+def timeline(facts: Facts, name: str = "timeline") -> str:
+    """The streams of every phase.
+
+    Args:
+        facts: with ``phases``, predicted or measured.
+        name: of the picture in the page.
+    """
     phases = _placed(facts["phases"])
     streams = list(dict.fromkeys([COMPUTE, *(s["stream"] for p, _, _ in phases for s in p["spans"])]))
     parts: list[str] = []
@@ -35,9 +40,10 @@ def timeline(facts: Facts) -> str:
             stalls = phase["stalls"] if stream == COMPUTE else []
             parts += _stalls(stalls, phase, left, width, TOP + row * ROW)
             parts += _bars(spans, phase, left, width, TOP + row * ROW)
-    svg = tag("svg", "".join(parts), id="timeline", width="100%", height=TOP + ROW * len(streams), role="img")
+    svg = tag("svg", "".join(parts), id=name, width="100%", height=TOP + ROW * len(streams), role="img")
     names = [tag("div", escape(_stream_name(s)), style=f"height:{ROW}px") for s in streams]
-    colours = {**OF_SECTION, "waiting for communication": WAITING}
+    sections = {span["section"] for phase, _, _ in phases for span in phase["spans"]}
+    colours = {**OF_SECTION, "waiting for communication": WAITING, **({BETWEEN: OTHER} if BETWEEN in sections else {})}
     return _frame("".join(names), TOP, svg) + legend(colours)
 
 
@@ -107,7 +113,7 @@ def _bars(spans: Sequence[Facts], phase: Facts, left: float, width: float, y: in
             title += f", of which the device waits {seconds_text(bar['waited'])}"
         yield tag(
             "rect", tag("title", escape(title)), x=percent(left + width * begin / seconds), y=y + 3,
-            width=percent(width * share), height=ROW - 10, fill=OF_SECTION.get(bar["section"], "#868e96"),
+            width=percent(width * share), height=ROW - 10, fill=OF_SECTION.get(bar["section"], OTHER),
         )  # fmt: skip
 
 

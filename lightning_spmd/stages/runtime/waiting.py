@@ -19,6 +19,7 @@ from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import is_wait
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.profile import DeviceClock, HostClock, clock_of
+from lightning_spmd.stages.runtime.stopwatch import Stopwatch
 
 _WAIT = private.entry_of(torch.ops._c10d_functional.wait_tensor.default)  # noqa: SLF001 - an operator's public name
 
@@ -32,21 +33,28 @@ class WaitMeter:
     Attributes:
         wanted: whether graphs that are lowered from now on are measured.
         is_on: whether the graph that runs is.
+        stopwatch: times every line of the graphs that are lowered from now on, in place of the waits alone; or None.
     """
 
     def __init__(self) -> None:
         self.wanted = False
         self.is_on = True
+        self.stopwatch: Stopwatch | None = None
         self._clock: HostClock | DeviceClock = HostClock()
         self._found: list[tuple[Any, Any]] | None = None
 
-    def timing(self, lower: Lowering) -> Lowering:
+    def timing(self, lower: Lowering, name: str = "") -> Lowering:
         """A lowering whose callables are measured, if waits are used. CUDA graphs are not measured.
 
         Args:
             lower: makes the callables.
+            name: part of the iteration that the graphs are.
         """
-        return (lambda step: lower(self._marked(step))) if self.wanted and lower is as_python else lower
+        if lower is not as_python:
+            return lower
+        if (watch := self.stopwatch) is not None:
+            return lambda step: lower(watch.timed(name, step))
+        return (lambda step: lower(self._marked(step))) if self.wanted else lower
 
     def take(self) -> Waits | None:
         """The waits since the last call; None if no marked graph has run."""

@@ -311,7 +311,7 @@ class GraphBuilder:
             lowering(
                 "none" if captured.variant.own_batch or samples_of(request) else context.options.lowering,
                 context.lowering_context(captured.variant.method, self._dump_of(self.captures)),
-                context.waits.timing(as_python if samples_of(request) else self._last_lowering),
+                context.waits.timing(as_python if samples_of(request) else self._last_lowering, str(captured.variant)),
             ),
             on_repairs=self._notices.of_repairs,
             asks=self._last_lowering is as_python,
