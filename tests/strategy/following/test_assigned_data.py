@@ -147,15 +147,16 @@ def test_whose_memory_it_is_stays_right(make: type[Net]) -> None:
     assert getattr(modules[1], "seen", None) == getattr(modules[0], "seen", None)
 
 
-def _slow(data_parallel: Any) -> Result:
-    return run(Slow, SPMDStrategy(data_parallel=data_parallel), 2)
+def _on_ranks(make: type[Net], data_parallel: Any) -> Result:
+    return run(make, SPMDStrategy(data_parallel=data_parallel), 2)
 
 
 @pytest.mark.parametrize("data_parallel", ["replicate", "zero2"])
-def test_slow_copies_on_ranks(two_ranks: RankPool, data_parallel: str) -> None:
-    ours = two_ranks.run(_slow, data_parallel)
+@pytest.mark.parametrize("make", [Slow, Chained])
+def test_they_are_writes_on_ranks(two_ranks: RankPool, make: type[Net], data_parallel: str) -> None:
+    ours = two_ranks.run(_on_ranks, make, data_parallel)
     assert_compiled(*ours)
-    assert_equals_one_device(ours, run(Slow, "auto", data=lambda: loader_of(rows(), ROWS)))
+    assert_equals_one_device(ours, run(make, "auto", data=lambda: loader_of(rows(), ROWS)))
 
 
 @pytest.mark.parametrize(("make", "mode"), [(HalfTheWeights, "eager"), (AssignedByTheOptimizer, "split")])
