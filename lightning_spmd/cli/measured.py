@@ -248,7 +248,7 @@ def measured_facts(outlook: Outlook, found: Measured) -> dict[str, Any]:
         return {**facts, "ranks": [], "waits": []}
     seconds = {name: [rank["seconds"][name] for rank in ranks] for name in ranks[0]["seconds"]}
     predicted = {
-        "computing": outlook.computing,
+        "computing": outlook.step_seconds - outlook.exposed,  # from one line to the next, as clocks see it
         "communicating": outlook.communicating,
         "exposed": outlook.exposed,
         "between": 0.0,
