@@ -16,7 +16,14 @@ from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, ShownGradients
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
-from lightning_spmd.stages.expand import LOSS_CHUNKS, announce, chunk_losses, expand, what_chunks_would_save
+from lightning_spmd.stages.expand import (
+    LOSS_CHUNKS,
+    announce,
+    chunk_losses,
+    expand,
+    mark_counted,
+    what_chunks_would_save,
+)
 from lightning_spmd.stages.expand.auto_plan import find_plan
 from lightning_spmd.stages.passes import OFFLOAD_ACTIVATIONS, PASSES, REMATERIALIZE, GraphPass, PassState, run_passes
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
@@ -24,7 +31,7 @@ from lightning_spmd.stages.phases.pause import check_unwritten, hide_gradients, 
 from lightning_spmd.stages.runtime.lowering import Lowering, LoweringContext, as_python
 from lightning_spmd.stages.runtime.random_streams import switch_streams
 
-__all__ = ["BuildOptions", "announce", "build", "find_plan", "finish", "lowering"]
+__all__ = ["BuildOptions", "announce", "build", "build_for_counts", "find_plan", "finish", "lowering"]
 
 
 @dataclass(frozen=True)
@@ -89,19 +96,71 @@ def build(
         CannotShowError: the iteration cannot pause with gradients in reach.
         VerificationError: a graph broke an invariant.
     """
+    (graphs,) = build_for_counts([captured], axes, options, plan, on_stage, on_result, on_fallback)
+    return graphs
+
+
+def build_for_counts(
+    steps: Sequence[CapturedStep],
+    axes: tuple[ShardAxis, ...],
+    options: BuildOptions = BuildOptions(),
+    plan: ParallelPlan | None = None,
+    on_stage: Callable[[str], None] = lambda _stage: None,
+    on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None,
+    on_fallback: Callable[[str], None] = announce,
+) -> list[IterationGraphs]:
+    """Make graphs of one step that was captured for several counts of what values choose (``x[mask]``), to be unified.
+
+    What is decided by sizes is decided by those that are the same in all of them. Arguments and errors as of
+    :func:`build`.
+
+    Args:
+        steps: the global-view graphs.
+        axes: the mesh as this rank sees it.
+        options: pass list and bucket size.
+        plan: placements of inputs and outputs.
+        on_stage: told the name of each stage as it begins.
+        on_result: called with the name of each stage and pass and the step after it.
+        on_fallback: told of each operator that runs on gathered tensors.
+    """
+    begun = [_expanded(captured, axes, plan, on_stage, on_result, on_fallback) for captured in steps]
+    mark_counted([step.graph_module.graph for step in begun])
+    return [_passed(captured, step, options, on_stage, on_result) for captured, step in zip(steps, begun, strict=True)]
+
+
+def _expanded(
+    captured: CapturedStep,
+    axes: tuple[ShardAxis, ...],
+    plan: ParallelPlan | None,
+    on_stage: Callable[[str], None],
+    on_result: Callable[[str, ShardedStep], None],
+    on_fallback: Callable[[str], None],
+) -> ShardedStep:
+    """This rank's step before the passes."""
     verify_captured(captured)
-    state = options.pass_state()
     if not axes:
-        on_stage("passes")
-        step = _in_chunks(_on_one_device(captured), options, state, on_result)
-        main = run_passes(step, options.passes, state, on_result)
-        return IterationGraphs(main=main, remarks=_remarks(state))
+        return _on_one_device(captured)
     on_stage("expand")
     sharded = switch_streams(expand(captured, axes, plan, on_fallback))
     verify_sharded(sharded)
     on_result("expanded", sharded)
+    return sharded
+
+
+def _passed(
+    captured: CapturedStep,
+    sharded: ShardedStep,
+    options: BuildOptions,
+    on_stage: Callable[[str], None],
+    on_result: Callable[[str, ShardedStep], None],
+) -> IterationGraphs:
+    """What the passes and phases make of it."""
+    state = options.pass_state()
     on_stage("passes")
     sharded = _in_chunks(sharded, options, state, on_result)
+    if not sharded.axes:
+        main = run_passes(sharded, options.passes, state, on_result)
+        return IterationGraphs(main=main, remarks=_remarks(state))
     passed = run_passes(sharded, options.passes, state, on_result)
     shown = _hidden_gradients(captured, passed)
     arranged = arrange_undeferred(passed, as_written=options.in_order)

@@ -20,7 +20,8 @@ rank's rows once more, over time.
 """
 
 from lightning_spmd.stages.expand.expand import announce, expand
+from lightning_spmd.stages.expand.row_chains import mark_counted
 from lightning_spmd.stages.expand.row_chunks import NAME as LOSS_CHUNKS
 from lightning_spmd.stages.expand.row_chunks import chunk_losses, what_chunks_would_save
 
-__all__ = ["LOSS_CHUNKS", "announce", "chunk_losses", "expand", "what_chunks_would_save"]
+__all__ = ["LOSS_CHUNKS", "announce", "chunk_losses", "expand", "mark_counted", "what_chunks_would_save"]

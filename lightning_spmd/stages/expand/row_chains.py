@@ -12,7 +12,7 @@ inside, what they leave as a partial sum ends there. So a chain is found whateve
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -44,6 +44,8 @@ _NARROW = 16
 """Numbers a row that are followed: maxima, sums of exponentials, the score of the target."""
 IN_LOOP = "in_loop"
 """Key in ``node.meta`` of what a loop over chunks was written of."""
+_COUNTED = "counted_rows"
+"""Key in ``node.meta`` of a product with as many rows as values choose."""
 _LONGEST = 400
 """Nodes of a chain, at most: what reaches through a network is none."""
 
@@ -98,10 +100,33 @@ class Writer:
 
 def products(graph: fx.Graph) -> list[fx.Node]:
     """Products that are much wider than their rows, the last ones of the forward pass first."""
-    found = [n for n in graph.nodes if n.target in _PRODUCTS and info_of(n).section is Section.FORWARD]
-    wide = [n for n in found if spec_of(n).numel >= _WIDER * spec_of(_rows_of(n)).numel]
+    wide = [n for n in _wide(graph) if _COUNTED not in n.meta]
     largest = max((spec_of(n).bytes for n in wide), default=0)
     return [n for n in reversed(wide) if 2 * spec_of(n).bytes >= largest]
+
+
+def counted_products(graph: fx.Graph) -> list[fx.Node]:
+    """Such products with as many rows as values choose."""
+    return [n for n in reversed(_wide(graph)) if _COUNTED in n.meta]
+
+
+def mark_counted(graphs: Sequence[fx.Graph]) -> None:
+    """Note in graphs of one step, each for other counts of what values choose, which products have other sizes.
+
+    Chunks of such rows, and how many of them there are, would be others in each graph.
+    """
+    rows = [list(graph.nodes) for graph in graphs]
+    if len({len(nodes) for nodes in rows}) > 1:  # no common form is found for them in any case
+        return
+    for nodes in zip(*rows, strict=True):
+        if all(n.target in _PRODUCTS for n in nodes) and len({tuple(spec_of(n).shape) for n in nodes}) > 1:
+            for node in nodes:
+                node.meta[_COUNTED] = True
+
+
+def _wide(graph: fx.Graph) -> list[fx.Node]:
+    found = [n for n in graph.nodes if n.target in _PRODUCTS and info_of(n).section is Section.FORWARD]
+    return [n for n in found if spec_of(n).numel >= _WIDER * spec_of(_rows_of(n)).numel]
 
 
 def source_of(product: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:

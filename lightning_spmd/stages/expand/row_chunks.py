@@ -19,7 +19,8 @@ casts, biases, shifted labels, maxima for accuracy), as long as each row is work
 summed is summed in float32 at least, what there is for each row is put together.
 
 Not bitwise: sums over rows are made in another order. A loss stays whole whose gradient depends on its value (its
-square), and whose scores the step returns, keeps or compares across rows, or draws random numbers for; that is said.
+square), whose scores the step returns, keeps or compares across rows, or draws random numbers for, and that has as many
+rows as values choose (``h[mask]``, whose graph is one for all counts); that is said.
 
 The same loop by hand is in Liger Kernel (arXiv:2410.10989) and Cut Cross-Entropy (arXiv:2411.09009).
 """
@@ -56,6 +57,7 @@ from lightning_spmd.stages.expand.row_chains import (
     NoChain,
     Writer,
     chain_of,
+    counted_products,
     gradients_in_place,
     prepare,
     products,
@@ -121,12 +123,13 @@ def chunk_losses(step: ShardedStep, wanted: int | None, budget: int | None = Non
         try:
             trial, copies, note = _attempt(graph, product, step.axes, wanted, budget)
         except NoChain as error:
-            where = info_of(product).module
-            refused.append(f"the loss{f' on module {where!r}' if where else ''} stays whole: {error}")
+            refused.append(f"{_loss_on(product)} stays whole: {error}")
             continue
         done.append(note)
         graph, found = trial, [copies[p] for p in found if p in copies]
     if not done:
+        for counted in counted_products(graph)[-1:]:
+            refused.insert(0, f"{_loss_on(counted)} stays whole: its number of rows is decided by values")
         return refused[0] if refused else "no layer has more than twice as many outputs per row as inputs"
     step.graph_module = private.GraphModule(step.graph_module, graph)
     return "; ".join(done)
@@ -150,6 +153,11 @@ def what_chunks_would_save(step: ShardedStep) -> str:
         f"logits are the peak; SPMDStrategy({NAME}={_USUAL}) would bring what a step keeps at once from "
         f"{whole / _MIB:.0f} to {ours / _MIB:.0f} MiB, with losses equal up to rounding"
     )
+
+
+def _loss_on(product: fx.Node) -> str:
+    where = info_of(product).module
+    return f"the loss{f' on module {where!r}' if where else ''}"
 
 
 def _is_backward(node: fx.Node) -> bool:
@@ -248,11 +256,10 @@ class _Loop:
         programs, placements = _programs(inner, signature, axis, plan, longer)
         moved = self._window(chain)
         self._write(chain, programs, placements, axis, moved)
-        module = info_of(self.product).module
         ours = max(program.peak for program in programs)
         return (
-            f"the loss{f' on module {module!r}' if module else ''} is computed in {axis.size} chunks of rows, with "
-            f"{ours / _MIB:.1f} MiB at once instead of {whole / _MIB:.1f}"
+            f"{_loss_on(self.product)} is computed in {axis.size} chunks of rows, with {ours / _MIB:.1f} MiB at once "
+            f"instead of {whole / _MIB:.1f}"
         )
 
     def _peak(self, inner: fx.Graph) -> int:

@@ -19,7 +19,7 @@ from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, 
 from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
-from lightning_spmd.stages import build, finish, lowering
+from lightning_spmd.stages import build_for_counts, finish, lowering
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.once import captured_step
 from lightning_spmd.stages.capture.record.packing import parameter_names
@@ -282,7 +282,7 @@ class GraphBuilder:
         self._dump("captured", captured.graph_module, captured.signature)
         state = self._live_state(captured)
         make = functools.partial(
-            build,
+            build_for_counts,
             axes=() if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
             options=options_of(context, captured, state, bool(request.needed)),
             plan=context.plan(captured.variant),
@@ -331,11 +331,15 @@ class GraphBuilder:
         captured: CapturedStep,
         request: StepRequest,
         split: tuple[int, ...],
-        make: Callable[[CapturedStep], IterationGraphs],
+        make_all: Callable[[Sequence[CapturedStep]], list[IterationGraphs]],
     ) -> tuple[IterationGraphs, Family | None, str | None]:
         """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
         if samples := samples_of(request):
-            return self._for_all_counts(captured, request, split, make, samples), None, None
+            return self._for_all_counts(captured, request, split, make_all, samples), None, None
+
+        def make(step: CapturedStep) -> IterationGraphs:
+            return make_all([step])[0]
+
         if not request.vary:
             return make(captured), None, None
         try:
@@ -353,7 +357,7 @@ class GraphBuilder:
         captured: CapturedStep,
         request: StepRequest,
         split: tuple[int, ...],
-        make: Callable[[CapturedStep], IterationGraphs],
+        make_all: Callable[[Sequence[CapturedStep]], list[IterationGraphs]],
         samples: Sequence[tuple[int, ...]],
     ) -> IterationGraphs:
         """The graphs of a step with results that are as large as the data say.
@@ -362,7 +366,7 @@ class GraphBuilder:
             captured: the step with the first of some counts.
             request: that it was captured by.
             split: rows of the global batch by data rank.
-            make: makes graphs of a captured step.
+            make_all: makes the graphs of the step as captured with each of them.
             samples: the counts.
 
         Raises:
@@ -371,10 +375,11 @@ class GraphBuilder:
         program = request.program
         if program is None or program.counts is None:
             raise RuntimeError("unreachable: counts are those of a program")
-        graphs = [make(captured)]
+        steps = [captured]
         for sample in samples[1:]:
             other = dataclasses.replace(request, program=dataclasses.replace(program, at=sample))
-            graphs.append(make(capture_followed(self._capture_request(other, split))))
+            steps.append(capture_followed(self._capture_request(other, split)))
+        graphs = make_all(steps)
         try:
             main = for_all_counts([g.main for g in graphs], CountFits(program.counts, samples))
         except Apart as error:

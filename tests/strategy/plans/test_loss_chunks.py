@@ -49,6 +49,23 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
+class Masked(Model):
+    """The loss of the rows that a mask chooses, and, beside it, of all rows."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        self.beside = nn.Linear(WIDTH, CLASSES) if beside else None
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden = self.norm(torch.tanh(self.layer(self.table(batch[0]))))
+        mask = batch[1] % 3 == 0
+        loss = F.cross_entropy(self.head(hidden[mask]), batch[1][mask])
+        if self.beside is not None:
+            loss = loss + F.cross_entropy(self.beside(hidden).flatten(0, 1), batch[1].flatten())
+        self.losses.append(loss.detach())
+        return loss
+
+
 class Parts:
     """Three quarters of a batch are of rank 0; the last batches are smaller."""
 
@@ -74,13 +91,16 @@ def fit(
     rows: int = 8,
     steps: int = 12,
     unequal: bool = False,
+    module: Model | None = None,
 ) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """(losses, weights, what the strategy said)."""
     said: list[str] = []
     told, messages.rank_zero_info = messages.rank_zero_info, lambda text, *_: said.append(text)
     try:
         L.seed_everything(0, verbose=False)
-        module, strategy = Model(options.get("tensor_parallel_size") is None, steps > 12), SPMDStrategy(**options)
+        strategy = SPMDStrategy(**options)
+        if module is None:
+            module = Model(options.get("tensor_parallel_size") is None, steps > 12)
         generator = torch.Generator().manual_seed(1)
         tokens = [torch.randint(CLASSES, (steps * rows, LENGTH), generator=generator) for _ in range(2)]
         quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
@@ -91,7 +111,7 @@ def fit(
             weights = {name: p.detach().clone() for name, p in module.named_parameters()}
     finally:
         messages.rank_zero_info = told
-    return [float(loss) for loss in module.losses], weights, [s for s in said if "loss_chunks" in s]
+    return [float(loss) for loss in module.losses], weights, [s for s in said if "loss_chunks" in s or "eager" in s]
 
 
 def both(
@@ -125,6 +145,42 @@ def test_training_on_one_device(trainer: dict[str, Any]) -> None:
 )
 def test_beside_other_options(options: dict[str, Any]) -> None:
     assert "in 4 chunks" in both(options, {})[0]
+
+
+def masked(beside: bool, devices: int, options: dict[str, Any]) -> list[str]:
+    """Train on the positions of a mask with and without chunks; what was said of them, or of eager steps."""
+    found: list[tuple[list[float], dict[str, Tensor], list[str]]] = []
+    for more in ({}, {"loss_chunks": 4}):
+        L.seed_everything(0, verbose=False)
+        found.append(fit({**options, **more}, {}, devices, module=Masked(beside)))
+    plain, ours = found
+    if beside:
+        torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(plain[0]), rtol=1e-6, atol=1e-6)
+    else:
+        assert ours[0] == plain[0]
+    for name, weight in plain[1].items():
+        torch.testing.assert_close(ours[1][name], weight, rtol=0, atol=1e-5 if beside else 0)
+    assert not plain[2]
+    return ours[2]
+
+
+SAID = {
+    False: "the loss on module 'head' stays whole: its number of rows is decided by values",
+    True: "the loss on module 'beside' is computed in 4 chunks",
+}
+
+
+def test_rows_that_values_choose_stay_whole() -> None:
+    for beside, text in SAID.items():
+        (line,) = masked(beside, 1, {})
+        assert text in line
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "zero3"}], ids=str)
+def test_rows_that_values_choose_stay_whole_on_two_ranks(two_ranks: RankPool, options: dict[str, Any]) -> None:
+    for beside, text in SAID.items():
+        (line,), *_ = two_ranks.run(masked, beside, 2, options)
+        assert text in line
 
 
 @pytest.mark.parametrize("value", [0, 1, -2, 1.5, True, "8", "0MiB", "256 MB", [8]])
