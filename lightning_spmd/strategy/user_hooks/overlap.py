@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
-from lightning_spmd.messages import warn
+from lightning_spmd.messages import place_of, warn
 from lightning_spmd.strategy.ranks.places import Borders
 
 CONTAINS_THE_STEP = "optimizer_step"
@@ -73,7 +73,7 @@ def _may_read(callback: Any, hook: str) -> bool:
 
 
 def data_that_knows(module: nn.Module, loaders: Any) -> str | None:
-    """The class name of training data in this process that refers to the module or to a weight.
+    """The name of training data in this process that refers to the module or to a weight.
 
     There is no fence around loading: it would cost some microseconds per operation.
 
@@ -90,8 +90,15 @@ def data_that_knows(module: nn.Module, loaders: Any) -> str | None:
             parts = [loader.dataset, loader.sampler, loader.batch_sampler, loader.collate_fn]
         for part in parts:
             if _knows(part, module, storages, 4):
-                return type(part).__name__
+                return _name_of(part)
     return None
+
+
+def _name_of(part: Any) -> str:
+    """A function and where it is; of other objects their class."""
+    code = part.func if isinstance(part, functools.partial) else part
+    is_function = isinstance(code, (FunctionType, MethodType))
+    return f"{code.__qualname__}{place_of(code)}" if is_function else type(code).__name__
 
 
 def _knows(value: Any, module: nn.Module, storages: set[int], depth: int) -> bool:

@@ -91,7 +91,7 @@ class Overlapping:
         mine = data_that_knows(context.module, context.trainer.train_dataloader)
         names = [name for name in control.gather(mine, Place("a look at the data")) if name is not None]
         if names:
-            tell(explain(names, "nothing sees what they read", insisted=False))
+            tell(explain(list(dict.fromkeys(names)), "nothing sees what they read", insisted=False))
         return bool(names)
 
     def take_away(self) -> None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -287,4 +288,6 @@ def test_a_weight_is_found_in_data_wherever_it_is_kept() -> None:
         rows.kept = kept
         assert data_that_knows(module, DataLoader(rows)) == "Rows"
     assert data_that_knows(module, {"one": DataLoader(Rows(module)), "two": [DataLoader([1, 2])]}) is None
-    assert data_that_knows(module, DataLoader([1, 2], collate_fn=lambda batch: weight)) == "function"
+    for collate in (lambda batch: weight, functools.partial(lambda weight, batch: batch, weight)):
+        name = data_that_knows(module, DataLoader([1, 2], collate_fn=collate)) or ""
+        assert re.fullmatch(r"test_a_weight_is_found.*<lambda> \(.*test_fence.py:\d+\)", name)
