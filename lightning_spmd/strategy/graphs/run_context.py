@@ -29,6 +29,7 @@ from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.stages.runtime.waiting import WaitMeter
 from lightning_spmd.strategy.checkpoints.whole_steps import Wholeness
 from lightning_spmd.strategy.ranks.ranks import Ranks
+from lightning_spmd.strategy.ranks.update_numbers import UpdateNumbers
 from lightning_spmd.strategy.state.new_parameters import NewParameters
 from lightning_spmd.strategy.steps.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.steps.own_batches import BatchMode
@@ -143,6 +144,11 @@ class RunContext:
     came_late: Callable[[], str | None] = lambda: None
     waits: WaitMeter = field(default_factory=WaitMeter)
     whole: Wholeness = field(default_factory=Wholeness)
+
+    @functools.cached_property
+    def update_numbers(self) -> UpdateNumbers:
+        """Numbers of optimizers and clipping that ranks must have in common."""
+        return UpdateNumbers(self.optimizer, self.trainer)
 
     @property
     def scaler(self) -> TrainersScaler:

@@ -148,8 +148,8 @@ def _reconcile(control: ControlPlane, table: GraphTable, request: StepRequest, p
     if steps[0] != steps[1]:
         raise RankDisagreementError(
             f"the ranks are about to run different parts of the training iteration:\n  rank 0: {steps[0]}\n"
-            f"  rank {rank}: {steps[1]}\nwhat decides this (accumulate_grad_batches, which parameters have gradients, "
-            "hooks that call the optimizer) must be the same on all ranks"
+            f"  rank {rank}: {steps[1]}\nwhat decides this (accumulate_grad_batches, gradient_clip_val, which "
+            "parameters have gradients, hooks that call the optimizer) must be the same on all ranks"
         )
     raise BatchError(
         "the ranks hold batches that differ in more than the number of rows:\n"

@@ -276,6 +276,8 @@ class Meeting:
     def cast(self, why: int, mark: int, graph: int | None, reason: str = "") -> Callable[[], Any]:
         """Begin to say why this rank is here."""
         self._reason = reason
+        if why == DONE:
+            mark ^= self._context.update_numbers.hash()
         return self._control.cast(self._place, graph, why, mark)
 
     def met(self, count: Callable[[], Any]) -> bool:
@@ -286,9 +288,12 @@ class Meeting:
 
         Raises:
             CannotBeFollowed: on all ranks, which go on eagerly.
+            RankDisagreementError: on all ranks, if they would update weights otherwise.
         """
         vote = count()
         fewest, most = vote.rows
+        if fewest == most == DONE and vote.shape[0] != vote.shape[1]:
+            self._context.update_numbers.check(self._control)
         self.is_apart = fewest != most or vote.shape[0] != vote.shape[1]
         if most == _EAGER or (self.is_apart and self.helps is None):
             raise self._ended()

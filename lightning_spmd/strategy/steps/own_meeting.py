@@ -85,6 +85,8 @@ class OwnMeeting(Meeting):
         vote = count()
         if vote.rows != (DONE, DONE):
             raise CannotBeFollowed(self._meet_eagerly(None))
+        if vote.shape[0] != vote.shape[1]:
+            self._context.update_numbers.check(self._control)
         return not vote.missing and vote.graph[0] == vote.graph[1]
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -204,4 +205,29 @@ class RankInTensors(Quiet):
 def test_numbers_that_differ_are_named(make: Callable[[], Net], two_ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"test_followed_on_ranks.py:\d+") as caught:
         two_ranks.run(run, make, "spmd", 2)
+    assert caught.value.type_names == ["RankDisagreementError"] * 2
+
+
+class OtherNumbers(Quiet):
+    """A number that decides the update is another one on one rank from the second batch on."""
+
+    def __init__(self, key: str = "lr") -> None:
+        super().__init__()
+        self.key = key
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.global_rank == 1:
+            if self.key == "clip":
+                self.trainer.gradient_clip_val = 0.25
+            else:
+                self.optimizers().param_groups[0][self.key] = 0.25
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay", "clip"])
+@pytest.mark.parametrize("strategy", ["spmd", "spmd_zero3"])
+def test_numbers_of_updates_that_differ_are_named(key: str, strategy: str, two_ranks: RankPool) -> None:
+    name = "trainer.gradient_clip_val" if key == "clip" else rf"\w+.param_groups\[0\]\['{key}'\]"
+    with pytest.raises(RankError, match=rf"{name} is .* on rank 0 and 0.25 on rank 1") as caught:
+        two_ranks.run(run, functools.partial(OtherNumbers, key), strategy, 2)
     assert caught.value.type_names == ["RankDisagreementError"] * 2
