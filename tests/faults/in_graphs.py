@@ -109,7 +109,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "sizes that data say are not stored",
         CAPTURE,
         "ir/reads.py",
-        "        self._counts.counts.put(self._counts.first, found)\n",
+        "        counts.put(first, found[:number])\n",
         "        pass\n",
         ("tests/strategy/reads_and_sizes/test_followed_counts.py",),
     ),
