@@ -6,7 +6,6 @@ anyway when the Python of a step is done; it is computed where they change.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,8 @@ from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.ir.several_optimizers import SeveralOptimizers
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.stages.runtime.control import ControlPlane
+
+_AS_THEY_ARE = frozenset((float, int, bool, type(None)))
 
 
 class UpdateNumbers:
@@ -37,10 +38,15 @@ class UpdateNumbers:
             return 0
         now = [
             self._trainer.gradient_clip_val,
-            *[_plain(v) for group in self._optimizer.param_groups for key, v in group.items() if key != "params"],
+            *[
+                v if v.__class__ in _AS_THEY_ARE else _plain(v)
+                for group in self._optimizer.param_groups
+                for key, v in group.items()
+                if key != "params"
+            ],
         ]
         if now != self._last:
-            self._last, self._hash = now, stable_hash([value for _, value in self._named()])
+            self._last, self._hash = now, stable_hash(_plain(now))
         return self._hash
 
     def check(self, control: ControlPlane) -> None:
@@ -49,12 +55,13 @@ class UpdateNumbers:
         Raises:
             RankDisagreementError: on every rank, with the first that differs, and both sides.
         """
-        sides = control.gather(list(self._named()))
+        sides = control.gather(dict(self._named()))
         for rank, side in enumerate(sides):
-            for mine, its in itertools.zip_longest(sides[0], side, fillvalue=("", "not there")):
+            for name in {**sides[0], **side}:
+                mine, its = sides[0].get(name), side.get(name)
                 if mine != its:
                     raise RankDisagreementError(
-                        f"{mine[0] or its[0]} is {mine[1]} on rank 0 and {its[1]} on rank {rank}: the ranks train one "
+                        f"{name} is {mine} on rank 0 and {its} on rank {rank}: the ranks train one "
                         "model, and their copies of it would drift apart. Set it on all ranks alike (decide it from "
                         "what is logged, or from self.all_gather)"
                     )
