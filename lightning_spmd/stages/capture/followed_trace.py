@@ -96,6 +96,7 @@ class _FollowedTrace(IterationTrace):
             self._count,
             writes=True,
         )
+        self._values.on_same = self.recorder.data_sizes.same
         self._met: dict[int, Tensor] = {}
         self._handed: dict[tuple[int, Place], Any] = {}  # numbers that Python has once it has read
         if request.batch is not None and request.variant.own_batch:

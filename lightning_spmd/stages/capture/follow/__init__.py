@@ -5,6 +5,7 @@
 ``matching``      whether a call is the one that was noted, compiled for each note
 ``placeholders``  tensors without memory in place of results, filled when a step is over
 ``sizes``         integers that are formulas of the sizes of batches; ``counts``: of sizes that values decide
+``same_calls``    masks that are computed again in the same way, which choose the same
 ``queue``         ``self.log`` and metric calls, made once the graph ran
 ``by_hand``       ``backward``, ``optimizer.step()``, ``.grad`` as calls of a step; ``worlds``: where they are made true
 ``engine``        autograd's engine while Python runs in a backward pass; ``functions``: the user's own functions and

@@ -61,6 +61,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 )
 from lightning_spmd.stages.capture.follow.packed import PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
+from lightning_spmd.stages.capture.follow.same_calls import same_before
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.sizes import OpenTree, moved
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of, surroundings
@@ -297,6 +298,7 @@ class _Recording:
         self._roots: dict[int, tuple[Source, Tensor]] = {}
         self._rooted = set[Source]()
         self.values = Values(self._fake, Engine(self.active, is_fake=True))
+        self.values.on_same = self.below.sized.forms.same
         if step.by_hand is not None:
             self.values.world = step.by_hand.on_fakes(lambda: self.values.made.values())
 
@@ -337,6 +339,11 @@ class _Recording:
                 self._rooted.add(source)
                 self._roots.setdefault(private.storage_of(tensors[source]), (source, tensors[source]))
         return self._roots.get(storage)
+
+    def root_of_source(self, source: Source) -> Source:
+        """What a tensor shares memory with, itself if nothing."""
+        root = self.root_of(private.storage_of(self.values.of(source)))
+        return source if root is None else root[0]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -1157,6 +1164,10 @@ class Step(TorchFunctionMode):
         for fake, made in zip(note.fakes, note.made, strict=True):
             root, first_fake = recording.root_of(private.storage_of(fake)) or (made, fake)
             note.roots.append((root, int(fake.storage_offset()) - int(first_fake.storage_offset())))
+        if not self.memory.is_shared:  # what is written into arrays nobody sees
+            note.same = same_before(note, self.notes, self.here.children, recording.root_of_source)
+            with self.beside():
+                recording.values.tell_same(note)
         note.marked(self.here)
         self.here.children.append(note)
         self.follower.recorded += 1

@@ -187,7 +187,9 @@ class Note:
         number: its own, in this process.
         mark: a hash of the path from the beginning to here, the same on all ranks that take it.
         free: places of numbers that differ from step to step.
-        plain: places of numbers that torch wants as they are; another number is another call.
+        plain: places of numbers that decide whether masks are the same; another number is another call.
+        varies: it is a call in whose place others came, with other numbers in such places.
+        same: the depth of the call that made the same masks before; None if there is none.
         fakes: what the call made, as fake tensors of the recording.
         results: the structure of what it returned.
         children: the calls that came next, the likeliest last.
@@ -232,6 +234,8 @@ class Note:
     mark: int = 0
     free: set[Place] = field(default_factory=set[Place])
     plain: set[Place] = field(default_factory=set[Place])
+    varies: bool = False
+    same: int | None = None
     fakes: list[Tensor] = field(default_factory=list[Tensor])
     results: Any = None
     children: list[Note] = field(default_factory=list["Note"])
@@ -297,7 +301,8 @@ class Note:
         owner = getattr(getattr(self.func, "__self__", None), "__name__", "")
         met = [(number, kind.in_words()) for number, kind in sorted(self.met.items())]
         name = f"{owner}.{self.name}" if owner else str(self.name)
-        return repr((name, mapped(_in_words, self.args), mapped(_in_words, self.kwargs), self.around, met, self.reads))
+        given = mapped(_in_words, self.args), mapped(_in_words, self.kwargs)
+        return repr((name, *given, self.around, met, self.reads, self.same))
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

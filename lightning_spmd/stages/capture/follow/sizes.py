@@ -233,15 +233,15 @@ class _Cursors:
         found: list[tuple[tuple[int, ...], Note]] = []
         for values, there in self.now:
             at_this = [c for c in there.children if c.for_all is None or values in c.seen]
-            found += [(values, child) for child in reversed(at_this) if child is not note and _is_like(child, note)][:1]
+            found += [(values, child) for child in reversed(at_this) if child is not note and is_like(child, note)][:1]
         for sibling in before.children:
-            if sibling is not note and sibling.for_all is not None and _is_like(sibling, note):
+            if sibling is not note and sibling.for_all is not None and is_like(sibling, note):
                 known = {values for values, _ in found}
                 found += [(values, sibling) for values in sibling.seen if values not in known]
         self.ended, self.now = bool(self.now) and not found, found
 
 
-def _is_like(one: Note, other: Note) -> bool:
+def is_like(one: Note, other: Note) -> bool:
     """Whether two notes are the same but for numbers."""
     if (one.func, one.around, one.reads, one.met, one.results) != (
         other.func,
@@ -398,7 +398,11 @@ class _Opening:
                 parts = [self._fitted(entries, points, near) for entries in zip(*column, strict=True)]
                 fitted: Any = None if None in parts else torch.Size(parts)  # type: ignore[arg-type]
             elif kind is float or keeps_shapes(note.func):
-                if not all(same_constant(other, leaf) for other in column[1:]):
+                if place in note.plain:
+                    self._cursors.only(
+                        [s for (s, _), v in zip(others, column[1:], strict=True) if same_constant(v, leaf)]
+                    )
+                elif not all(same_constant(other, leaf) for other in column[1:]):
                     note.free.add(place)
                 continue
             else:

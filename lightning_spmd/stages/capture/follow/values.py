@@ -41,12 +41,14 @@ class Values:
         world: in which calls of manual optimization are made; None where there are none.
         engine: autograd's.
         number: gives a number that follows from sizes of the batch.
+        on_same: told of a mask, and of the one that was made before and is the same.
     """
 
     def __init__(self, of_outside: Callable[[Given | Outside], Tensor], engine: Engine | None = None) -> None:
         self.world: World | None = None
         self.engine = Engine() if engine is None else engine
         self.number: Callable[[Any], Any] = in_step
+        self.on_same: Callable[[Tensor, Tensor], None] = lambda _, __: None
         self.made: dict[Made, Tensor] = {}
         self.done = 0
         self._of_outside = of_outside
@@ -79,8 +81,14 @@ class Values:
         for leaf, tensor in zip(of_tensors, tensors_in(out), strict=True):
             if type(leaf) is Fresh:  # a kernel may give its operand where the recorded call made a new tensor
                 self.made[Made(note.depth, leaf.index)] = tensor
+        self.tell_same(note)
         self.done = note.depth + 1
         return out
+
+    def tell_same(self, note: Note) -> None:
+        """The masks that a call has made are those of an earlier one, if they are."""
+        for made in note.made if note.same is not None else ():
+            self.on_same(self.made[made], self.made[Made(note.same, made.index)])  # type: ignore[arg-type]
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make a call with these arguments."""

@@ -72,6 +72,7 @@ class DataSizes:
         self._call, self._name_of, self.numbers, self._writes = call, name_of, numbers, writes
         self.slot = 0
         self._found: dict[Any, Tensor] = {}
+        self._same: dict[Any, tuple[Any, int]] = {}
         self._lengths: dict[Any, tuple[list[int], list[int]]] = {}
         self._forms: dict[Any, Callable[..., Any]] = {
             aten.nonzero.default: self._positions,
@@ -143,7 +144,16 @@ class DataSizes:
 
     def _key(self, mask: Tensor) -> tuple[Any, int] | None:
         name = self._name_of(mask)
-        return None if name is None or mask.is_inference() else (name, mask._version)  # noqa: SLF001 - documented in torch's notes
+        if name is None or mask.is_inference():
+            return None
+        key = name, mask._version  # noqa: SLF001 - documented in torch's notes
+        return self._same.get(key, key)
+
+    def same(self, mask: Tensor, before: Tensor) -> None:
+        """Two masks have the same values; they may be written into later."""
+        key, known = self._key(mask), self._key(before)
+        if key is not None and known is not None:
+            self._same[key] = known
 
     def _is_known(self, mask: Tensor | None) -> bool:
         return mask is not None and _is_mask(mask) and self._key(mask) in self._found

@@ -1,0 +1,138 @@
+"""Masks that are the same because they are computed in the same way: ``logits[y > 0], y[y > 0]``.
+
+Two calls give the same if they are the same function of the same, and nothing in between writes into what they are
+given. What masks choose is then as large, and where it is, is found once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_spmd.ir.sizes import Size
+from lightning_spmd.stages.capture.follow.engine import EngineCall
+from lightning_spmd.stages.capture.follow.matching import keeps_shapes, same_constant
+from lightning_spmd.stages.capture.follow.notes import SOURCES, Made, Note, Place, Source, leaves_by_place
+from lightning_spmd.stages.capture.follow.sizes import is_like
+from lightning_spmd.stages.capture.follow.worlds import CallByHand
+
+_MASKS = (torch.bool, torch.uint8)
+_TORCHS = frozenset({"", "torch", "torch._tensor", "torch.functional", "torch.nn.functional", "torch._ops.aten"})
+"""Modules of functions that are known to depend on nothing but what they are given; methods of tensors have none."""
+_IN_C = "torch._C."
+
+
+def same_before(
+    note: Note, path: Sequence[Note], siblings: Sequence[Note], root_of: Callable[[Source], Any]
+) -> int | None:
+    """The depth of the call that made the same masks before; None if there is none, or nothing is a mask.
+
+    The numbers of calls on which that depends are from then on what they are: with others these are other calls.
+
+    Args:
+        note: a new call.
+        path: those before it.
+        siblings: those that came in its place in other steps.
+        root_of: gives what a tensor shares memory with.
+    """
+    note.varies = any(_differs_from(sibling, note) for sibling in siblings)
+    if not any(spec.dtype in _MASKS for spec in note.specs):
+        return None
+    for before in reversed(path):
+        search = _Search([*path, note], root_of)
+        if search.is_same(before, note) and search.are_unwritten(before, note.depth):
+            for relied_on in search.found:
+                relied_on.plain.update(place for place, _ in _numbers_in(relied_on))
+            return before.depth
+    return None
+
+
+def _numbers_in(note: Note) -> Iterator[tuple[Place, Any]]:
+    for place, leaf in (*leaves_by_place(note.args, (0,)), *leaves_by_place(note.kwargs, (1,))):
+        if type(leaf) in (int, float):
+            yield place, leaf
+
+
+def _differs_from(known: Note, note: Note) -> bool:
+    """Whether a call is a known one but for numbers that must be what they are there."""
+    if not known.plain or not is_like(known, note):
+        return False
+    numbers = dict(_numbers_in(note))
+    return any(place in known.plain and not same_constant(leaf, numbers[place]) for place, leaf in _numbers_in(known))
+
+
+class _Search:
+    """Compares calls of a path.
+
+    Args:
+        path: the calls.
+        root_of: gives what a tensor shares memory with.
+
+    Attributes:
+        found: the calls on which the answer depends.
+    """
+
+    def __init__(self, path: Sequence[Note], root_of: Callable[[Source], Any]) -> None:
+        self._path, self._root_of = path, root_of
+        self.found: list[Note] = []
+
+    def is_same(self, one: Note, other: Note) -> bool:
+        """Whether two calls, the first one earlier, give the same."""
+        if one.depth >= other.depth or one.func != other.func or one.around != other.around or other.counts:
+            return False
+        if not all(map(_is_repeatable, (one, other))):
+            return False
+        self.found += one, other
+        return self._are_same(one.args, other.args, one, other) and self._are_same(one.kwargs, other.kwargs, one, other)
+
+    def _are_same(self, mine: Any, its: Any, one: Note, other: Note) -> bool:
+        """Whether arguments of two calls are the same."""
+        if isinstance(mine, SOURCES):
+            return isinstance(its, SOURCES) and self._is_same_tensor(mine, its, one, other)
+        kind = type(mine)
+        if kind is not type(its):
+            return False
+        if kind is slice:
+            return all(self._are_same(getattr(mine, k), getattr(its, k), one, other) for k in ("start", "stop", "step"))
+        if isinstance(mine, dict):
+            return list(mine) == list(its) and all(self._are_same(mine[k], its[k], one, other) for k in mine)
+        if isinstance(mine, (tuple, list)) and kind is not torch.Size:
+            pairs = zip(mine, its, strict=False)
+            return len(mine) == len(its) and all(self._are_same(a, b, one, other) for a, b in pairs)
+        return not _may_follow_from_sizes(mine, one) and same_constant(mine, its)
+
+    def _is_same_tensor(self, mine: Source, its: Source, one: Note, other: Note) -> bool:
+        if type(mine) is type(its) and mine == its:
+            return self._is_unwritten(mine, one.depth, other.depth)
+        if type(mine) is not Made or type(its) is not Made or mine.index != its.index:
+            return False
+        if not all(self._is_unwritten(made, made.depth, other.depth) for made in (mine, its)):
+            return False
+        return self.is_same(self._path[mine.depth], self._path[its.depth])
+
+    def are_unwritten(self, note: Note, end: int) -> bool:
+        """Whether what a call made is what it was until another one."""
+        return all(self._is_unwritten(made, note.depth, end) for made in note.made)
+
+    def _is_unwritten(self, source: Source, begin: int, end: int) -> bool:
+        """Whether no call between two writes into what a tensor shares memory with."""
+        root = self._root_of(source)
+        between = self._path[begin + 1 : end]
+        return not any(root in note.writes or isinstance(note.func, (EngineCall, CallByHand)) for note in between)
+
+
+def _is_repeatable(note: Note) -> bool:
+    """Whether a call gives the same whenever it is given the same, in all steps that take the path."""
+    module = str(getattr(note.func, "__module__", None) or "")
+    is_torchs = module in _TORCHS or module.startswith(_IN_C)
+    is_call = not isinstance(note.func, (EngineCall, CallByHand))
+    return is_torchs and is_call and not (note.reads or note.draws or note.writes or note.free or note.varies)
+
+
+def _may_follow_from_sizes(leaf: Any, note: Note) -> bool:
+    """Whether a leaf may be another number in steps of other sizes, which are the same path."""
+    if note.at is None:
+        return False
+    return type(leaf) in (Size, torch.Size) or (type(leaf) is int and leaf > 1 and not keeps_shapes(note.func))
