@@ -1,8 +1,11 @@
-"""One rank reads a value and the others do not: ``if self.global_rank == 0: print(loss.item())``, ``@rank_zero_only``.
+"""One rank reads or keeps a value and the others do not: ``if self.global_rank == 0: print(loss.item())``.
 
 Ranks that meet at different places of the step exchange their calls. All ranks then run the calls that they have in
 common as a graph, and the rank that is furthest behind continues with the values. Calls that this rank made for its
 read alone are removed from its path, so the step's graph stays the same on all ranks.
+
+Where Python is done on all ranks and some have made calls behind those of all (``self.kept.append(loss.detach())``),
+these calls are removed as well. The graph of all ranks gives what they take, and their ranks make them behind it.
 """
 
 from __future__ import annotations
@@ -32,12 +35,17 @@ class CallSummary(NamedTuple):
         sources: the sources of its tensors.
         met: number of outside tensors that the step had used before it.
         may_be_alone: whether it changes nothing in the step, so that one rank may execute it alone.
+        may_be_later: whether it may do so when the step is over: nothing that it gives is a view of other memory than
+            the step's, and it does for all sizes for which its path does.
+        takes_state: whether it meets a parameter or buffer, which are others when the step is over.
     """
 
     words: str
     sources: tuple[Source, ...]
     met: int
     may_be_alone: bool
+    may_be_later: bool = False
+    takes_state: bool = False
 
 
 class Alone(NamedTuple):
@@ -54,13 +62,30 @@ class Alone(NamedTuple):
     wants: tuple[Source, ...]
 
 
+class KeptAlone(NamedTuple):
+    """What all ranks do for the ranks that keep what they have computed alone.
+
+    Args:
+        calls: number of calls that the steps of all ranks have in common.
+        wants: the results of these calls that the other calls take.
+        takes_state: whether these meet parameters or buffers.
+    """
+
+    calls: int
+    wants: tuple[Want, ...]
+    takes_state: bool
+
+
 def told_by(step: Step) -> list[CallSummary]:
     """The calls of a step so far."""
     found: list[CallSummary] = []
     met = 0
     for note in step.notes:
         sources = tuple(sources_in((note.args, note.kwargs)))
-        found.append(CallSummary(note.in_words(), sources, met, _may_be_alone(note, step)))
+        alone, state = _may_be_alone(note, step), any(kind.name is not None for kind in note.met.values())
+        later = alone and not note.reads and step.is_open_for(note)
+        later = later and not any(type(root) is Outside for root, _ in note.roots)
+        found.append(CallSummary(note.in_words(), sources, met, alone, later, state))
         met = max([met, *(number + 1 for number in note.met)])
     return found
 
@@ -87,14 +112,36 @@ def helped(sides: Sequence[tuple[bool, Sequence[CallSummary]]]) -> Alone | None:
     own = calls[common:]
     if not own or not all(call.may_be_alone for call in own):
         return None
-    wants = [
+    return Alone(ranks, common, tuple(_taken_by(own, common)))
+
+
+def kept_alone(sides: Sequence[tuple[int, Sequence[CallSummary]]]) -> KeptAlone | None:
+    """What ranks keep alone whose Python is done on all ranks; None if the ranks' steps are different.
+
+    Args:
+        sides: for each rank how many first calls give all that its step needs, and its calls.
+    """
+    calls = min((its for _, its in sides), key=len)
+    words, common = [call.words for call in calls], len(calls)
+    own = [its[common:] for _, its in sides if len(its) > common]
+    if not own or any(needed > common or _in_common(words, its) < common for needed, its in sides):
+        return None
+    if not all(call.may_be_later for its in own for call in its):
+        return None
+    wants = dict.fromkeys(source for its in own for source in _taken_by(its, common))
+    state = any(call.takes_state for its in own for call in its)
+    return KeptAlone(common, tuple(Want(source, OutputRole.LOGGED, common) for source in wants), state)
+
+
+def _taken_by(own: Sequence[CallSummary], common: int) -> dict[Source, None]:
+    """What calls of some ranks take that all ranks have."""
+    return dict.fromkeys(
         source
         for call in own
         for source in call.sources
         if not (type(source) is Made and source.depth >= common)
         and not (type(source) is Outside and source.number >= own[0].met)
-    ]
-    return Alone(ranks, common, tuple(dict.fromkeys(wants)))
+    )
 
 
 def _in_common(words: Sequence[str], calls: Sequence[CallSummary]) -> int:
@@ -105,10 +152,16 @@ def _in_common(words: Sequence[str], calls: Sequence[CallSummary]) -> int:
     return count
 
 
-def program_for(alone: Alone, step: Step) -> Program:
-    """The program that computes the values: the beginning that the steps of all ranks have in common."""
+def program_for(alone: Alone, step: Step, live: Live) -> Program:
+    """The program that computes the values: the beginning that the steps of all ranks have in common.
+
+    Args:
+        alone: the ranks' agreement.
+        step: the step.
+        live: what graphs of such beginnings take of it.
+    """
     notes, numbers = step.notes[: alone.calls], step.numbers_between(0, alone.calls)
-    live = Live(step.outside, numbers)
+    live.outside, live.numbers = step.outside, numbers
     wants = tuple(Want(source, OutputRole.LOGGED) for source in alone.wants)
     number = stable_hash((notes[-1].mark if notes else 0, repr(alone.wants)))
     return Program(notes, number, wants, None, frozenset(numbers), live, is_beginning=True)

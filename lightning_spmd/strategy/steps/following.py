@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,14 @@ from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
-from lightning_spmd.stages.capture.follow.notes import Given, Made, gradient_in_parts, named_gradient, sources_in
+from lightning_spmd.stages.capture.follow.notes import (
+    Given,
+    Made,
+    Source,
+    gradient_in_parts,
+    named_gradient,
+    sources_in,
+)
 from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
 from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
@@ -35,7 +42,7 @@ from lightning_spmd.stages.capture.record.packing import parameter_names
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.stages.runtime.value_reads import Conversation
 from lightning_spmd.strategy.graphs.run_context import RunContext
-from lightning_spmd.strategy.steps.alone import Alone, program_for, read_alone, told_by
+from lightning_spmd.strategy.steps.alone import Alone, KeptAlone, program_for, read_alone, told_by
 from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs
 from lightning_spmd.strategy.steps.meeting import Call, Fingerprints, LookedAtRows, Meeting
 from lightning_spmd.strategy.steps.own_meeting import logs_of, of_all_ranks
@@ -106,6 +113,8 @@ class FollowedStep:
     ) -> None:
         self.returned, self.queue, self.program, self.mark = returned, queue, program, mark
         self._step, self._wants, self._talk = step, wants, talk
+        self._kept: KeptAlone | None = None
+        self._own: list[Made] = []
 
     @property
     def reason(self) -> str | None:
@@ -123,10 +132,34 @@ class FollowedStep:
             return None
         return self._talk.end(self.program, executable)
 
-    def help_out(self) -> None:
-        """Do what a rank needs that reads alone, once Python is done here."""
-        if self._talk is not None:
-            self._talk.help_out()
+    def help_out(self) -> KeptAlone | None:
+        """Do what a rank needs that reads alone, once Python is done here; what ranks keep alone, if none reads."""
+        if self._talk is None:
+            return None
+        agreed = self._talk.agreed()
+        if isinstance(agreed, KeptAlone):
+            return agreed
+        self._talk.help_out(agreed)
+        return None
+
+    def keeps_alone(self, kept: KeptAlone, made_anew: Callable[[Step, Sequence[Want]], tuple[Program, int]]) -> None:
+        """Calls that not all ranks have made are none of the step's; what they give is computed behind it.
+
+        Args:
+            kept: the ranks' agreement.
+            made_anew: gives program and mark of the step with these wants, once its path is shorter.
+        """
+        self._kept, wants = kept, list[Want]()
+        for want in self._wants:
+            if isinstance(want.source, Made) and want.source.depth >= kept.calls:
+                self._own.append(want.source)
+            elif want.after is None or want.after <= kept.calls:
+                wants.append(want)
+            else:  # what is told behind calls of this rank alone is told behind those of all
+                wants.append(dataclasses.replace(want, after=kept.calls))
+        self._wants = wants
+        self._step.leave_out(kept.calls)
+        self.program, self.mark = made_anew(self._step, [*self._wants, *kept.wants])
 
     def fill(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Give what somebody has its value; gives the values for the queue.
@@ -137,6 +170,10 @@ class FollowedStep:
         if self.program is None:
             raise ValueError("a step that ran for good has nothing to fill")
         by_want = dict(zip(self.program.wants, values, strict=True))
+        if self._kept is not None:
+            own = self._step.left_out({want.source: by_want[want] for want in self._kept.wants})
+            for made in self._own:
+                self._step.fill(made, own[made])
         for want in self._wants:
             source = want.source
             stands = isinstance(source, Given) and source.position in self._step.stand_ins
@@ -231,7 +268,8 @@ class _Talk:
         run_beginning: gives what a program that ends where Python reads wants; it is read at ``file:line``.
         infers: graphs run in torch's inference mode.
         logs: gives what was logged so far, on a rank's own batch, and puts its numbers where graphs take them.
-        known_alone: what ranks have read alone.
+        known_alone: what ranks have read or kept alone.
+        live_alone: what graphs take of this step that give what ranks read alone.
     """
 
     def __init__(
@@ -245,19 +283,33 @@ class _Talk:
         run_beginning: Callable[[Program, str], Sequence[Tensor]],
         infers: bool,
         logs: Callable[[], tuple[Log, ...]],
-        known_alone: dict[Any, Alone | None],
+        known_alone: dict[Any, Alone | KeptAlone | None],
+        live_alone: Live,
     ) -> None:
         self._run_beginning, self._infers, self._logs = run_beginning, infers, logs
         self._step, self._known, self._live, self._begin = step, known, live, begin
         self._tensors, self._meeting, self._reads = tensors, meeting, 0
-        self._known_alone = known_alone
+        self._known_alone, self._live_alone = known_alone, live_alone
         self._likely: Likely | None = None
         self._is_over, self._same = False, 0  # so many calls are those of the likely graph
         self._numbers: dict[tuple[int, Any], Any] = {}  # in these calls
         self.conversation: Conversation | None = None
 
-    def help_out(self) -> Sequence[Tensor] | None:
+    def agreed(self) -> Alone | KeptAlone:
+        """The ranks have come apart: what all of them do.
+
+        Raises:
+            CannotBeFollowed: on all ranks; they go on eagerly.
+        """
+        if self._meeting is None:
+            raise ValueError("one device reads nothing alone")
+        return self._meeting.alone(self._known_alone)
+
+    def help_out(self, alone: Alone) -> Sequence[Tensor] | None:
         """Do what ranks that read alone need, all ranks together; what Python reads here, if this is one of them.
+
+        Args:
+            alone: the ranks' agreement.
 
         Raises:
             CannotBeFollowed: on all ranks; they go on eagerly.
@@ -265,9 +317,8 @@ class _Talk:
         meeting = self._meeting
         if meeting is None:
             raise ValueError("one device reads nothing alone")
-        alone = meeting.alone(self._known_alone)
         self.drop()
-        program = program_for(alone, self._step)
+        program = program_for(alone, self._step, self._live_alone)
         values = self._run_beginning(program, "a rank alone") if alone.wants else ()
         return read_alone(alone, self._step, values) if meeting.rank in alone.ranks else None
 
@@ -289,7 +340,8 @@ class _Talk:
         if self._meeting is not None:
             gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
             while self._meeting.is_apart:
-                if (alone := self.help_out()) is not None:
+                agreed = self.agreed()
+                if isinstance(agreed, Alone) and (alone := self.help_out(agreed)) is not None:
                     return alone
                 gives = self._meeting.reads(self._step.mark, None)
         if not gives or self._likely is None:
@@ -429,7 +481,8 @@ class Following:
         self._samples: dict[int, list[tuple[int, ...]]] = {}
         self._counts: dict[int, Counts] = {}
         """Where graphs of each path put the counts that they find."""
-        self._known_alone: dict[Any, Alone | None] = {}
+        self._alone: tuple[dict[Any, Alone | KeptAlone | None], Live] = {}, Live()
+        """What ranks have read or kept alone, and what graphs take that give it."""
         self._taken: dict[Any, int] = {}
         """How often steps took each path."""
 
@@ -506,7 +559,7 @@ class Following:
             meeting.was_told_draws = lambda: step.was_told_draws
             meeting.fits, meeting.beside = step.fits, step.beside
             if not (meeting.is_own or self._evaluates):
-                meeting.helps = (lambda: step.here.mark), (lambda: told_by(step))
+                meeting.helps = (lambda: (step.here.mark, step.needed)), (lambda: told_by(step))
         step.on_values, step.scaled = self._flush, self._scaled
         step.parameters = context.module.parameters
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
@@ -528,8 +581,8 @@ class Following:
         def logs() -> tuple[Log, ...]:
             return logs_of(queue.calls, list(wants), self._live)
 
-        alone, infers = self._known_alone, self.graphs_infer
-        talk = _Talk(step, known, self._live, begin, tensors, meeting, run_beginning, infers, logs, alone)
+        infers = self.graphs_infer
+        talk = _Talk(step, known, self._live, begin, tensors, meeting, run_beginning, infers, logs, *self._alone)
 
         def before_eager() -> None:
             talk.drop()
@@ -604,9 +657,43 @@ class Following:
         # what training keeps is of the global batch, as its loss is; evaluation keeps the rank's own rows
         role = OutputRole.STEP_OUTPUT if self._evaluates else OutputRole.LOGGED
         queue.let_go()
+        needed = [source, *[want.source for want in wants], *[made for pair in step.added for made in pair]]
+        step.needed = max([made.depth + 1 for made in needed if isinstance(made, Made)], default=0)
         for made in step.kept():
             wants.setdefault(Want(made, role), len(wants))
-        free, is_own = frozenset(step.numbers), meeting is not None and meeting.is_own
+        is_own = meeting is not None and meeting.is_own
+        program = self._program(
+            step, wants, source, logs() if is_own else (), in_parts=meeting is not None and not is_own
+        )
+        self._taken[step.path] = self._taken.get(step.path, 0) + 1
+        may_wait = not step.must_be_graph and not is_own
+        most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
+        if self._taken[step.path] == 1 and len(self._taken) > most and may_wait:
+            step.eagerly("it takes a path that no step took before")
+            return FollowedStep(step, _resolved(returned), queue, (), None)
+        if step.apart is not None:
+            step.eagerly(step.apart)
+            return FollowedStep(step, _resolved(returned), queue, (), None)
+        mark = step.mark if meeting is None or is_own else self._mark(step)
+        return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
+
+    def _mark(self, step: Step) -> int:
+        """What must be the same on all ranks of a step whose Python is done."""
+        return stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
+
+    def _program(
+        self, step: Step, wants: Iterable[Want], loss: Source | None, logs: tuple[Log, ...], *, in_parts: bool
+    ) -> Program:
+        """The program of a step whose Python is done.
+
+        Args:
+            step: the step.
+            wants: what leaves its graph.
+            loss: what the step returned as its loss.
+            logs: on a rank's own batch, what of it becomes all ranks'.
+            in_parts: each rank has rows of the batch.
+        """
+        free = frozenset(step.numbers)
         all_wants = self._wants.setdefault((step.path, free), {})
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers, self._live.counts = step.outside, step.numbers, step.counts
@@ -617,36 +704,42 @@ class Following:
             step.notes,
             step.path,
             tuple(all_wants),
-            source,
+            loss,
             free,
             self._live,
-            logs() if is_own else (),
+            logs,
             for_all_sizes=for_all,
             why_not=why_not,
             added=tuple(step.added),
         )
         if step.counts:
-            in_parts = meeting is not None and not is_own
             counts = self._counts.setdefault(step.path, Counts(len(step.counts), by_rank=in_parts))
             if step.path not in self._samples:
                 samples = step.samples[:GRAPHS]
                 self._samples[step.path] = with_parts(samples) if in_parts else samples
             program = dataclasses.replace(program, counts=counts, samples=self._samples[step.path])
-        self._taken[step.path] = self._taken.get(step.path, 0) + 1
-        may_wait = not step.must_be_graph and not is_own
-        most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
-        if self._taken[step.path] == 1 and len(self._taken) > most and may_wait:
-            step.eagerly("it takes a path that no step took before")
-            return FollowedStep(step, _resolved(returned), queue, (), None)
-        if step.apart is not None:
-            step.eagerly(step.apart)
-            return FollowedStep(step, _resolved(returned), queue, (), None)
-        mark = (
-            step.mark
-            if meeting is None or is_own
-            else stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
-        )
-        return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
+        return program
+
+    def help_out(self, followed: FollowedStep) -> None:
+        """Do what ranks need that read or keep alone, once Python is done here; all ranks together.
+
+        Args:
+            followed: the step.
+
+        Raises:
+            CannotBeFollowed: on all ranks; they go on eagerly.
+        """
+        kept = followed.help_out()
+        if kept is None:
+            return
+        if kept.takes_state:
+            self._flush()
+        loss = None if followed.program is None else followed.program.loss
+
+        def made_anew(step: Step, wants: Sequence[Want]) -> tuple[Program, int]:
+            return self._program(step, wants, loss, (), in_parts=True), self._mark(step)
+
+        followed.keeps_alone(kept, made_anew)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         scaler = self._context.scaler()

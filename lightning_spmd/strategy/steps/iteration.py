@@ -300,7 +300,8 @@ class TrainingIteration:
             if ahead is not None:
                 return ahead
             while done.result().index is None and meeting.is_apart:
-                followed.help_out()
+                following.help_out(followed)
+                request = dataclasses.replace(request, program=followed.program)
                 done = meeting.done(followed.mark, self.table.find(request, meeting.split))
             if done.result().index is None:
                 meeting.find_shared()

@@ -31,7 +31,7 @@ from lightning_spmd.stages.capture.record.inputs import global_spec
 from lightning_spmd.stages.runtime.control import ControlPlane, Place
 from lightning_spmd.strategy.graphs.graph_table import Found
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
-from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, CallSummary, helped
+from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, CallSummary, KeptAlone, helped, kept_alone
 from lightning_spmd.strategy.steps.reading import whole_batch
 from lightning_spmd.strategy.steps.replay import log_global
 from lightning_spmd.strategy.steps.same_draws import as_on_rank_zero
@@ -71,7 +71,8 @@ class Meeting:
         fits: returns whether the step so far could be one on a batch of other sizes.
         beside: a context for calls that are not the user's.
         shared: paths of batch tensors that turned out to be the same for every sample: Python must run again.
-        helps: ranks that read alone are helped by the others (``alone.py``); gives the path, and tells its calls.
+        helps: ranks that read or keep alone are helped by the others (``alone.py``); gives the path and how many of its
+            calls give all that the step needs, and tells its calls.
         is_apart: the ranks have met at different places of the step, and one of them needs help.
     """
 
@@ -98,7 +99,7 @@ class Meeting:
         self.runs_again, self.looked, self.shared = False, "", set[str]()
         self.fits: Callable[[Sequence[Tensor]], bool] = lambda _: True
         self.beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self.helps: tuple[Callable[[], int], Callable[[], list[CallSummary]]] | None = None
+        self.helps: tuple[Callable[[], tuple[int, int]], Callable[[], list[CallSummary]]] | None = None
         self.is_apart, self._reads = False, False
         self.is_new = self._searches = is_new
         self._raised = False
@@ -299,8 +300,8 @@ class Meeting:
             raise self._ended()
         return not self.is_apart and not vote.missing and vote.graph[0] == vote.graph[1]
 
-    def alone(self, known: dict[Any, Alone | None]) -> Alone:
-        """The ranks have come apart: decide which rank is helped.
+    def alone(self, known: dict[Any, Alone | KeptAlone | None]) -> Alone | KeptAlone:
+        """The ranks have come apart: decide which rank is helped. No rank keeps alone as long as one reads.
 
         Args:
             known: results of such meetings before, equal on all ranks.
@@ -315,7 +316,11 @@ class Meeting:
         if places not in known:
             while len(known) >= MOST_KNOWN:
                 del known[first(known, "meeting")]
-            known[places] = helped(self._control.gather((self._reads, calls())))
+            its = self._control.gather(calls())
+            if any(reads for reads, _ in places):
+                known[places] = helped([(reads, side) for (reads, _), side in zip(places, its, strict=True)])
+            else:
+                known[places] = kept_alone([(needed, side) for (_, (_, needed)), side in zip(places, its, strict=True)])
         self.is_apart, found = False, known[places]
         if found is None:
             raise self._ended()

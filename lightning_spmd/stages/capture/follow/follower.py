@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -456,6 +456,8 @@ class Step(TorchFunctionMode):
         added: gradients that backward passes within it gave to them, behind whose they are.
         whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
             have a part each.
+        needed: so many first calls give all that the step itself needs, once Python is done: its loss and what is
+            logged; the others, what somebody has kept.
         must_be_graph: there is no other way to run such steps.
         draws_elsewhere: on several ranks graphs draw other numbers than torch's generator gives.
         stale: tensors without memory, of a step that runs for good, and what they are now, by ``id``.
@@ -510,6 +512,8 @@ class Step(TorchFunctionMode):
         self._just_told: Sequence[int] | None = None
         self.memory = Memory(self, follower.holders)
         self._own_calls: tuple[int, Values] | None = None
+        self.needed = 0
+        self._left_out: _LeftOut | None = None
 
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
@@ -1805,6 +1809,7 @@ class Step(TorchFunctionMode):
             place: ``file:line`` of it, if not of what is called now.
         """
         self.reason = why, place or user_location()
+        self._put_back()
         self.before_eager()
         # a transform holds placeholders, and what autograd has saved of them, out of reach
         if self.has_transforms and (self.is_below or private.in_transforms()):
@@ -1887,6 +1892,59 @@ class Step(TorchFunctionMode):
             if given is not real:
                 private.exchange(given, real)
                 self.stale[id(real)] = real, given
+
+    # ------------------------------------------------------------------ what one rank of several keeps alone
+    def is_open_for(self, note: Note) -> bool:
+        """Whether a call does for all sizes for which its path may."""
+        return self.tree is None or note.for_all is not None
+
+    def leave_out(self, calls: int) -> None:
+        """Python is done, and the calls behind the first so many are none of the step's: they are made behind it."""
+        own, before = self.notes[calls:], self.path
+        if not own:
+            return
+        met = {number: kind for note in own for number, kind in note.met.items()}
+        known, numbers = min(met, default=len(self.outside)), self.numbers
+        with self.beside(), torch.no_grad():  # the step changes parameters and buffers
+            now = {n: self.outside[n].detach().clone() for n, kind in met.items() if kind.name is not None}
+        self._left_out = _LeftOut(own, self.outside[known:], numbers, now)
+        self.notes, self.outside = self.notes[:calls], self.outside[:known]
+        self._numbers = {key: value for key, value in numbers.items() if key[0] < calls}
+        root = self.follower.root() if self.tree is None else self.tree.root
+        self.here = self.notes[-1] if calls else root
+        if self.tree is not None:
+            self.tree.shortened(self.path, before)
+
+    def left_out(self, told: Mapping[Source, Tensor]) -> dict[Made, Tensor]:
+        """Make the calls that were left out, and part of the step again; gives what they give.
+
+        Args:
+            told: values of what the step gave.
+        """
+        own = self._left_out
+        if own is None:
+            return {}
+        self._put_back()
+
+        def of_outside(source: Source) -> Tensor:
+            if source in told:
+                return told[source]
+            number = source.number if type(source) is Outside else -1
+            return own.now[number] if number in own.now else self.tensor_of(source).detach()  # type: ignore[arg-type]
+
+        values = Values(of_outside)
+        values.made.update({source: value for source, value in told.items() if type(source) is Made})
+        with self.beside(), private.disable_dispatch_modes(), torch.no_grad():
+            for note in own.notes:
+                values.run(note, self._numbers_of(note))
+        return values.made
+
+    def _put_back(self) -> None:
+        """Calls that were left out are part of the step again."""
+        own, self._left_out = self._left_out, None
+        if own is not None:
+            self.notes, self.outside = [*self.notes, *own.notes], [*self.outside, *own.outside]
+            self._numbers, self.here = own.numbers, own.notes[-1]
 
     # ------------------------------------------------------------------ the end
     @property
@@ -1992,6 +2050,22 @@ class Step(TorchFunctionMode):
         placeholders.fill(placeholder, value, trained=self._is_trained(source), made_at=made_at)
         del placeholder
         note.handed[source.index] = note.moulds[source.index].detach()
+
+
+class _LeftOut(NamedTuple):
+    """Calls of one rank that are none of its step's.
+
+    Args:
+        notes: they.
+        outside: the tensors that the step did not make and they alone met.
+        numbers: of all calls of the step that are others in other steps.
+        now: the parameters and buffers among these tensors, by number, as they were when Python was done.
+    """
+
+    notes: list[Note]
+    outside: list[Tensor]
+    numbers: dict[tuple[int, Place], Any]
+    now: dict[int, Tensor]
 
 
 def _told(note: Note, counts: Sequence[int]) -> Told:

@@ -122,6 +122,15 @@ class OpenTree:
         """Whether a path has formulas, and was seen with more than one size."""
         return len(self._confirmed.get(path, ())) > 1 and all(note.for_all is not None for note in notes)
 
+    def shortened(self, path: int, before: int) -> None:
+        """What is known of a path is known of its beginning.
+
+        Args:
+            path: the number of the beginning.
+            before: that of the path.
+        """
+        self._confirmed.setdefault(path, set()).update(self._confirmed.get(before, ()))
+
     @property
     def why_not(self) -> str | None:
         """Why each size has a graph of its own, for users; None if some do not, or one alone was seen."""
