@@ -25,13 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults.in_following import IN_FOLLOWING
 from tests.faults.in_graphs import IN_GRAPHS
 from tests.faults.in_runs import IN_RUNS
 from tests.faults.mutant import Mutant
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lightning_spmd"
-MUTANTS: tuple[Mutant, ...] = (*IN_GRAPHS, *IN_RUNS)
+MUTANTS: tuple[Mutant, ...] = (*IN_FOLLOWING, *IN_GRAPHS, *IN_RUNS)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,14 @@ IN_RUNS: tuple[Mutant, ...] = (
         ("tests/strategy/hooks/test_hooks.py", "tests/strategy/runs/test_features.py"),
     ),
     Mutant(
+        "a graph up to a read runs under the default dtype of the step",
+        RUNTIME,
+        "stages/runtime/value_reads.py",
+        "            default_dtype(torch.float32),\n",
+        "",
+        ("tests/strategy/following/test_default_dtype.py",),
+    ),
+    Mutant(
         "new state is not stored",
         RUNTIME,
         "stages/runtime/executor.py",

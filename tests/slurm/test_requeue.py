@@ -111,8 +111,8 @@ def _assert_as_if_never_ended(jobs: Jobs, *arguments: str) -> None:
 
 def test_the_time_limit(jobs: Jobs) -> None:
     """``--signal=USR1@60``: SLURM sends it by itself, up to a minute too early, as its manual says."""
-    slow = ("--rows=256", "--epochs=4", "--dropout=0.2", "--pause=1.2")
-    number = jobs.train(2, 1, *slow, options=("--time=3", "--signal=USR1@60", "--requeue"))
+    slow = ("--rows=256", "--epochs=4", "--dropout=0.2", "--pause=1.6")
+    number = jobs.train(2, 1, *slow, options=("--time=4", "--signal=USR1@60", "--requeue"))
     job = jobs.wait(number, timeout=900)
     assert job.state == "COMPLETED", jobs.said()
     assert job.restarts >= 1

@@ -21,3 +21,31 @@ class Noisy(Net):
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "32-true"])
 def test_what_factories_make_is_eagers(precision: Any) -> None:
     assert_as_eager(Noisy, precision=precision)
+
+
+class Mixed(Net):
+    """Noise in single precision, of which a value is read where the default is the precision's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            noise = torch.rand(8)
+        finally:
+            torch.set_default_dtype(before)
+        return self.loss(batch) * (1 + noise.sum().item()) + noise.mean()
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_default_of_a_part_of_the_step_is_eagers(precision: Any) -> None:
+    assert_as_eager(Mixed, precision=precision)
+
+
+def test_a_default_of_a_part_of_the_step_differs_from_that_of_the_program() -> None:
+    """Graphs then run where the default is another one than for some of their calls."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_as_eager(Mixed)
+    finally:
+        torch.set_default_dtype(before)

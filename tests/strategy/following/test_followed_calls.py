@@ -59,6 +59,15 @@ class Switches(Counting):
         return F.cross_entropy(self.last(h), y)
 
 
+class Casts(Counting):
+    """The same calls under autocast."""
+
+    def step(self, x: Tensor, y: Tensor, other: bool) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=other):
+            h = torch.tanh(self.first(x))
+        return F.cross_entropy(self.last(h.float()), y)
+
+
 class Precise(Counting):
     """The same calls where the default is double precision."""
 
@@ -83,6 +92,26 @@ class ReadsPrecise(Counting):
         finally:
             torch.set_default_dtype(before)
         return F.cross_entropy(self.last(torch.tanh(self.first(x)) * weights * scale), y)
+
+
+class Layers(Counting):
+    """Another layer of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.nn.Linear(6, 10)
+
+    def step(self, x: Tensor, y: Tensor, other: bool) -> Tensor:
+        layer = self.second if other else self.first
+        return F.cross_entropy(self.last(torch.tanh(F.linear(x, layer.weight, layer.bias))), y)
+
+
+class Slices(Counting):
+    """A whole number that says how large the result is."""
+
+    def step(self, x: Tensor, y: Tensor, other: bool) -> Tensor:
+        h = torch.tanh(self.first(x))[:, : 5 if other else 7]
+        return F.cross_entropy(self.last(F.pad(h, (0, 10 - h.shape[1]))), y)
 
 
 class Memory(Counting):
@@ -123,7 +152,9 @@ class Reads(Counting):
         return scaled * (1 + scaled.item())
 
 
-@pytest.mark.parametrize("make", [Words, Numbers, Signs, Switches, Precise, ReadsPrecise, Memory, Keeps, Reads])
+@pytest.mark.parametrize(
+    "make", [Words, Numbers, Signs, Switches, Casts, Precise, ReadsPrecise, Layers, Slices, Memory, Keeps, Reads]
+)
 def test_every_step_is_a_graph_with_the_bits_of_eager(make: type[Net]) -> None:
     RUNS.clear()
     ours = assert_as_eager(make)

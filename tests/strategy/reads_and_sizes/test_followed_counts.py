@@ -123,6 +123,25 @@ def test_they_are_those_of_all_ranks(make: type[Telling], two_ranks: RankPool) -
     assert_equals_one_device(ours, run(make, "auto", data=lambda: InOrder(rows(), ROWS)))
 
 
+class Squeezes(Telling):
+    """One row is a row, and no longer rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        few = torch.arange(len(x), device=x.device) < (3, 1, 2, 1, 4, 1)[batch_idx]
+        chosen = self(x[few]).squeeze(0)
+        TOLD.append(tuple(chosen.shape))
+        return super().training_step(batch, batch_idx) + chosen.square().mean()
+
+
+def test_one_row_may_be_treated_otherwise_than_many() -> None:
+    run(Squeezes, "auto")
+    theirs = list(TOLD)
+    assert_as_eager(Squeezes)
+    assert theirs == TOLD
+    assert {len(shape) for shape in theirs} == {1, 2}
+
+
 class Moves(Telling):
     """A number is another one for the first time, behind what was read and before what is read next."""
 

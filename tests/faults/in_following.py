@@ -1,0 +1,106 @@
+"""Faults of what follows the user's Python: a call, a number, a size or a value is taken for another one."""
+
+from __future__ import annotations
+
+from tests.faults.mutant import CAPTURE, FOLLOWED, Mutant
+
+FOLLOW = "stages/capture/follow"
+COUNTS = "tests/strategy/reads_and_sizes/test_followed_counts.py"
+SIZES = "tests/strategy/reads_and_sizes/test_varying_sizes.py"
+KEPT = "tests/strategy/following/test_followed_kept.py"
+GENERATORS = "tests/strategy/following/test_followed_generators.py"
+BY_HAND = "tests/strategy/by_hand/test_followed_by_hand.py"
+
+IN_FOLLOWING: tuple[Mutant, ...] = (
+    # ------------------------------------------------------------------ which call it is
+    Mutant(
+        "a call under another default dtype is the same",
+        CAPTURE,
+        f"{FOLLOW}/matching.py",
+        '        yield f"dtype() is {self.bind(around.dtype)}"\n',
+        "",
+        (FOLLOWED,),
+    ),
+    Mutant(
+        "recorded calls are made under the default dtype around the step",
+        CAPTURE,
+        f"{FOLLOW}/values.py",
+        "with torch.set_grad_enabled(around.grad), default_dtype(around.dtype):",
+        "with torch.set_grad_enabled(around.grad):",
+        (FOLLOWED,),
+    ),
+    Mutant(
+        "a call under other autocast is the same",
+        CAPTURE,
+        f"{FOLLOW}/matching.py",
+        '        yield "not casts()" if around.autocast is None else f"autocast() == {self.bind(around.autocast)}"\n',
+        "",
+        (FOLLOWED,),
+    ),
+    Mutant(
+        "whether a tensor from outside is trained is not compared",
+        CAPTURE,
+        f"{FOLLOW}/follower.py",
+        "if kind.type is not _class_of(tensor) or kind.trained is not tensor.requires_grad:",
+        "if kind.type is not _class_of(tensor):",
+        (BY_HAND,),
+    ),
+    Mutant(
+        "one parameter is as good as another",
+        CAPTURE,
+        f"{FOLLOW}/follower.py",
+        "return kind.name is None or self.follower.is_named(kind.name, tensor)",
+        "return True",
+        (FOLLOWED,),
+    ),
+    Mutant(
+        "results with other numbers are taken to be as large",
+        CAPTURE,
+        f"{FOLLOW}/follower.py",
+        "        return [TensorSpec.of(t) for t in made] == note.specs\n",
+        "        return True\n",
+        (FOLLOWED,),
+    ),
+    # ------------------------------------------------------------------ sizes
+    Mutant(
+        "placeholders keep the sizes of the batch before",
+        CAPTURE,
+        f"{FOLLOW}/sizes.py",
+        "        note.moulds = moulds\n        note.handed.clear()\n",
+        "        note.moulds = moulds\n",
+        (SIZES,),
+    ),
+    Mutant(
+        "one row is treated like many",
+        CAPTURE,
+        f"{FOLLOW}/follower.py",
+        "                note.least = count + 1\n",
+        "                note.least = 0\n",
+        (COUNTS,),
+    ),
+    Mutant(
+        "a call for one count is for all",
+        CAPTURE,
+        f"{FOLLOW}/follower.py",
+        "        return not note.pins or all(self.counts[i] == count for i, count in note.pins.items())",
+        "        return True",
+        (COUNTS,),
+    ),
+    # ------------------------------------------------------------------ random numbers, results that are kept
+    Mutant(
+        "what is done to torch's generator is not seen",
+        CAPTURE,
+        f"{FOLLOW}/follower.py",
+        "        if known == now:\n            return False\n",
+        "        if known is not None:\n            return False\n",
+        (GENERATORS,),
+    ),
+    Mutant(
+        "a backward pass may reach into the step before",
+        CAPTURE,
+        f"{FOLLOW}/placeholders.py",
+        "        if made_at is not None and trained:\n",
+        "        if made_at is None and trained:\n",
+        (KEPT,),
+    ),
+)
