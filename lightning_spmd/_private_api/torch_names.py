@@ -217,11 +217,13 @@ def float32_precision() -> tuple[Any, ...]:
 
 
 def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Functions of C that read torch's switches, with their arguments; each step asks, and Python ones cost thrice."""
+    """Functions of C that read torch's switches, with their arguments; each step asks, and Python ones cost thrice.
+
+    Default dtype and autocast are not among them: every call has its own, and a precision changes them for a part of
+    the step, in which Python may read.
+    """
     c: Any = torch._C
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     plain = (
-        torch.get_default_dtype,
         c._get_deterministic_algorithms,
         c._get_deterministic_algorithms_warn_only,
         float32_precision,
@@ -231,8 +233,7 @@ def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         c._get_math_sdp_enabled,
         c._get_cudnn_sdp_enabled,
     )
-    of_kinds = [(read, (kind,)) for kind in kinds for read in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
-    return [*[(read, ()) for read in plain], *of_kinds]
+    return [(read, ()) for read in plain]
 
 
 def prepared_hooks(module: nn.Module, optimizer: Any) -> Callable[[], list[Any]]:

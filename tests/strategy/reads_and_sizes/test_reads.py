@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_spmd import SPMDStrategy
+from lightning_spmd.stages.capture.follow.follower import Step
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
@@ -186,3 +187,21 @@ def test_numbers_that_differ_in_each_step_share_a_graph() -> None:
 
 def _in_order() -> Any:
     return InOrder(rows(), ROWS, shuffle=False)
+
+
+class ReadsLoss(Quiet):
+    """The loss is read, and decides."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * (2 if loss.item() > 1 else 3)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "bf16-mixed"])
+def test_graphs_tell_values_in_all_precisions(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a precision changes torch's switches around the step, copies told them, and the graph computed it again."""
+    copies: list[int] = []
+    original = Step._values_so_far
+    monkeypatch.setattr(Step, "_values_so_far", lambda step: copies.append(1) or original(step))
+    assert_as_eager(ReadsLoss, precision=precision)
+    assert len(copies) <= 4  # for the paths that are new

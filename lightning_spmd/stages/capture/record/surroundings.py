@@ -37,7 +37,7 @@ def settings_guard() -> ValueGuard:
         modes = len(private.function_modes())
         return [modes, torch.get_default_device() if modes else None, *[read(*of) for read, of in readers]]
 
-    return ValueGuard("torch's settings (default dtype and device, autocast, determinism, ...)", settings, settings())
+    return ValueGuard("torch's settings (default device, determinism, float32 precision, ...)", settings, settings())
 
 
 def hooks_guard(module: nn.Module, optimizer: Optimizer | None, trainer: Any) -> ValueGuard:
