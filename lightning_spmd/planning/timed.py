@@ -75,9 +75,20 @@ class _Watched(Player):
                 flight.end = self._device
                 played.stalls.append(Span(flight.node, COMPUTE, begin, self._device))
             elif flight is not None:
-                flight.end = min(flight.end, begin)
+                flight.end = max(flight.begin, min(flight.end, begin))
+            if flight is not None:
+                _one_after_the_other([span for span in due.values() if span.stream == flight.stream])
         else:
             super()._run(node, seconds, due, played)
+
+
+def _one_after_the_other(messages: Iterable[Span]) -> None:
+    """Messages of a stream, in the order of their starts, begin when the one before has ended."""
+    free = float("-inf")
+    for span in messages:
+        if span.begin < free:
+            span.begin, span.end = free, max(span.end, free)
+        free = span.end
 
 
 def timed_facts(results: Sequence[Timed], batches: int, iterations: int) -> Facts:

@@ -68,19 +68,18 @@ def test_clocks_between_the_lines_change_no_bit(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.xfail(reason="messages overlap in the picture where hooks end the iteration's overlap", strict=False)
 def test_the_picture_of_overlapped_iterations(two_ranks: RankPool) -> None:
     """What is under way at the end of an iteration is waited for in the next one."""
     for _, facts, _ in two_ranks.run(timed_rank):
-        for_each_stream(facts)
+        assert_one_after_the_other(facts)
 
 
-def for_each_stream(facts: Any) -> None:
+def assert_one_after_the_other(facts: Any) -> None:
     """Spans of a stream come one after the other, and messages begun before the iteration are among them."""
     (phase,) = facts["phases"]
     (host,) = [s for s in phase["spans"] if s["section"] == BETWEEN]
     assert host["end"] == pytest.approx(phase["seconds"])
-    assert any(s["begin"] == 0.0 for s in phase["spans"] if s["stream"] != COMPUTE), "begun in the iteration before"
+    assert any(s["begin"] <= 0.0 for s in phase["spans"] if s["stream"] != COMPUTE), "begun in the iteration before"
     for stream in {s["stream"] for s in phase["spans"]}:
         line = sorted((s["begin"], s["end"]) for s in phase["spans"] if s["stream"] == stream)
         assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(line)), "one after the other"
