@@ -6,7 +6,7 @@
                                                         that of the one expert ``ids`` where ``dim`` is None
     out = from_expert(own, expert, experts, axis)       all of it from the rank of one expert of so many
 
-On one device all are copies: every expert is there. ``stages/expand/expert_regions`` writes them into graphs of steps
+On one device all are copies: every expert is there. ``stages/expand/experts/regions`` writes them into graphs of steps
 whose experts are split over ``axis``, and expansion writes what they are on a rank; no rank's program has them.
 """
 

@@ -133,7 +133,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "a partial sum is taken for the whole",
         EXPAND,
-        "stages/expand/redistribute.py",
+        "stages/expand/collectives/redistribute.py",
         "return permuted_back(program, program.all_reduce(permuted(program, node, order), axis, source.op), order)",
         "return node",
         (f"{OPERATORS}", "tests/stages/expand/test_models.py"),
@@ -141,7 +141,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "a whole that becomes a partial sum is put on every rank",
         EXPAND,
-        "stages/expand/redistribute.py",
+        "stages/expand/collectives/redistribute.py",
         "return zero_unless(program, node, axis.rank == 0)",
         "return node",
         (f"{OPERATORS}", "tests/stages/expand/test_models.py"),
@@ -215,7 +215,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "chunks of a sum are not reduced over the rows of a hybrid mesh",
         EXPAND,
-        "stages/expand/reduce_scatter.py",
+        "stages/expand/collectives/reduce_scatter.py",
         "        piece = piece if across is None else program.all_reduce(piece, across)\n",
         "        pass\n",
         ("tests/stages/expand/test_sharded_state.py", f"{PLANS}::test_hybrid"),
@@ -223,7 +223,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "a collective reads memory in the wrong order",
         EXPAND,
-        "stages/expand/program.py",
+        "stages/expand/program/local_program.py",
         "if self._fakes.is_lazy(operand) or not is_plain(source) or not self._lies_alike(operand):",
         "if self._fakes.is_lazy(operand) or not self._lies_alike(operand):",
         (f"{OPERATORS}", "tests/stages/expand/test_layouts.py", "tests/strategy/batches/test_layouts.py"),
@@ -231,7 +231,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "the order of dimensions is not turned back after a reduction",
         EXPAND,
-        "stages/expand/reduce_scatter.py",
+        "stages/expand/collectives/reduce_scatter.py",
         "return permuted(program, node, [order.index(d) for d in range(len(order))])",
         "return permuted(program, node, list(order))",
         ("tests/stages/expand", "tests/strategy/batches/test_layouts.py"),

@@ -19,7 +19,7 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Blocks, Chunk, Partial, Placement, Shard, ShardAxis
 from lightning_spmd.parallel.pieces import local_shape
-from lightning_spmd.stages.expand.program import LocalProgram
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 
 Emit: TypeAlias = "Callable[[LocalCall], list[fx.Node | None]]"
 Rule: TypeAlias = "Callable[[OpCall], list[Layout]]"

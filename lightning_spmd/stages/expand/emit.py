@@ -24,13 +24,13 @@ from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.parallel.pieces import local_shape, local_spec
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.call import Layout, LocalCall, axis_of_pieces, flatten_values, is_tensor
-from lightning_spmd.stages.expand.chosen import is_chosen, is_same_along
-from lightning_spmd.stages.expand.memory import as_captured, looks_at_memory
-from lightning_spmd.stages.expand.own_batches import subject_of
-from lightning_spmd.stages.expand.program import LocalProgram
-from lightning_spmd.stages.expand.redistribute import cost, redistribute
+from lightning_spmd.stages.expand.collectives.redistribute import cost, redistribute
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
+from lightning_spmd.stages.expand.program.memory_order import as_captured, looks_at_memory
+from lightning_spmd.stages.expand.program.storage import Storages, reads_by_place
+from lightning_spmd.stages.expand.propagation.own_batches import subject_of
+from lightning_spmd.stages.expand.rows.chosen import is_chosen, is_same_along
 from lightning_spmd.stages.expand.rules import LOCALIZERS, lookup
-from lightning_spmd.stages.expand.storage import Storages, reads_by_place
 
 Placements = tuple[Placement, ...]
 _KEPT = (OutputRole.GRADIENT, OutputRole.SHOWN_GRADIENT, OutputRole.OPTIMIZER_STATE, OutputRole.BUFFER)

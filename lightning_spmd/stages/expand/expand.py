@@ -19,15 +19,15 @@ from lightning_spmd.ir.verify import stamp_writes
 from lightning_spmd.messages import warn
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan, sequence_dim
 from lightning_spmd.parallel.pieces import local_spec
-from lightning_spmd.stages.expand.associate import partial_sums_first
-from lightning_spmd.stages.expand.attention_kernels import why_whole
+from lightning_spmd.stages.expand.attention.kernels import why_whole
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
-from lightning_spmd.stages.expand.expert_regions import mark_experts
-from lightning_spmd.stages.expand.ignored_rows import ignore_instead_of_cutting
-from lightning_spmd.stages.expand.propagate import Propagation
-from lightning_spmd.stages.expand.sequences import cut_of, find_sequences, uncut
-from lightning_spmd.stages.expand.shared_casts import share_casts
+from lightning_spmd.stages.expand.experts.regions import mark_experts
+from lightning_spmd.stages.expand.propagation.propagate import Propagation
+from lightning_spmd.stages.expand.propagation.sequences import cut_of, find_sequences, uncut
+from lightning_spmd.stages.expand.rewrites.associate import partial_sums_first
+from lightning_spmd.stages.expand.rewrites.ignored_rows import ignore_instead_of_cutting
+from lightning_spmd.stages.expand.rewrites.shared_casts import share_casts
 
 _ATTEMPTS = 32
 _SIZES = 4

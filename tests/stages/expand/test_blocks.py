@@ -14,9 +14,9 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard, ShardAxis
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.stages.expand.exchange import own_index, positions
-from lightning_spmd.stages.expand.program import LocalProgram
-from lightning_spmd.stages.expand.redistribute import redistribute
+from lightning_spmd.stages.expand.collectives.exchange import own_index, positions
+from lightning_spmd.stages.expand.collectives.redistribute import redistribute
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 from tests.helpers.long_sequences import context_plan
 from tests.helpers.simulate import assembled, assert_equals_one_device, meshes_for, pieces, run_locally
 from tests.helpers.tiny_capture import capture_module

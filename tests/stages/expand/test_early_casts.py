@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.stages.expand import placing
+from lightning_spmd.stages.expand.propagation import placing
 from tests.helpers.simulated_training import SimulatedTraining
 
 WIDTH = 16

@@ -18,7 +18,7 @@ from lightning_spmd.ir.aliasing import storage_roots
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.stages import BuildOptions, build
-from lightning_spmd.stages.expand.row_chunks import chunk_losses
+from lightning_spmd.stages.expand.loss_chunks.row_chunks import chunk_losses
 from tests.helpers.tiny_capture import capture_module
 
 CLASSES, WIDTH, LENGTH = 397, 16, 6
@@ -243,7 +243,7 @@ def test_a_defect_of_the_search_leaves_the_graph_as_it_is(monkeypatch: pytest.Mo
     def fails(*_: Any) -> None:
         raise IndexError("out of range")
 
-    module = importlib.import_module("lightning_spmd.stages.expand.row_chunks")
+    module = importlib.import_module("lightning_spmd.stages.expand.loss_chunks.row_chunks")
     monkeypatch.setattr(module, "gradients_in_place", fails)
     made = captured(LOSSES["mean"])
     step = build(made[0], (), BuildOptions(loss_chunks=4))

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_spmd.stages.expand import synchronized_batch_norm
-from lightning_spmd.stages.expand.rules import batch_norm
+from lightning_spmd.stages.expand.rules import batch_norm, synchronized_batch_norm
 from tests.helpers.simulate import RankInterpreter, assert_equals_one_device
 from tests.helpers.tiny_capture import capture_function
 

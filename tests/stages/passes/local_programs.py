@@ -15,7 +15,7 @@ from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, Outp
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import stamp_writes, verify_sharded
 from lightning_spmd.parallel.pieces import local_spec
-from lightning_spmd.stages.expand.program import LocalProgram
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 from tests.helpers.simulate import axes_for
 
 functional = torch.ops._c10d_functional

@@ -2,7 +2,8 @@
 
 Each file has ``RULES``: operator (an overload, or a packet for all its overloads) → rule, and may have ``LOCALIZERS``:
 operator → function that gives the arguments that must change with local shapes (sizes). An in-place operator without an
-entry uses its functional form's. To add an operator, add an entry to its family.
+entry uses its functional form's. To add an operator, add an entry to its family. ``registered`` asks DTensor where
+there is no rule; ``synchronized_batch_norm`` is the program of a layout of ``batch_norm``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scaled-dot-product attention: batch and heads are independent, and so are the rows of queries.
 
 Over an axis that splits sequences, queries, keys and values lie in pieces of the sequence, and every rank's queries
-need all keys: these layouts bring a program of their own (``gathered_attention``, ``ring_attention``), the cost model
+need all keys: these layouts bring a program of their own (``attention/``), the cost model
 says which. DTensor 2.13 searches for ever on the CPU operator; no rule of it is asked for any of these.
 """
 
@@ -13,10 +13,10 @@ import torch
 
 from lightning_spmd.cost.attention import AttentionShape, machine_of, ring_is_better
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard
-from lightning_spmd.stages.expand.attention_kernels import KERNELS, can_be_parted, mask_of
+from lightning_spmd.stages.expand.attention.gathered_attention import SEQUENCE, emit_gathered, emit_gathered_backward
+from lightning_spmd.stages.expand.attention.kernels import KERNELS, can_be_parted, mask_of
+from lightning_spmd.stages.expand.attention.ring_attention import emit_ring, emit_ring_backward
 from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along
-from lightning_spmd.stages.expand.gathered_attention import SEQUENCE, emit_gathered, emit_gathered_backward
-from lightning_spmd.stages.expand.ring_attention import emit_ring, emit_ring_backward
 
 aten = torch.ops.aten
 _ROWS = Shard(SEQUENCE)

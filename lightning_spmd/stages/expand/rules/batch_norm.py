@@ -18,7 +18,7 @@ from torch import fx
 
 from lightning_spmd.ir.placement import PARTIAL, ShardAxis
 from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall, Rule, Where, along
-from lightning_spmd.stages.expand.synchronized_batch_norm import gradients, has_kernels, normalized
+from lightning_spmd.stages.expand.rules.synchronized_batch_norm import gradients, has_kernels, normalized
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Collectives of the ranks' graphs, where their rows are split once more, into chunks (``row_chunks``).
+"""Collectives of the ranks' graphs, where their rows are split once more, into chunks (``loss_chunks/``).
 
 An element of an all-reduce is of the same element on every rank. Captured graphs have no collectives.
 """

@@ -1,6 +1,6 @@
 """Marks of rows by expert (``ir/expert_rows``) on axes over which no expert is split: copies, on each rank's rows.
 
-On the axis that a mark is for, ``stages/expand/experts`` says what it is.
+On the axis that a mark is for, ``stages/expand/experts/split_experts`` says what it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from lightning_spmd.stages.expand.call import Layout, OpCall, Rule, Where, along
 
 
 def _copy(call: OpCall) -> list[Layout]:
-    """Every dimension is kept; that of rows sorted by expert is no rank's to cut, but see ``routing``."""
+    """Every dimension is kept; that of rows sorted by expert is no rank's to cut, but see ``rows/routing``."""
     found = linear(call, (0,))
     for dim in range(len(call.shape)):
         inputs: list[Where] = [dim, *[None] * (len(call.operands) - 1)]

@@ -18,8 +18,8 @@ from torch import fx
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.placement import PARTIAL, Chosen, Placement, Shard, ShardAxis
 from lightning_spmd.stages.expand.call import Layout, LocalCall, Localizer, OpCall, Rule, along, linear
-from lightning_spmd.stages.expand.exchange import own_index, positions
-from lightning_spmd.stages.expand.redistribute import zero_unless
+from lightning_spmd.stages.expand.collectives.exchange import own_index, positions
+from lightning_spmd.stages.expand.collectives.redistribute import zero_unless
 from lightning_spmd.stages.expand.rules.pointwise import elementwise
 
 aten = torch.ops.aten

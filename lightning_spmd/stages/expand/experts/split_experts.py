@@ -1,4 +1,4 @@
-"""Experts split over a tensor axis: how marked operators (``expert_regions``) lie, and what they are on a rank.
+"""Experts split over a tensor axis: how marked operators (``regions``) lie, and what they are on a rank.
 
 Values in a region are the rank's ``Own`` on the axis, of all rows' size. Of rows sorted by expert a rank has its own in
 front, so that a grouped product with its experts' weights reads these alone; what is behind them means nothing, may be
@@ -15,9 +15,9 @@ from lightning_spmd.ir.expert_rows import FROM_CHOSEN, FROM_EXPERT, FROM_EXPERTS
 from lightning_spmd.ir.node_info import SHARE
 from lightning_spmd.ir.placement import OWN, PARTIAL, REPLICATE, Own, Placement, Shard
 from lightning_spmd.stages.expand.call import Emit, Layout, LocalCall, OpCall
-from lightning_spmd.stages.expand.expert_regions import BY_EXPERT, looks_at_shapes
-from lightning_spmd.stages.expand.redistribute import zero_unless
-from lightning_spmd.stages.expand.reduce_scatter import rank_dependent_slice
+from lightning_spmd.stages.expand.collectives.redistribute import zero_unless
+from lightning_spmd.stages.expand.collectives.reduce_scatter import rank_dependent_slice
+from lightning_spmd.stages.expand.experts.regions import BY_EXPERT, looks_at_shapes
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
-from lightning_spmd.stages.expand.program import LocalProgram
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional

@@ -22,7 +22,7 @@ from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.layout import is_plain, row_major
 from lightning_spmd.ir.node_info import SUBJECT, NodeInfo, Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
-from lightning_spmd.stages.expand.fakes import Fakes
+from lightning_spmd.stages.expand.program.fakes import Fakes
 
 _functional = torch.ops._c10d_functional
 

@@ -17,9 +17,9 @@ from torch import fx
 from lightning_spmd.ir.layout import row_major
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Chunk, Placement, Shard, ShardAxis
-from lightning_spmd.stages.expand.attention_kernels import Kernel, Rows, cast, merged
+from lightning_spmd.stages.expand.attention.kernels import Kernel, Rows, cast, merged
 from lightning_spmd.stages.expand.call import LocalCall, is_tensor
-from lightning_spmd.stages.expand.redistribute import redistribute
+from lightning_spmd.stages.expand.collectives.redistribute import redistribute
 
 aten = torch.ops.aten
 

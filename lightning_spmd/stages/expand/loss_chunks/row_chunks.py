@@ -49,9 +49,7 @@ from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, is_wait, stamp_writes
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.emit import Emitter
-from lightning_spmd.stages.expand.ignored_rows import ignore_instead_of_cutting
-from lightning_spmd.stages.expand.propagate import Propagation
-from lightning_spmd.stages.expand.row_chains import (
+from lightning_spmd.stages.expand.loss_chunks.row_chains import (
     IN_LOOP,
     Chain,
     NoChain,
@@ -63,6 +61,8 @@ from lightning_spmd.stages.expand.row_chains import (
     products,
     source_of,
 )
+from lightning_spmd.stages.expand.propagation.propagate import Propagation
+from lightning_spmd.stages.expand.rewrites.ignored_rows import ignore_instead_of_cutting
 
 aten = torch.ops.aten
 

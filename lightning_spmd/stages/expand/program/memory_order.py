@@ -24,7 +24,7 @@ from lightning_spmd.ir.layout import is_dense, lies_as, walks_memory
 from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.ir.placement import Chunk, Placement, Shard, ShardAxis
 from lightning_spmd.parallel.pieces import local_spec
-from lightning_spmd.stages.expand.program import LocalProgram
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 
 aten = torch.ops.aten
 _LOOKING = {aten._cudnn_rnn_backward.default}

@@ -34,7 +34,7 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Chosen, Partial, Placement, Replicate, Shard
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall, bind_arguments, flatten_values, is_tensor
-from lightning_spmd.stages.expand.routing import Order, Route, Routed
+from lightning_spmd.stages.expand.rows.routing import Order, Route, Routed
 from lightning_spmd.stages.expand.rules import layouts_of
 from lightning_spmd.stages.expand.rules.indexing import indexed_dimensions, value_dimension
 from lightning_spmd.stages.expand.rules.pointwise import is_pointwise

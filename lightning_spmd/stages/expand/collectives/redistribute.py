@@ -50,17 +50,17 @@ from lightning_spmd.ir.placement import (
     block_sizes,
 )
 from lightning_spmd.parallel.pieces import local_shape, order_of_pieces
-from lightning_spmd.stages.expand import exchange
-from lightning_spmd.stages.expand.exchange import can_exchange
-from lightning_spmd.stages.expand.gather import gather_chunks, gather_padded, gather_uneven_blocks
-from lightning_spmd.stages.expand.program import LocalProgram
-from lightning_spmd.stages.expand.reduce_scatter import (
+from lightning_spmd.stages.expand.collectives import exchange
+from lightning_spmd.stages.expand.collectives.exchange import can_exchange
+from lightning_spmd.stages.expand.collectives.gather import gather_chunks, gather_padded, gather_uneven_blocks
+from lightning_spmd.stages.expand.collectives.reduce_scatter import (
     permuted,
     permuted_back,
     rank_dependent_slice,
     reduce_scatter_chunks,
     reduce_scatter_shards,
 )
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional

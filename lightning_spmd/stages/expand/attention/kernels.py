@@ -20,7 +20,7 @@ from torch import fx
 
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.stages.expand.call import LocalCall, OpCall, bind_arguments
-from lightning_spmd.stages.expand.program import LocalProgram
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from lightning_spmd.ir.node_info import info_of
 from lightning_spmd.ir.placement import Partial, Placement, ShardAxis
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
-from lightning_spmd.stages.expand.propagate import Propagation
+from lightning_spmd.stages.expand.propagation.propagate import Propagation
 
 _add = torch.ops.aten.add.Tensor
 

@@ -25,7 +25,7 @@ from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of, 
 from lightning_spmd.ir.placement import REPLICATE, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.stages.expand.call import Layout, OpCall, is_tensor
-from lightning_spmd.stages.expand.fakes import Fakes
+from lightning_spmd.stages.expand.program.fakes import Fakes
 from lightning_spmd.stages.expand.rules import layouts_of
 
 aten = torch.ops.aten

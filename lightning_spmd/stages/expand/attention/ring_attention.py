@@ -20,10 +20,15 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.placement import ShardAxis
-from lightning_spmd.stages.expand.attention_kernels import MASKS, Kernel, Rows, cast, merged
+from lightning_spmd.stages.expand.attention.gathered_attention import (
+    SEQUENCE,
+    joined,
+    ranks_own_slice,
+    results_of_backward,
+)
+from lightning_spmd.stages.expand.attention.kernels import MASKS, Kernel, Rows, cast, merged
 from lightning_spmd.stages.expand.call import LocalCall
-from lightning_spmd.stages.expand.exchange import reshaped
-from lightning_spmd.stages.expand.gathered_attention import SEQUENCE, joined, ranks_own_slice, results_of_backward
+from lightning_spmd.stages.expand.collectives.exchange import reshaped
 
 aten = torch.ops.aten
 _all_to_all = torch.ops._c10d_functional.all_to_all_single.default

@@ -12,9 +12,9 @@ from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Chunk, ShardAxis, block_sizes
 from lightning_spmd.parallel.pieces import order_of_pieces
-from lightning_spmd.stages.expand import exchange
-from lightning_spmd.stages.expand.program import LocalProgram
-from lightning_spmd.stages.expand.reduce_scatter import padded, permuted, permuted_back
+from lightning_spmd.stages.expand.collectives import exchange
+from lightning_spmd.stages.expand.collectives.reduce_scatter import padded, permuted, permuted_back
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional

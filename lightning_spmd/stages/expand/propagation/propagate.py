@@ -38,15 +38,15 @@ from lightning_spmd.ir.node_info import TensorSpec, info_of, named
 from lightning_spmd.ir.placement import OWN, PARTIAL, REPLICATE, Chosen, Partial, Placement, Replicate, Shard
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.signature import GraphInput, InputRole
-from lightning_spmd.stages.expand import chosen, routing
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is_tensor
-from lightning_spmd.stages.expand.experts import layout_by_expert
-from lightning_spmd.stages.expand.own_batches import layout_of_own
-from lightning_spmd.stages.expand.placing import UPDATE, Placing, StartAgain, is_read_by_update_alone
-from lightning_spmd.stages.expand.redistribute import goes_through_whole
-from lightning_spmd.stages.expand.registered import registered_layouts
+from lightning_spmd.stages.expand.collectives.redistribute import goes_through_whole
+from lightning_spmd.stages.expand.experts.split_experts import layout_by_expert
+from lightning_spmd.stages.expand.propagation.own_batches import layout_of_own
+from lightning_spmd.stages.expand.propagation.placing import UPDATE, Placing, StartAgain, is_read_by_update_alone
+from lightning_spmd.stages.expand.rows import chosen, routing
 from lightning_spmd.stages.expand.rules import layouts_of
+from lightning_spmd.stages.expand.rules.registered import registered_layouts
 
 
 class Propagation(Placing):

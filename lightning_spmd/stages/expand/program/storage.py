@@ -18,7 +18,7 @@ from lightning_spmd.ir.known_results import BY_PLACE
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Own, Placement, Replicate
 from lightning_spmd.parallel.pieces import local_spec
-from lightning_spmd.stages.expand.program import LocalProgram
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 
 aten = torch.ops.aten
 _OPERAND = "its operand, which it addresses by storage offset,"

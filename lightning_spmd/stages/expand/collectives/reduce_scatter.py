@@ -12,7 +12,7 @@ from lightning_spmd.ir.layout import memory_order
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Chunk, ShardAxis
 from lightning_spmd.parallel.pieces import order_of_pieces
-from lightning_spmd.stages.expand.program import LocalProgram
+from lightning_spmd.stages.expand.program.local_program import LocalProgram
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional

@@ -15,11 +15,11 @@ from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, named, spe
 from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between, own_batches
-from lightning_spmd.stages.expand import routing
-from lightning_spmd.stages.expand.activations import ActivationRules, split_table_gradients
 from lightning_spmd.stages.expand.axis_plan import Aliasing, AxisPlan
 from lightning_spmd.stages.expand.call import Layout, OpCall
-from lightning_spmd.stages.expand.redistribute import cost
+from lightning_spmd.stages.expand.collectives.redistribute import cost
+from lightning_spmd.stages.expand.propagation.activations import ActivationRules, split_table_gradients
+from lightning_spmd.stages.expand.rows import routing
 
 UPDATE = (Section.CLIP, Section.OPTIMIZER)
 _NEVER = 1e6
