@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,7 @@ class LocalRanks:
         )  # fmt: skip
         parameters = dict(module.named_parameters())
         step = FollowedOnce(request)
-        return with_state(step.captured(request), optimizer, parameters, lambda _, v: v, lambda: step.captured(request))
+        return with_state(functools.partial(step.captured, request), optimizer, parameters, lambda _, v: v)
 
     def _live(self, rank: int, batch: Any) -> list[Any]:
         module, optimizer = self.modules[rank], self.optimizers[rank]

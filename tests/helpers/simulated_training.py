@@ -6,6 +6,7 @@ State is kept whole between steps, so that one object is compared with an eager 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -116,9 +117,8 @@ class SimulatedTraining:
             frozenset(self.gradients), self.clip, contextlib.nullcontext,
         )  # fmt: skip
         step = FollowedOnce(request)
-        return with_state(
-            step.captured(request), self.optimizer, parameters, lambda _, v: v, lambda: step.captured(request)
-        )
+        capture = functools.partial(step.captured, request)
+        return with_state(capture, self.optimizer, parameters, lambda _, v: v)
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

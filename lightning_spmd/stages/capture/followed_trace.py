@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, none_swallowed
 from lightning_spmd.ir.guards import Guards
+from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.ir.reads import HandedCounts, HandOver
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
@@ -32,6 +33,7 @@ from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace
 from lightning_spmd.stages.capture.numbers.decisions import decision_program
 from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar
+from lightning_spmd.stages.capture.optimizer.newborn_state import OnBirths, constants_among, make_state, newborn_state
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap, OptimizerSwaps, is_torchs_own
 from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 from lightning_spmd.stages.capture.record.around_trace import explained, grad_mode, name_of_part, random_state_kept
@@ -45,8 +47,13 @@ from lightning_spmd.stages.capture.sizes.data_sizes import DataSizes
 from lightning_spmd.stages.capture.user_code import located_at
 
 
-def capture_followed(request: CaptureRequest) -> CapturedStep:
+def capture_followed(request: CaptureRequest, on_births: OnBirths | None = None) -> CapturedStep:
     """The graph of a step that was followed.
+
+    Args:
+        request: what is captured.
+        on_births: is called with the state that the first step would create, if it can be an input of this graph
+            already. None: the graph creates it.
 
     Raises:
         CaptureError: a call in it, or the optimizer, does something that one graph cannot express.
@@ -56,7 +63,7 @@ def capture_followed(request: CaptureRequest) -> CapturedStep:
         program = Program((), 0, (), None, frozenset(), Live())
     if program is None:
         raise CaptureError("the step was not followed")
-    return _FollowedTrace(request, program).run()
+    return _FollowedTrace(request, program).run(on_births)
 
 
 class _FollowedTrace(IterationTrace):
@@ -107,8 +114,8 @@ class _FollowedTrace(IterationTrace):
         self._named: dict[str, Callable[[], Tensor]] = {}
         self._readers: dict[int, Callable[[], Tensor]] = {}  # of constants that each step hands over
 
-    def run(self) -> CapturedStep:
-        """Capture it."""
+    def run(self, on_births: OnBirths | None) -> CapturedStep:
+        """Capture it; ``on_births`` as in :func:`capture_followed`."""
         request = self.request
         if request.variant.backward and (reason := request.came_late()) is not None:
             raise CaptureError(reason)
@@ -135,7 +142,22 @@ class _FollowedTrace(IterationTrace):
                 else:
                     self.iteration(None, trained, automatic)
                 self.collect_state()
+        if on_births is not None:
+            self._bear(on_births)
         return self._packed()
+
+    def _bear(self, on_births: OnBirths) -> None:
+        """Make inputs of the state that the step creates, if it depends on no value."""
+        constants = constants_among(self.inputs.entries, self._constants())
+        births = newborn_state(self.recorder.graph, self.outputs.of(OutputRole.OPTIMIZER_STATE), constants)
+        if not births:
+            return
+        on_births(make_state(births, constants))
+        self.outputs.drop(OutputRole.OPTIMIZER_STATE)
+        for (owner, key), node in births.items():
+            state = self.inputs.placeholder(InputRole.OPTIMIZER_STATE, (owner, key), f"{owner}/{key}", spec_of(node))
+            node.replace_all_uses_with(state)
+            self.outputs.replace(node, state)
 
     def _make_batch(self) -> None:
         batch, changed = self.request.batch, dict[int, bool]()
@@ -357,6 +379,11 @@ class _FollowedTrace(IterationTrace):
                 self._positions[index] = self.outputs.add_as_it_is(value, want.role, (), f"told {index}", shared=False)
 
     # ------------------------------------------------------------------ packing
+    def _constants(self) -> list[Callable[[], Tensor]]:
+        """How each constant is read."""
+        tensors = enumerate(self.recorder.constants)
+        return [self._readers.get(i) or functools.partial(_itself, t) for i, t in tensors]
+
     @override
     def collect_state(self) -> None:
         if self.program.is_beginning:
@@ -392,7 +419,7 @@ class _FollowedTrace(IterationTrace):
             private.GraphModule(nn.Module(), graph),
             Signature(with_mutations(graph, inputs), tuple(self.outputs.entries)),
             Guards(self.guards(), predicate, at_reads),
-            [self._readers.get(i) or functools.partial(_itself, t) for i, t in enumerate(recorder.constants)],
+            self._constants(),
             returned=wanted,
             variant=self.request.variant,
             host_values=self._host_values,

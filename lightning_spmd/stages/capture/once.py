@@ -26,6 +26,7 @@ from lightning_spmd.stages.capture.follow.module_paths import module_paths
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
 from lightning_spmd.stages.capture.followed_trace import capture_followed
+from lightning_spmd.stages.capture.optimizer.newborn_state import OnBirths
 from lightning_spmd.stages.capture.record.around_trace import grad_mode, random_state_kept
 from lightning_spmd.stages.capture.record.inputs import global_spec
 from lightning_spmd.stages.capture.record.packing import parameter_names
@@ -77,17 +78,18 @@ class FollowedOnce:
             except _Ended as ended:
                 raise ended.error from None
 
-    def captured(self, request: CaptureRequest) -> CapturedStep:
+    def captured(self, request: CaptureRequest, on_births: OnBirths | None = None) -> CapturedStep:
         """A graph with this forward part, if it has one.
 
         Args:
             request: what is captured; module, optimizer and batch are those of the step.
+            on_births: as in :func:`~lightning_spmd.stages.capture.followed_trace.capture_followed`.
 
         Raises:
             CaptureError: it can be no graph.
         """
         program = self.program if request.variant.forward else Program((), 0, (), None, frozenset(), Live())
-        found = capture_followed(dataclasses.replace(request, program=program))
+        found = capture_followed(dataclasses.replace(request, program=program), on_births)
         if not request.variant.forward:
             return found
 

@@ -278,7 +278,7 @@ class GraphBuilder:
         for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
             self._notices.once(text)
 
-        captured = self._without_first_step(lambda: capture_followed(self._capture_request(request, split)))
+        captured = self._captured(self._capture_request(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
         state = self._live_state(captured)
         make = functools.partial(
@@ -386,20 +386,19 @@ class GraphBuilder:
             raise CaptureError(f"there is no graph for all sizes that the data say: {error}") from None
         return dataclasses.replace(graphs[0], main=main)
 
-    def _without_first_step(self, capture_step: Callable[[], CapturedStep]) -> CapturedStep:
-        """What ``capture_step`` gives once the optimizer has the state that its first step would create."""
+    def _captured(self, request: CaptureRequest) -> CapturedStep:
+        """The graph of a step; the optimizer has the state that its first step would create."""
         context = self._context
-        captured = capture_step()
         if context.optimizer is None:
-            return captured
+            return capture_followed(request)
         names = parameter_names(context.module, context.optimizer)
         parameters = {names[id(p)]: p for group in context.optimizer.param_groups for p in group["params"]}
-        plan, mesh = context.plan(captured.variant), self.state_mesh
+        plan, mesh = context.plan(request.variant), self.state_mesh
 
         def lay_out(entry: tuple[str, str], value: Tensor) -> Tensor:
             return value if mesh is None else mesh.shard(value, placements_of_state(plan, mesh, *entry, value))
 
-        return with_state(captured, context.optimizer, parameters, lay_out, capture_step)
+        return with_state(functools.partial(capture_followed, request), context.optimizer, parameters, lay_out)
 
     def _finish(
         self, captured: CapturedStep, number: int, arranged: ShardedStep, seconds: Mapping[str, float]

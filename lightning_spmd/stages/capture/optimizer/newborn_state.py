@@ -1,14 +1,15 @@
 """State that an optimizer creates in its first step, made before that step: then it is a step like all others.
 
 torch's optimizers begin with zeros and counters, so their first step is what every step is, with these in place of the
-state: one graph does for both, where two would have to be captured, expanded and compiled. That is looked up in the
-graphs, not assumed: :func:`newborn_state` finds state that depends on no value, and :func:`is_same_step` compares the
-graph that creates it with the one that finds it. Momentum of ``SGD`` begins as the gradient, and keeps its two graphs.
+state: one graph does for both, where two would have to be captured, expanded and compiled. :func:`newborn_state` finds
+state that depends on no value. torch's own optimizers do the same with state that they find as with state that they
+have just created, so their graph gets it as inputs. A step of the user's is captured again, and :func:`is_same_step`
+compares. Momentum of ``SGD`` begins as the gradient, and keeps its two graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,57 +19,81 @@ from lightning_spmd.ir.aliasing import storage_roots
 from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.ir.same_step import first_difference
-from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.ir.signature import GraphInput, InputRole, OutputRole
 from lightning_spmd.ir.steps import CapturedStep
 
 aten = torch.ops.aten
 StateKey = tuple[str, str]
 """Name of the parameter, name of the entry."""
+Births = dict[StateKey, fx.Node]
+"""The nodes that create entries of state, in the order in which the optimizer has them."""
+OnBirths = Callable[[Mapping[StateKey, Tensor]], None]
+"""Gives the live optimizer the state that its first step would create."""
 
 _FROM_SHAPE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 _FROM_NUMBERS = {aten.zeros.default, aten.ones.default, aten.full.default}
 
 
-def newborn_state(step: CapturedStep) -> dict[StateKey, fx.Node]:
-    """The nodes that make the optimizer state of a first step, by entry, in the order in which the optimizer has them.
+def births_of_first_step(step: CapturedStep) -> Births:
+    """:func:`newborn_state` of a captured step."""
+    values: Any = last(step.graph_module.graph.nodes, "output").args[0]
+    entries = {entry.key: values[at] for at, entry in step.signature.outputs_of(OutputRole.OPTIMIZER_STATE)}
+    return newborn_state(step.graph_module.graph, entries, constants_of(step))
 
-    Empty where there is none, or where an entry is a number or depends on a value that training computes.
+
+def newborn_state(graph: fx.Graph, entries: Mapping[Any, Any], constants: Mapping[fx.Node, Any]) -> Births:
+    """The nodes that make the optimizer state of a first step.
+
+    Args:
+        graph: of the step.
+        entries: what entries of state are that the step created.
+        constants: inputs of the graph that are constants.
+
+    Returns:
+        Nothing where there is no state, or where an entry is a number or depends on a value that training computes.
     """
-    graph = step.graph_module.graph
-    entries = list(step.signature.outputs_of(OutputRole.OPTIMIZER_STATE))
-    values = _results(graph)
     if not entries:
         return {}
-    roots, constants = storage_roots(graph), _constants(step)
-    found: dict[StateKey, fx.Node] = {}
-    for position, entry in entries:
-        value = values[position]
+    roots = storage_roots(graph)
+    found: Births = {}
+    for (owner, key), value in entries.items():
         root = roots[value] if isinstance(value, fx.Node) else None
         if root is None or not _is_constant(root, constants):
             return {}
-        owner, key = entry.key
         found[owner, key] = root
     return found if len(set(found.values())) == len(found) else {}
 
 
-def make_state(step: CapturedStep, births: dict[StateKey, fx.Node]) -> dict[StateKey, Tensor]:
+def make_state(births: Births, constants: Mapping[fx.Node, Callable[[], Tensor]]) -> dict[StateKey, Tensor]:
     """What the nodes of :func:`newborn_state` make, whole, by entry."""
-    constants = {node: step.constants[index] for node, index in _constants(step).items()}
     return {key: _made(node, constants) for key, node in births.items()}
 
 
-def is_same_step(first: CapturedStep, births: dict[StateKey, fx.Node], steady: CapturedStep) -> bool:
+def constants_of(step: CapturedStep) -> dict[fx.Node, Callable[[], Tensor]]:
+    """The placeholders of a step that are constants, and how each is read."""
+    placeholders = (n for n in step.graph_module.graph.nodes if n.op == "placeholder")
+    return constants_among(dict(zip(placeholders, step.signature.inputs, strict=True)), step.constants)
+
+
+def constants_among(
+    inputs: Mapping[fx.Node, GraphInput], readers: Sequence[Callable[[], Tensor]]
+) -> dict[fx.Node, Callable[[], Tensor]]:
+    """The inputs that are constants, and how each is read.
+
+    Args:
+        inputs: of a graph.
+        readers: of its constants, by index.
+    """
+    return {node: readers[e.key[0]] for node, e in inputs.items() if e.role is InputRole.CONSTANT}
+
+
+def is_same_step(first: CapturedStep, births: Births, steady: CapturedStep) -> bool:
     """Whether ``steady`` does with the state it is given what ``first`` does with the state that it makes."""
     return first_difference(first, steady, births) is None
 
 
 # ---------------------------------------------------------------------- pieces
-def _results(graph: fx.Graph) -> tuple[Any, ...]:
-    values: Any = last(graph.nodes, "output").args[0]
-    return tuple(values)
-
-
-def _is_constant(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
+def _is_constant(node: fx.Node, constants: Mapping[fx.Node, Any]) -> bool:
     operands = node.all_input_nodes
     if node.target in _FROM_NUMBERS:
         return not operands
@@ -77,14 +102,7 @@ def _is_constant(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
     return node.target is aten.clone.default and operands[0] in constants
 
 
-def _constants(step: CapturedStep) -> dict[fx.Node, int]:
-    """Which constant of the step a placeholder is, of those that are one."""
-    placeholders = (n for n in step.graph_module.graph.nodes if n.op == "placeholder")
-    pairs = zip(placeholders, step.signature.inputs, strict=True)
-    return {node: entry.key[0] for node, entry in pairs if entry.role is InputRole.CONSTANT}
-
-
-def _made(node: fx.Node, constants: dict[fx.Node, Callable[[], Tensor]]) -> Tensor:
+def _made(node: fx.Node, constants: Mapping[fx.Node, Callable[[], Tensor]]) -> Tensor:
     target: Callable[..., Tensor] = node.target  # pyright: ignore[reportAssignmentType]
     constant = constants.get(node.all_input_nodes[0]) if node.all_input_nodes else None
     if constant is not None:

@@ -40,7 +40,8 @@ class InputTable:
         self._scalars: dict[tuple[InputRole, tuple[Any, ...]], Any] = {}
         recorder.on_constant = self._constant
 
-    def _placeholder(self, role: InputRole, key: tuple[Any, ...], name: str, value: Any) -> fx.Node:
+    def placeholder(self, role: InputRole, key: tuple[Any, ...], name: str, value: Any) -> fx.Node:
+        """A new input behind those that are there."""
         graph = self.recorder.graph
         if self._last is None:
             node = graph.placeholder(_identifier(role, name))
@@ -62,14 +63,14 @@ class InputTable:
         vars(fake).update(
             {k: v for k, v in vars(live).items() if k not in vars(fake).keys() | private.NAMES_OF_DTENSORS}
         )
-        node = self._placeholder(role, key, name, TensorSpec.of(fake))
+        node = self.placeholder(role, key, name, TensorSpec.of(fake))
         self.live[node] = live
         self.recorder.bind(fake, node)
         return fake
 
     def fresh_tensor(self, spec: TensorSpec, role: InputRole, key: tuple[Any, ...], name: str) -> Tensor:
         """A fake tensor of the given spec that stands for a live one of another (this rank's) shape."""
-        return self.stand_in(spec, self._placeholder(role, key, name, spec))
+        return self.stand_in(spec, self.placeholder(role, key, name, spec))
 
     def stand_in(self, spec: TensorSpec, node: fx.Node) -> Tensor:
         """A new fake tensor for what a node produces."""
@@ -82,7 +83,7 @@ class InputTable:
         """A number that stays an input, as SymInt or SymFloat."""
         known = self._scalars.get((role, key))
         if known is None:
-            known = HostScalar(value, self._placeholder(role, key, name, value), self.recorder).as_symbol()
+            known = HostScalar(value, self.placeholder(role, key, name, value), self.recorder).as_symbol()
             self._scalars[role, key] = known
         return known
 
@@ -101,7 +102,7 @@ class InputTable:
                 user_location(),
             )
         index = len(self.recorder.constants)
-        return self._placeholder(InputRole.CONSTANT, (index,), f"constant {index}", TensorSpec.of(tensor))
+        return self.placeholder(InputRole.CONSTANT, (index,), f"constant {index}", TensorSpec.of(tensor))
 
     def storages(self) -> set[int]:
         """Identities of the storages of all tensor inputs."""

@@ -60,6 +60,21 @@ class Outputs:
             )
         return position
 
+    def of(self, role: OutputRole) -> dict[tuple[Any, ...], Any]:
+        """What the outputs of a role are, by key."""
+        return {entry.key: node for entry, node in zip(self.entries, self.nodes, strict=True) if entry.role is role}
+
+    def drop(self, role: OutputRole) -> None:
+        """The outputs of a role, which nothing refers to by position, leave the graph no more."""
+        kept = [index for index, entry in enumerate(self.entries) if entry.role is not role]
+        self.nodes, self.entries, self.values = (
+            [part[index] for index in kept] for part in (self.nodes, self.entries, self.values)
+        )
+
+    def replace(self, node: fx.Node, other: fx.Node) -> None:
+        """Outputs that are one node are another."""
+        self.nodes = [other if value is node else value for value in self.nodes]
+
     def packed(self, *, by_hand: bool) -> tuple[Any, ...]:
         """What the graph gives; what is told and written into afterwards is copied where it is told.
 
