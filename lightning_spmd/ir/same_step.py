@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from types import FunctionType
 from typing import Any, cast
 
@@ -18,16 +17,11 @@ from torch import Tensor, fx
 
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.same_value import same_plain, same_tensor, shown
-from lightning_spmd.ir.signature import GraphInput, InputRole, OutputRole
-from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
-from lightning_spmd.ir.tree import leaves, map_leaves
-
-REPAIR = "repair"
-"""In ``node.meta`` of what the first run of a graph put behind a node, to copy its value into another layout."""
+from lightning_spmd.ir.signature import GraphInput, InputRole
+from lightning_spmd.ir.steps import CapturedStep, RecordedCall
 
 _READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
 _UNKNOWN = object()
-Births = Mapping[tuple[str, str], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -51,81 +45,29 @@ class Difference:
         return f"{place if self.source else ''}  was: {self.was}\n  now: {self.now}"
 
 
-def first_difference(
-    one: CapturedStep,
-    other: CapturedStep,
-    births: Births | None = None,
-    live: Callable[[], Sequence[Any]] | None = None,
-) -> Difference | None:
+def first_difference(one: CapturedStep, other: CapturedStep) -> Difference | None:
     """The first difference of ``other`` from ``one``, or None.
 
     Args:
-        one: the graph in use, or that of a first step.
-        other: a later capture of the same step.
-        births: nodes of ``one`` that create optimizer state which is an input of ``other``, by owner and entry.
-        live: returns the present values of ``one``'s inputs. Without it, numbers that are computed differently differ.
+        one: the graph in use.
+        other: another capture of the same step.
     """
-    return _Comparison(one, other, births or {}, live).difference()
+    return _Comparison(one, other).difference()
 
 
 class _Comparison:
     """Walks both graphs side by side; ``twins`` maps a node of the first to the node of the second that equals it."""
 
-    def __init__(
-        self, one: CapturedStep, other: CapturedStep, births: Births, live: Callable[[], Sequence[Any]] | None
-    ) -> None:
+    def __init__(self, one: CapturedStep, other: CapturedStep) -> None:
         self.one, self.other = one, other
-        self.births = births
         self.twins: dict[fx.Node, fx.Node] = {}
         self._ours, self._theirs = _inputs(one), _inputs(other)
-        self._live = live
-        self._live_values: dict[fx.Node, Any] | None = None
 
     def difference(self) -> Difference | None:
         """The first one, in the order of the program."""
-        found = self._births() or self._inputs() or self._nodes() or self._calls()
-        return found or self._returned() or self._outputs()
-
-    def difference_by_value(self) -> Difference | None:
-        """The first one, where a result that is a number may be an output of one graph and a constant in the other."""
-        found = self._inputs() or self._nodes()
-        if found is not None:
-            return found
-        for one, other in zip_longest(self.one.calls, self.other.calls):
-            if one is None or other is None or (one.target, one.method) != (other.target, other.method):
-                return Difference(*("no such call" if call is None else _call(call) for call in (one, other)))
-            mine, theirs = (_resolved(c, (c_.args, c_.kwargs)) for c, c_ in ((self.one, one), (self.other, other)))
-            if not self._same_tree(mine, theirs):
-                return Difference(_call(one), _call(other), other.source, other.target)
-        if not self._same_tree(_resolved(self.one, self.one.returned), _resolved(self.other, self.other.returned)):
-            return Difference(shown(self.one.returned), shown(self.other.returned))
-        state = (OutputRole.LOGGED, OutputRole.STEP_OUTPUT, OutputRole.METRIC_INPUT)
-        ours, theirs = (
-            [(name, value) for name, value in _outputs(step, with_state=True) if name[0] not in state]
-            for step in (self.one, self.other)
-        )
-        for (name, one), (its_name, other) in zip_longest(ours, theirs, fillvalue=(None, None)):
-            if name != its_name or not self._same(one, other):
-                return Difference(f"the result {name} is {shown(one)}", f"{its_name} is {shown(other)}")
-        return None
-
-    def _same_tree(self, one: Any, other: Any) -> bool:
-        ours, theirs = leaves(one), leaves(other)
-        return len(ours) == len(theirs) and all(
-            path == its_path and self._same(mine, its)
-            for (path, mine), (its_path, its) in zip(ours, theirs, strict=True)
-        )
+        return self._inputs() or self._nodes() or self._calls() or self._returned() or self._outputs()
 
     # ------------------------------------------------------------------ inputs
-    def _births(self) -> Difference | None:
-        places = {(e.role, *e.key): node for node, e in self._theirs.items() if e.role is InputRole.OPTIMIZER_STATE}
-        for (owner, key), node in self.births.items():
-            twin = places.get((InputRole.OPTIMIZER_STATE, owner, key))
-            if twin is None:
-                return Difference(f"the optimizer makes {key!r} of {owner}", "it is no input", info_of(node).source)
-            self.twins[node] = twin
-        return None
-
     def _inputs(self) -> Difference | None:
         """Pair the inputs by role and key; constants have no name and are paired where they are read."""
         places = {(e.role, *e.key): (node, e) for node, e in self._theirs.items()}
@@ -155,13 +97,10 @@ class _Comparison:
     # ------------------------------------------------------------------ nodes
     def _nodes(self) -> Difference | None:
         """Operators in their order; reads of a value whose number became a constant have no twin."""
-        ours, theirs = _operators(self.one, set(self.births.values())), _operators(self.other, set())
+        ours, theirs = _operators(self.one), _operators(self.other)
         one, other = next(ours, None), next(theirs, None)
         while one is not None or other is not None:
-            if one is not None and REPAIR in one.meta:
-                self._follow_repair(one)
-                one = next(ours, None)
-            elif one is not None and other is not None and self._same_call(one, other):
+            if one is not None and other is not None and self._same_call(one, other):
                 one, other = next(ours, None), next(theirs, None)
             elif one is not None and one.target is _READ_VALUE:
                 one = next(ours, None)
@@ -170,12 +109,6 @@ class _Comparison:
             else:
                 return self._told(one, other)
         return None
-
-    def _follow_repair(self, repair: fx.Node) -> None:
-        """The copy stands for what it is a copy of: its last operand."""
-        repaired = repair.all_input_nodes[-1]
-        if repaired in self.twins:
-            self.twins[repair] = self.twins[repaired]
 
     def _same_call(self, one: fx.Node, other: fx.Node) -> bool:
         same = _same_target(one.target, other.target) and self._same((one.args, one.kwargs), (other.args, other.kwargs))
@@ -222,19 +155,12 @@ class _Comparison:
         if value in self.twins:
             return _value(self.twins[value])
         if value.op == "placeholder":
-            return self._input_now(value)
+            return _UNKNOWN
         operands = [self._number(a) for a in value.args]
         if not _is_number(value) or value.target is _READ_VALUE or _UNKNOWN in operands or value.kwargs:
             return _UNKNOWN
         function: Callable[..., Any] = value.target  # pyright: ignore[reportAssignmentType]
         return function(*operands)
-
-    def _input_now(self, node: fx.Node) -> Any:
-        if self._live is None or not _is_number(node):
-            return _UNKNOWN
-        if self._live_values is None:
-            self._live_values = dict(zip(self._ours, self._live(), strict=False))
-        return self._live_values.get(node, _UNKNOWN)
 
     def _told(self, one: fx.Node | None, other: fx.Node | None) -> Difference:
         one, other = self._number_behind(one, other)
@@ -285,7 +211,7 @@ class _Comparison:
         return Difference(f"{method} returns {shown(self.one.returned)}", f"it returns {shown(self.other.returned)}")
 
     def _outputs(self) -> Difference | None:
-        ours, theirs = _outputs(self.one, not self.births), _outputs(self.other, with_state=True)
+        ours, theirs = _outputs(self.one), _outputs(self.other)
         for (name, one), (its_name, other) in zip(ours, theirs, strict=False):
             if name != its_name or not self._same(one, other):
                 return Difference(f"the result {name[-1]!r} is {shown(one)}", f"{its_name[-1]!r} is {shown(other)}")
@@ -302,10 +228,10 @@ def _inputs(step: CapturedStep) -> dict[fx.Node, GraphInput]:
     return dict(zip(placeholders, step.signature.inputs, strict=True))
 
 
-def _operators(step: CapturedStep, without: set[fx.Node]) -> Iterator[fx.Node]:
+def _operators(step: CapturedStep) -> Iterator[fx.Node]:
     """Calls that make or change tensors, and reads of a tensor's value; arithmetic on numbers is found from them."""
     for node in step.graph_module.graph.nodes:
-        if node.op == "call_function" and node not in without and (not _is_number(node) or node.target is _READ_VALUE):
+        if node.op == "call_function" and (not _is_number(node) or node.target is _READ_VALUE):
             yield node
 
 
@@ -320,19 +246,12 @@ def _value(value: Any) -> Any:
     return value.meta["val"] if _is_number(value) else _UNKNOWN
 
 
-def _outputs(step: CapturedStep, with_state: bool) -> list[tuple[tuple[Any, ...], Any]]:
+def _outputs(step: CapturedStep) -> list[tuple[tuple[Any, ...], Any]]:
     values: Any = list(step.graph_module.graph.nodes)[-1].args[0]
     return [
         ((entry.role, entry.key, entry.name), value)
         for entry, value in zip(step.signature.outputs, values, strict=True)
-        if with_state or entry.role is not OutputRole.OPTIMIZER_STATE
     ]
-
-
-def _resolved(step: CapturedStep, tree: Any) -> Any:
-    """What leaves a graph with the values themselves in place of references to outputs."""
-    values: Any = list(step.graph_module.graph.nodes)[-1].args[0]
-    return map_leaves(lambda _, leaf: values[leaf.position] if type(leaf) is OutputRef else leaf, tree)
 
 
 def _same_kind(one: Any, other: Any) -> bool:

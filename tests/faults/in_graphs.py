@@ -114,12 +114,12 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         ("tests/strategy/reads_and_sizes/test_followed_counts.py",),
     ),
     Mutant(
-        "a first step that is not like the others is taken for one of them",
+        "the first step of a user's optimizer is taken for one like the others",
         CAPTURE,
-        "stages/capture/optimizer/newborn_state.py",
-        "return first_difference(first, steady, births) is None",
-        "return True",
-        ("tests/strategy/optimizers/test_first_step.py",),
+        "stages/capture/followed_trace.py",
+        "and self.swap is not None and self.swap.is_torchs_own:",
+        "and self.swap is not None:",
+        ("tests/strategy/optimizers/test_born_state.py",),
     ),
     Mutant(
         "a predicate guard is content with any answer",

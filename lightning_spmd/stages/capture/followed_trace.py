@@ -142,11 +142,11 @@ class _FollowedTrace(IterationTrace):
                 else:
                     self.iteration(None, trained, automatic)
                 self.collect_state()
-        if on_births is not None:
-            self._bear(on_births)
+        if on_births is not None and self.swap is not None and self.swap.is_torchs_own:
+            self._bear(on_births, self.swap)
         return self._packed()
 
-    def _bear(self, on_births: OnBirths) -> None:
+    def _bear(self, on_births: OnBirths, swap: OptimizerSwap | OptimizerSwaps) -> None:
         """Make inputs of the state that the step creates, if it depends on no value."""
         constants = constants_among(self.inputs.entries, self._constants())
         births = newborn_state(self.recorder.graph, self.outputs.of(OutputRole.OPTIMIZER_STATE), constants)
@@ -158,6 +158,7 @@ class _FollowedTrace(IterationTrace):
             state = self.inputs.placeholder(InputRole.OPTIMIZER_STATE, (owner, key), f"{owner}/{key}", spec_of(node))
             node.replace_all_uses_with(state)
             self.outputs.replace(node, state)
+        swap.arrange({e.key: n for n, e in self.inputs.entries.items() if e.role is InputRole.OPTIMIZER_STATE})
 
     def _make_batch(self) -> None:
         batch, changed = self.request.batch, dict[int, bool]()

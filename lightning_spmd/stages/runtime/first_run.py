@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.layout import has_layout, in_layout
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.same_step import REPAIR
 from lightning_spmd.ir.signature import GraphInput, Signature
 from lightning_spmd.ir.sizes import SizedInterpreter, in_this_step
 from lightning_spmd.ir.unify import UNCHECKED
@@ -73,7 +72,6 @@ def insert_repairs(graph_module: fx.GraphModule, nodes: list[fx.Node]) -> None:
             copy = graph.call_function(_aten.copy_.default, (empty, node))
         for new in (empty, copy):
             new.meta.update({k: v for k, v in node.meta.items() if k in ("val", "info", "placements")})
-            new.meta[REPAIR] = True
         for reader in readers:
             reader.replace_input_with(node, copy)
     graph_module.recompile()

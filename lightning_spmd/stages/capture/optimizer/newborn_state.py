@@ -1,10 +1,10 @@
 """State that an optimizer creates in its first step, made before that step: then it is a step like all others.
 
 torch's optimizers begin with zeros and counters, so their first step is what every step is, with these in place of the
-state: one graph does for both, where two would have to be captured, expanded and compiled. :func:`newborn_state` finds
-state that depends on no value. torch's own optimizers do the same with state that they find as with state that they
-have just created, so their graph gets it as inputs. A step of the user's is captured again, and :func:`is_same_step`
-compares. Momentum of ``SGD`` begins as the gradient, and keeps its two graphs.
+state: one graph does for both, where two would have to be captured, expanded and compiled. State that depends on no
+value is looked up in the graph, and becomes inputs of it. Only the steps of torch's own optimizers do the same with
+state that they find as with state that they have just created; momentum of ``SGD`` begins as the gradient, and keeps
+its two graphs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd.ir.aliasing import storage_roots
-from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import spec_of
-from lightning_spmd.ir.same_step import first_difference
-from lightning_spmd.ir.signature import GraphInput, InputRole, OutputRole
-from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.ir.signature import GraphInput, InputRole
 
 aten = torch.ops.aten
 StateKey = tuple[str, str]
@@ -32,13 +29,6 @@ OnBirths = Callable[[Mapping[StateKey, Tensor]], None]
 
 _FROM_SHAPE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 _FROM_NUMBERS = {aten.zeros.default, aten.ones.default, aten.full.default}
-
-
-def births_of_first_step(step: CapturedStep) -> Births:
-    """:func:`newborn_state` of a captured step."""
-    values: Any = last(step.graph_module.graph.nodes, "output").args[0]
-    entries = {entry.key: values[at] for at, entry in step.signature.outputs_of(OutputRole.OPTIMIZER_STATE)}
-    return newborn_state(step.graph_module.graph, entries, constants_of(step))
 
 
 def newborn_state(graph: fx.Graph, entries: Mapping[Any, Any], constants: Mapping[fx.Node, Any]) -> Births:
@@ -69,12 +59,6 @@ def make_state(births: Births, constants: Mapping[fx.Node, Callable[[], Tensor]]
     return {key: _made(node, constants) for key, node in births.items()}
 
 
-def constants_of(step: CapturedStep) -> dict[fx.Node, Callable[[], Tensor]]:
-    """The placeholders of a step that are constants, and how each is read."""
-    placeholders = (n for n in step.graph_module.graph.nodes if n.op == "placeholder")
-    return constants_among(dict(zip(placeholders, step.signature.inputs, strict=True)), step.constants)
-
-
 def constants_among(
     inputs: Mapping[fx.Node, GraphInput], readers: Sequence[Callable[[], Tensor]]
 ) -> dict[fx.Node, Callable[[], Tensor]]:
@@ -85,11 +69,6 @@ def constants_among(
         readers: of its constants, by index.
     """
     return {node: readers[e.key[0]] for node, e in inputs.items() if e.role is InputRole.CONSTANT}
-
-
-def is_same_step(first: CapturedStep, births: Births, steady: CapturedStep) -> bool:
-    """Whether ``steady`` does with the state it is given what ``first`` does with the state that it makes."""
-    return first_difference(first, steady, births) is None
 
 
 # ---------------------------------------------------------------------- pieces

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -48,12 +48,15 @@ class OptimizerSwap:
         self._handed: list[dict[str, Any]] = []  # the groups as the optimizer got them
         self.state: Any = defaultdict(dict)
         self._before: dict[tuple[str, str], Any] = {}
+        self._behind: fx.Node | None = None  # the input behind which state begins
+        self.is_torchs_own = is_torchs_own(optimizer)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The optimizer works on fakes inside; the live groups and state come back whatever happens."""
         self.groups = [self._group(i, g) for i, g in enumerate(self._live_groups, self._first_group)]
         self._handed = [dict(group) for group in self.groups]
+        self._behind = self.inputs.last
         for group in self._live_groups:
             for parameter in group["params"]:
                 if parameter in self._live_state:
@@ -132,6 +135,21 @@ class OptimizerSwap:
     def _same(self, value: Any, owner: str, key: str) -> bool:
         scalar, before = scalar_of(value), scalar_of(self._before.get((owner, key)))
         return scalar is not None and before is not None and scalar.node is before.node
+
+    def arrange(self, state: Mapping[tuple[Any, ...], fx.Node]) -> None:
+        """Put the inputs that are state where they are once the optimizer has it.
+
+        Args:
+            state: inputs by name of the parameter and entry.
+        """
+        if self._behind is None:
+            return
+        for group in self._live_groups:
+            for parameter in group["params"]:
+                for key in self.state.get(self._fake(parameter), {}):
+                    if (node := state.get((self.names[id(parameter)], key))) is not None:
+                        self._behind.append(node)
+                        self._behind = node
 
     def set(self, settings: Sequence[dict[str, Any]]) -> None:
         """The groups have these values from here on.
@@ -293,6 +311,11 @@ class OptimizerSwaps:
             self.parts.append(OptimizerSwap(optimizer, names, inputs, groups))
         self._exchanged = {number: swap for number, swap in enumerate(self.parts) if number not in followed}
 
+    @property
+    def is_torchs_own(self) -> bool:
+        """Whether the steps of all that are exchanged are torch's own."""
+        return all(swap.is_torchs_own for swap in self._exchanged.values())
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The optimizers work on fakes inside."""
@@ -305,6 +328,11 @@ class OptimizerSwaps:
         """What each of them created or rebound."""
         for swap in self._exchanged.values():
             yield from swap.changes()
+
+    def arrange(self, state: Mapping[tuple[Any, ...], fx.Node]) -> None:
+        """Put the inputs that are state where they are once the optimizers have it; by parameter and entry."""
+        for swap in self._exchanged.values():
+            swap.arrange(state)
 
     def guards(self, *, stepped: bool) -> list[ValueGuard]:
         """Guards on the groups of all; on the state's entries of those that stepped."""

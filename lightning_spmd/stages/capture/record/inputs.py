@@ -28,13 +28,14 @@ class InputTable:
     Attributes:
         entries: what each placeholder is.
         live: the parameters, buffers and state that placeholders stand for.
+        last: the latest placeholder.
     """
 
     def __init__(self, recorder: Recorder, fake_mode: Any) -> None:
         self.recorder = recorder
         self.fake_mode = fake_mode
         self.entries: dict[fx.Node, GraphInput] = {}
-        self._last: fx.Node | None = None
+        self.last: fx.Node | None = None
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
         self.live: dict[fx.Node, Tensor] = {}
         self._scalars: dict[tuple[InputRole, tuple[Any, ...]], Any] = {}
@@ -43,13 +44,13 @@ class InputTable:
     def placeholder(self, role: InputRole, key: tuple[Any, ...], name: str, value: Any) -> fx.Node:
         """A new input behind those that are there."""
         graph = self.recorder.graph
-        if self._last is None:
+        if self.last is None:
             node = graph.placeholder(_identifier(role, name))
         else:
-            with graph.inserting_after(self._last):
+            with graph.inserting_after(self.last):
                 node = graph.placeholder(_identifier(role, name))
         node.meta["val"] = value
-        self._last = node
+        self.last = node
         self.entries[node] = GraphInput(role, key, name, value)
         return node
 
