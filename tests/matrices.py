@@ -210,7 +210,6 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "tests/cuda/test_more_steps.py": ("[open sizes-way5]", "[pauses-way4]"),
     "tests/docs/test_blocks.py": (
-        "test_commands_take_their_options[docs/operators.md]",
         "test_commands_take_their_options[docs/recipes.md]",
         "test_commands_take_their_options[docs/slurm.md]",
         "test_python_runs_on_two_ranks[docs/extending.md]",

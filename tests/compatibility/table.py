@@ -15,13 +15,8 @@ _HEAD = """# Compatibility
 
 Third-party models, each trained through the Trainer with its own classes and its own loss: {steps} steps of AdamW or of
 the module's own optimizer, {rows} rows a step, random weights and data, dropout and drop path off. torch {torch},
-lightning {lightning}. Made by
-
-```bash
-python -m tests.compatibility --write docs/compatibility.md
-```
-
-With `--only REGEX` some rows are measured and the others stay as they are.
+lightning {lightning}. Made by `python -m tests.compatibility --write docs/compatibility.md`; with `--only REGEX` some
+rows are measured and the others stay as they are.
 
 * **one process**: losses and weights compared with Lightning's own strategy; *bitwise* means equal in every bit.
 * **two processes**: the largest relative difference of a loss from one device on the whole batch. Rows have different
@@ -31,7 +26,9 @@ With `--only REGEX` some rows are measured and the others stay as they are.
   were measured on a busy machine.
 
 {counts}
-"""
+
+| model | how | one process | two processes | moved | graphs | seconds | note |
+|---|---|---|---|---:|---:|---:|---|"""
 _NAMES = {"transformers": "Hugging Face", "": ""}
 
 
@@ -59,27 +56,23 @@ def table(results: Sequence[Result], before: str = "") -> str:
         lightning=version("lightning"),
         counts=f"{len(every)} models: {graphs} as graphs, {len(every) - graphs} eagerly.",
     )
-    return "\n".join([text, *(_section(kind, list(lines.values())) for kind, lines in sections.items())])
+    return "\n".join([text, *(_section(kind, list(lines.values())) for kind, lines in sections.items()), ""])
 
 
 def _sections(document: str) -> dict[str, dict[str, Line]]:
     """The rows of a document by section and name."""
     found: dict[str, dict[str, Line]] = {}
-    for section in document.split("\n## ")[1:]:
+    for section in document.split("\n| **")[1:]:
         rows = re.findall(r"^\| `(.+?)` \| (.*) \|$", section, re.MULTILINE)
         lines = {name: [name, *(cell.strip() for cell in rest.split("|"))] for name, rest in rows}
-        found[section.partition("\n")[0]] = {name: (tuple(cells[:-1]), cells[-1]) for name, cells in lines.items()}
+        found[section.partition("**")[0]] = {name: (tuple(cells[:-1]), cells[-1]) for name, cells in lines.items()}
     return found
 
 
 def _section(kind: str, lines: Sequence[Line]) -> str:
-    text = [
-        f"## {kind}\n",
-        "| model | how | one process | two processes | moved | graphs | seconds | note |",
-        "|---|---|---|---|---:|---:|---:|---|",
-    ]
+    text = [f"| **{kind}** |{' |' * 7}"]
     text += [f"| {' | '.join((f'`{name}`', *cells, note.replace('|', '/')))} |" for (name, *cells), note in lines]
-    return "\n".join([*text, ""])
+    return "\n".join(text)
 
 
 def _line(result: Result) -> Line:

@@ -14,8 +14,9 @@ _DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 def test_rows_that_were_not_measured_stay() -> None:
     before = _DOCUMENT.read_text()
-    lines = table([], before).splitlines()
-    assert lines[lines.index("## Text") :] == before.splitlines()[before.splitlines().index("## Text") :]
+    rows = [line for line in before.splitlines() if line.startswith("|")]
+    assert [line for line in table([], before).splitlines() if line.startswith("|")] == rows
+    assert len(rows) > 100
 
 
 def test_a_row_is_replaced_with_its_note() -> None:

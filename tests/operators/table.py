@@ -29,13 +29,10 @@ device, in float64. NaN and infinities must be in the same places, and both rank
 {sides}
 
 Up to {samples} samples of each of {operators} operators, as different as possible; torch {version}. Made by
+`python -m tests.operators --sides {names} --write docs/operators.md`.
 
-```bash
-python -m tests.operators --sides {names} --write docs/operators.md
-```
-
-An operator stands where its worst sample stands. Here a trace is given no values: what is refused because a value or a
-size has to be read is a graph in training, which reads it ([limits.md](limits.md)).
+An operator stands where its worst sample stands; one that is not listed is equal. Here a trace is given no values: what
+is refused because a value or a size has to be read is a graph in training, which reads it ([limits.md](limits.md)).
 
 {counts}
 
@@ -47,12 +44,12 @@ _KINDS = {
     WRONG: "**Wrong**",
     CRASHED: "**Ended in torch's error**",
     SLOW: "**Slow**",
-    REFUSED: "Refused for some arguments or all",
-    REPLICATED: "Equal, gathered for some arguments or all, with a warning",
-    FORMULA: "Equal to one device's graph, in which autograd's formula for a gradient is not the eager one",
-    ARBITRARY: "Random numbers or uninitialised memory: shapes and collectives are right",
+    REFUSED: "**Refused** for some arguments or all",
+    REPLICATED: "**Equal, gathered** for some arguments or all, with a warning",
+    FORMULA: "**Equal** to one device's graph, in which autograd's formula for a gradient is not the eager one",
+    ARBITRARY: "**Random numbers or uninitialised memory**, shapes and collectives are right",
     EQUAL: "Equal",
-    SKIPPED: "Not tried: one device cannot do it, or no tensor has a dimension to split",
+    SKIPPED: "**Not tried**, one device cannot do it, or no tensor has a dimension to split",
 }
 _SHORT = {
     WRONG: "wrong",
@@ -125,19 +122,19 @@ def _side(results: Sequence[Result], names: Sequence[str]) -> str:
     lines: list[str] = []
     for kind, members in _members(results, names).items():
         title = _KINDS[kind]
-        if not members:
+        if not members or kind == EQUAL:
             continue
-        lines.append(f"**{title}** ({len(members)})\n" if not title.startswith("**") else f"{title} ({len(members)})\n")
+        begin = f"* {title} ({len(members)}):"
         if kind in (REFUSED, WRONG, CRASHED, SLOW):
+            lines.append(begin)
             lines += [
-                f"* {_reason(by_operator[n])}: {_code([m for m in members if _same(by_operator, m, n)])}"
+                f"  * {_reason(by_operator[n])}: {_code([m for m in members if _same(by_operator, m, n)])}"
                 for n in members
                 if next(m for m in members if _same(by_operator, m, n)) == n
             ]
-            lines.append("")
         else:
-            lines.append(_code(members) + "\n")
-    return "\n".join(lines)
+            lines.append(f"{begin} {_code(members)}")
+    return "\n".join([*lines, ""])
 
 
 def _same(by_operator: dict[str, Result], one: str, other: str) -> bool:
