@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import matrices
-from tests.helpers.ranks import RARE_FULL_COLLECTIONS, RankPool
+from tests.helpers.ranks import RARE_FULL_COLLECTIONS, RankPool, read_entry_points_once
 
 # Inductor takes the processor's word for its vector instructions. In each process it would build libraries to try them,
 # which takes 8 s.
@@ -38,6 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not go through it again and again, a fifth of a second each time."""
+    read_entry_points_once()
     gc.freeze()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -36,21 +36,52 @@ _UNDECLARED_VIEWS = {
 _Argument = tuple[int, str]
 
 
+class _Facts(NamedTuple):
+    """What the functions below ask of an operator, thousands of times for each graph."""
+
+    target: Any
+    undeclared: tuple[int | None, tuple[int, ...]] | None
+    writes: tuple[_Argument, ...]
+    aliases: tuple[_Argument, ...]
+    returns_first: bool
+
+
+_facts: dict[int, _Facts] = {}
+"""By ``id``, which stays an operator's own since the facts hold it: torch computes an operator's hash in Python."""
+
+
+def _facts_of(target: Any) -> _Facts:
+    found = _facts.get(id(target))
+    if found is None:
+        found = _facts[id(target)] = _Facts(
+            target,
+            _UNDECLARED_WRITES.get(target),
+            _declared_writes(target),
+            _declared_aliases(target),
+            target is _WAIT or target in _UNDECLARED_VIEWS,
+        )
+    return found
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The argument nodes that ``node`` writes into."""
-    if node.target is _WAIT:
+    target = node.target
+    if target is _WAIT:
         return node.all_input_nodes
-    return [value for value in written_values(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
+    facts = _facts_of(target)
+    if not facts.writes and facts.undeclared is None:
+        return []
+    return [value for value in written_values(target, node.args, node.kwargs) if isinstance(value, fx.Node)]
 
 
 def written_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes into."""
-    undeclared = _UNDECLARED_WRITES.get(target)
-    if undeclared is not None:
-        training, positions = undeclared
+    facts = _facts_of(target)
+    if facts.undeclared is not None:
+        training, positions = facts.undeclared
         return [args[i] for i in positions] if training is None or args[training] else []
     found: list[Any] = []
-    for argument in _declared_writes(target):
+    for argument in facts.writes:
         if argument[1] == "grads" and kwargs.get("grad_scale") is None:
             continue  # fused optimizers declare a write that they do only when they unscale
         value = _argument(args, kwargs, argument)
@@ -58,7 +89,6 @@ def written_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return found
 
 
-@functools.cache
 def _declared_writes(target: Any) -> tuple[_Argument, ...]:
     """The arguments that an operator's schema says it writes into."""
     schema = getattr(target, "_schema", None)
@@ -69,7 +99,6 @@ def _declared_writes(target: Any) -> tuple[_Argument, ...]:
     )
 
 
-@functools.cache
 def _declared_aliases(target: Any) -> tuple[_Argument, ...]:
     """The arguments with which an operator's schema says that its result shares storage, the first tensor of them."""
     schema = getattr(target, "_schema", None)
@@ -149,12 +178,14 @@ def aliased_argument(node: fx.Node) -> fx.Node | None:
     """The argument whose storage a node's value may share; None if it is fresh."""
     if node.op != "call_function":
         return None
-    if node.target is operator.getitem:
+    target = node.target
+    if target is operator.getitem:
         parent = node.args[0]
         return aliased_argument(parent) if isinstance(parent, fx.Node) else None
-    if node.target is _WAIT or node.target in _UNDECLARED_VIEWS:
+    facts = _facts_of(target)
+    if facts.returns_first:
         return node.all_input_nodes[0]
-    for argument in _declared_aliases(node.target):
+    for argument in facts.aliases:
         value = _argument(node.args, node.kwargs, argument)
         if isinstance(value, fx.Node):
             return value

@@ -29,7 +29,8 @@ from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 
 _NAMESPACE = "_c10d_functional"
-_STAMP = "write_counts"
+STAMP = "write_counts"
+"""In a node's ``meta``: what :func:`stamp_writes` noted."""
 _aten = torch.ops.aten
 _ARRANGING = {
     _aten.stack.default, _aten.cat.default, _aten.view.default, _aten.clone.default, _aten.new_full.default,
@@ -75,18 +76,18 @@ def verify_sharded(step: ShardedStep, *, stamp: bool = False) -> None:
             )
     if stamp:
         for node, seen in counts:
-            node.meta[_STAMP] = seen
+            node.meta[STAMP] = seen
 
 
 def stamp_writes(graph: fx.Graph) -> None:
     """Remember, for every node, how many writes each value that it reads has seen: the side of every mutation."""
     for node, counts in _write_counts(graph, storage_regions(graph)):
-        node.meta[_STAMP] = counts
+        node.meta[STAMP] = counts
 
 
 def forget_writes(node: fx.Node) -> None:
     """Drop what :func:`stamp_writes` noted, for a node that was copied into another graph."""
-    node.meta.pop(_STAMP, None)
+    node.meta.pop(STAMP, None)
 
 
 def collectives(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -291,7 +292,8 @@ def _write_counts(graph: fx.Graph, regions: dict[fx.Node, Region]) -> Iterator[t
     # Counted from the value on: a pass may replace a value by one that took other writes to make.
     born: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        yield node, tuple(seen(operand) - born[operand] for operand in node.all_input_nodes)
+        operands = node.all_input_nodes
+        yield node, tuple([seen(operand) - born[operand] for operand in operands])
         for operand in written_arguments(node):
             root, piece = regions[operand]
             writes.setdefault(root, Counter())[piece] += 1
@@ -300,7 +302,7 @@ def _write_counts(graph: fx.Graph, regions: dict[fx.Node, Region]) -> Iterator[t
 
 def _verify_writes(found: list[tuple[fx.Node, tuple[int, ...]]]) -> None:
     for node, counts in found:
-        stamped = node.meta.get(_STAMP)
+        stamped = node.meta.get(STAMP)
         if stamped is not None and stamped != counts and len(stamped) == len(counts):
             pairs = zip(node.all_input_nodes, stamped, counts, strict=True)
             operand = first((o for o, before, after in pairs if before != after), "operand")

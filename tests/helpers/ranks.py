@@ -12,6 +12,7 @@ warning.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -187,6 +189,14 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
+def read_entry_points_once() -> None:
+    """Let Trainers of this process share what the first one read: of each installed package, a file."""
+    from lightning.fabric.utilities import registry
+
+    if registry.entry_points is entry_points:
+        registry.entry_points = functools.cache(entry_points)
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on at this moment."""
     with socket.socket() as probe:
@@ -226,6 +236,7 @@ def _serve(settings: dict[str, str], pipe: Any, bell: Any, stack_file: str) -> N
         import torch  # not above: the parent needs none
 
         torch.set_num_threads(1)
+        read_entry_points_once()
         gc.freeze()  # what was imported stays
         gc.set_threshold(*RARE_FULL_COLLECTIONS)
         while True:
