@@ -17,7 +17,7 @@ from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.parallel.axes import DATA
 from lightning_spmd.parallel.mesh import REPLICA, SHARD, Mesh, batch_coordinates, mesh_sizes, shard_size
 from lightning_spmd.planning.capturing import Capture, Part
-from lightning_spmd.stages import BuildOptions, build, finish
+from lightning_spmd.stages import BuildOptions, GraphMaker, finish
 from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
@@ -196,15 +196,9 @@ def _build_part(
     if not axes or not part.variant.apply or part.variant.by_hand:  # weights change in the middle of a step
         options = dataclasses.replace(options, overlap_iterations=False)
     own = axes if part.variant.forward else tuple(_without_rows(axis) for axis in axes)
-    graphs = build(
-        part.captured,
-        own,
-        options,
-        ranks.plan(part.variant),
-        on_stage=on_stage,
-        on_result=lambda stage, _step: on_stage(stage),
-        on_fallback=gathered.append,
-    )
+    plan = ranks.plan(part.variant)
+    maker = GraphMaker(own, options, plan, on_stage, lambda stage, _step: on_stage(stage), gathered.append)
+    graphs = maker.make(part.captured)
     if graphs.deferrable:
         seconds = seconds_of(graphs.main)
         graphs = finish(part.captured, graphs.main, seconds, options.overlap_iterations)

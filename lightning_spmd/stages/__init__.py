@@ -31,7 +31,7 @@ from lightning_spmd.stages.phases.pause import check_unwritten, hide_gradients, 
 from lightning_spmd.stages.runtime.lowering import Lowering, LoweringContext, as_python
 from lightning_spmd.stages.runtime.random_streams import switch_streams
 
-__all__ = ["BuildOptions", "announce", "build", "build_for_counts", "find_plan", "finish", "lowering"]
+__all__ = ["BuildOptions", "GraphMaker", "announce", "build", "find_plan", "finish", "lowering"]
 
 
 @dataclass(frozen=True)
@@ -71,112 +71,101 @@ class BuildOptions:
         )
 
 
+@dataclass(frozen=True)
+class GraphMaker:
+    """Makes this rank's graphs of captured steps: expand, passes, phases.
+
+    Args:
+        axes: the mesh as this rank sees it; empty for one device, whose graph is the captured one after the passes.
+        options: pass list and bucket size.
+        plan: placements of inputs and outputs; by default only the batch is split.
+        on_stage: called with the name of each stage as it begins.
+        on_result: called with the name of each stage and pass and the step after it (dumps).
+        on_fallback: called with a line for each operator that runs on gathered tensors.
+    """
+
+    axes: tuple[ShardAxis, ...]
+    options: BuildOptions = BuildOptions()
+    plan: ParallelPlan | None = None
+    on_stage: Callable[[str], None] = lambda _stage: None
+    on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None
+    on_fallback: Callable[[str], None] = announce
+
+    def make(self, captured: CapturedStep) -> IterationGraphs:
+        """The graphs of a step.
+
+        Raises:
+            ExpansionError: an operator could not be expressed on this rank.
+            CannotShowError: the iteration cannot pause with gradients in reach.
+            VerificationError: a graph broke an invariant.
+        """
+        (graphs,) = self.make_for_counts([captured])
+        return graphs
+
+    def make_for_counts(self, steps: Sequence[CapturedStep]) -> list[IterationGraphs]:
+        """The graphs of one step that was captured for several counts of what values choose (``x[mask]``).
+
+        They are to be unified: what is decided by sizes is decided by those that are the same in all of them. Errors
+        are those of :meth:`make`.
+        """
+        begun = [self._expanded(captured) for captured in steps]
+        mark_counted([step.graph_module.graph for step in begun])
+        return [self._passed(captured, step) for captured, step in zip(steps, begun, strict=True)]
+
+    def _expanded(self, captured: CapturedStep) -> ShardedStep:
+        """This rank's step before the passes."""
+        verify_captured(captured)
+        if not self.axes:
+            return _on_one_device(captured)
+        self.on_stage("expand")
+        sharded = switch_streams(expand(captured, self.axes, self.plan, self.on_fallback))
+        verify_sharded(sharded)
+        self.on_result("expanded", sharded)
+        return sharded
+
+    def _passed(self, captured: CapturedStep, sharded: ShardedStep) -> IterationGraphs:
+        """What the passes and phases make of it."""
+        state = self.options.pass_state()
+        self.on_stage("passes")
+        self._cut_losses(sharded, state)
+        passed = run_passes(sharded, self.options.passes, state, self.on_result)
+        if not passed.axes:
+            return IterationGraphs(main=passed, remarks=_remarks(state))
+        shown = _hidden_gradients(captured, passed)
+        arranged = arrange_undeferred(passed, as_written=self.options.in_order)
+        if shown is not None:
+            pausing(arranged)  # or raises
+        self.on_result("arranged", arranged)
+        # with work of the iteration before in it a run could not end at a decision as if it had not been
+        overlaps = self.options.overlap_iterations and not checks_of(arranged.graph_module.graph)
+        decision = deferrable(arranged, _guarded(captured)) if overlaps else None
+        return IterationGraphs(
+            main=arranged,
+            notes=str(decision or ""),
+            deferrable=bool(decision and decision.deferred),
+            remarks=_remarks(state),
+            shown=shown,
+        )
+
+    def _cut_losses(self, step: ShardedStep, state: PassState) -> None:
+        """Compute losses in chunks, if that is asked for; else note where it would help."""
+        options = self.options
+        if options.loss_chunks is not None or options.loss_bytes is not None:
+            state.notes[LOSS_CHUNKS] = chunk_losses(step, options.loss_chunks, options.loss_bytes)
+            verify_sharded(step)
+            self.on_result(LOSS_CHUNKS, step)
+        elif hint := what_chunks_would_save(step):
+            state.notes[LOSS_CHUNKS] = hint
+
+
 def build(
     captured: CapturedStep,
     axes: tuple[ShardAxis, ...],
     options: BuildOptions = BuildOptions(),
     plan: ParallelPlan | None = None,
-    on_stage: Callable[[str], None] = lambda _stage: None,
-    on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None,
-    on_fallback: Callable[[str], None] = announce,
 ) -> IterationGraphs:
-    """Make each rank's runnable graphs of a captured step.
-
-    Args:
-        captured: the global-view graph.
-        axes: the mesh as this rank sees it; empty for one device, whose graph is the captured one after the passes.
-        options: pass list and bucket size.
-        plan: placements of inputs and outputs; by default only the batch is split.
-        on_stage: told the name of each stage as it begins.
-        on_result: called with the name of each stage and pass and the step after it (dumps).
-        on_fallback: told of each operator that runs on gathered tensors.
-
-    Raises:
-        ExpansionError: an operator could not be expressed on this rank.
-        CannotShowError: the iteration cannot pause with gradients in reach.
-        VerificationError: a graph broke an invariant.
-    """
-    (graphs,) = build_for_counts([captured], axes, options, plan, on_stage, on_result, on_fallback)
-    return graphs
-
-
-def build_for_counts(
-    steps: Sequence[CapturedStep],
-    axes: tuple[ShardAxis, ...],
-    options: BuildOptions = BuildOptions(),
-    plan: ParallelPlan | None = None,
-    on_stage: Callable[[str], None] = lambda _stage: None,
-    on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None,
-    on_fallback: Callable[[str], None] = announce,
-) -> list[IterationGraphs]:
-    """Make graphs of one step that was captured for several counts of what values choose (``x[mask]``), to be unified.
-
-    What is decided by sizes is decided by those that are the same in all of them. Arguments and errors as of
-    :func:`build`.
-
-    Args:
-        steps: the global-view graphs.
-        axes: the mesh as this rank sees it.
-        options: pass list and bucket size.
-        plan: placements of inputs and outputs.
-        on_stage: told the name of each stage as it begins.
-        on_result: called with the name of each stage and pass and the step after it.
-        on_fallback: told of each operator that runs on gathered tensors.
-    """
-    begun = [_expanded(captured, axes, plan, on_stage, on_result, on_fallback) for captured in steps]
-    mark_counted([step.graph_module.graph for step in begun])
-    return [_passed(captured, step, options, on_stage, on_result) for captured, step in zip(steps, begun, strict=True)]
-
-
-def _expanded(
-    captured: CapturedStep,
-    axes: tuple[ShardAxis, ...],
-    plan: ParallelPlan | None,
-    on_stage: Callable[[str], None],
-    on_result: Callable[[str, ShardedStep], None],
-    on_fallback: Callable[[str], None],
-) -> ShardedStep:
-    """This rank's step before the passes."""
-    verify_captured(captured)
-    if not axes:
-        return _on_one_device(captured)
-    on_stage("expand")
-    sharded = switch_streams(expand(captured, axes, plan, on_fallback))
-    verify_sharded(sharded)
-    on_result("expanded", sharded)
-    return sharded
-
-
-def _passed(
-    captured: CapturedStep,
-    sharded: ShardedStep,
-    options: BuildOptions,
-    on_stage: Callable[[str], None],
-    on_result: Callable[[str, ShardedStep], None],
-) -> IterationGraphs:
-    """What the passes and phases make of it."""
-    state = options.pass_state()
-    on_stage("passes")
-    sharded = _in_chunks(sharded, options, state, on_result)
-    if not sharded.axes:
-        main = run_passes(sharded, options.passes, state, on_result)
-        return IterationGraphs(main=main, remarks=_remarks(state))
-    passed = run_passes(sharded, options.passes, state, on_result)
-    shown = _hidden_gradients(captured, passed)
-    arranged = arrange_undeferred(passed, as_written=options.in_order)
-    if shown is not None:
-        pausing(arranged)  # or raises
-    on_result("arranged", arranged)
-    # with work of the iteration before in it a run could not end at a decision as if it had not been
-    overlaps = options.overlap_iterations and not checks_of(arranged.graph_module.graph)
-    decision = deferrable(arranged, _guarded(captured)) if overlaps else None
-    return IterationGraphs(
-        main=arranged,
-        notes=str(decision or ""),
-        deferrable=bool(decision and decision.deferred),
-        remarks=_remarks(state),
-        shown=shown,
-    )
+    """The graphs of one step; arguments and errors are those of :class:`GraphMaker`."""
+    return GraphMaker(axes, options, plan).make(captured)
 
 
 def _hidden_gradients(captured: CapturedStep, passed: ShardedStep) -> ShownGradients | None:
@@ -185,19 +174,6 @@ def _hidden_gradients(captured: CapturedStep, passed: ShardedStep) -> ShownGradi
         return None
     check_unwritten(captured)
     return hide_gradients(passed)
-
-
-def _in_chunks(
-    step: ShardedStep, options: BuildOptions, state: PassState, on_result: Callable[[str, ShardedStep], None]
-) -> ShardedStep:
-    """The step with its losses in chunks, if that is asked for; else a note if it would help."""
-    if options.loss_chunks is not None or options.loss_bytes is not None:
-        state.notes[LOSS_CHUNKS] = chunk_losses(step, options.loss_chunks, options.loss_bytes)
-        verify_sharded(step)
-        on_result(LOSS_CHUNKS, step)
-    elif hint := what_chunks_would_save(step):
-        state.notes[LOSS_CHUNKS] = hint
-    return step
 
 
 def _remarks(state: PassState) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, 
 from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
-from lightning_spmd.stages import build_for_counts, finish, lowering
+from lightning_spmd.stages import GraphMaker, finish, lowering
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.once import captured_step
 from lightning_spmd.stages.capture.record.packing import parameter_names
@@ -281,8 +281,7 @@ class GraphBuilder:
         captured = self._captured(self._capture_request(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
         state = self._live_state(captured)
-        make = functools.partial(
-            build_for_counts,
+        maker = GraphMaker(
             axes=() if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
             options=options_of(context, captured, state, bool(request.needed)),
             plan=context.plan(captured.variant),
@@ -290,7 +289,7 @@ class GraphBuilder:
             on_result=lambda stage, step: self._dump(stage, step.graph_module, step.signature),
             on_fallback=self._notices.of_fallback,
         )
-        graphs, family, not_general = self._graphs(captured, request, split, make)
+        graphs, family, not_general = self._graphs(captured, request, split, maker)
         if whole := state.whole_ones(graphs.main):
             raise ConfigurationError(
                 f"{', '.join(whole)} came into the module after the start of the run, whole, and the plan keeps each "
@@ -331,25 +330,21 @@ class GraphBuilder:
         captured: CapturedStep,
         request: StepRequest,
         split: tuple[int, ...],
-        make_all: Callable[[Sequence[CapturedStep]], list[IterationGraphs]],
+        maker: GraphMaker,
     ) -> tuple[IterationGraphs, Family | None, str | None]:
         """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
         if samples := samples_of(request):
-            return self._for_all_counts(captured, request, split, make_all, samples), None, None
-
-        def make(step: CapturedStep) -> IterationGraphs:
-            return make_all([step])[0]
-
+            return self._for_all_counts(captured, request, split, maker, samples), None, None
         if not request.vary:
-            return make(captured), None, None
+            return maker.make(captured), None, None
         try:
             if self._context.options.lowering != "none" or self._last_lowering is not as_python:
                 raise NotGeneral("compiled regions and CUDA graphs are made for each size")
             if captured.variant.pauses:
                 raise NotGeneral("hooks look at gradients in the middle of the iteration")
-            found = generalized(captured, self._capture_request(request, split), request.vary, make)
+            found = generalized(captured, self._capture_request(request, split), request.vary, maker.make)
         except NotGeneral as reason:
-            return make(captured), None, str(reason)
+            return maker.make(captured), None, str(reason)
         return *found, None
 
     def _for_all_counts(
@@ -357,7 +352,7 @@ class GraphBuilder:
         captured: CapturedStep,
         request: StepRequest,
         split: tuple[int, ...],
-        make_all: Callable[[Sequence[CapturedStep]], list[IterationGraphs]],
+        maker: GraphMaker,
         samples: Sequence[tuple[int, ...]],
     ) -> IterationGraphs:
         """The graphs of a step with results that are as large as the data say.
@@ -366,7 +361,7 @@ class GraphBuilder:
             captured: the step with the first of some counts.
             request: that it was captured by.
             split: rows of the global batch by data rank.
-            make_all: makes the graphs of the step as captured with each of them.
+            maker: makes the graphs of the step as captured with each of them.
             samples: the counts.
 
         Raises:
@@ -379,7 +374,7 @@ class GraphBuilder:
         for sample in samples[1:]:
             other = dataclasses.replace(request, program=dataclasses.replace(program, at=sample))
             steps.append(capture_followed(self._capture_request(other, split)))
-        graphs = make_all(steps)
+        graphs = maker.make_for_counts(steps)
         try:
             main = for_all_counts([g.main for g in graphs], CountFits(program.counts, samples))
         except Apart as error:

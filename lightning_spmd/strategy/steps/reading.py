@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_spmd.errors import CaptureError, SPMDError, portable
 from lightning_spmd.ir.steps import CapturedStep
-from lightning_spmd.stages import build
+from lightning_spmd.stages import GraphMaker
 from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.undo import random_numbers_kept
@@ -44,14 +44,13 @@ class Beginnings:
         context, executable, problem = self._context, None, None
         try:
             prefix = capture()
-            graphs = build(
-                prefix,
+            maker = GraphMaker(
                 () if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
                 dataclasses.replace(context.options, passes=(), overlap_iterations=False),
                 context.plan(prefix.variant),
                 on_fallback=lambda _line: None,
             )
-            executable = Executable(prefix, graphs, self._state_of(prefix))
+            executable = Executable(prefix, maker.make(prefix), self._state_of(prefix))
         except SPMDError as error:
             problem = error
         control = context.control
