@@ -285,13 +285,13 @@ class _Step:
             tracing_context=self._tracing,
             scaler=context.scaler,
             device=context.scaler.device,
-            bf16_updates=context.bf16_updates,
+            bf16_updates=context.settings.bf16_updates,
         )
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
         """An LSTM is torch's own, whose products are counted: oneDNN's, and cuDNN's, are one operator."""
-        with self.context.tracing_context((1,) * self.batches), without_onednn():
+        with self.context.settings.ranks.tracing((1,) * self.batches), without_onednn():
             yield
 
     def _accumulators(self) -> frozenset[str]:

@@ -136,7 +136,7 @@ class GraphBuilder:
 
         def tell(stage: str, nodes: int | None = None) -> None:
             event = BuildEvent(stage, str(request.variant), time.perf_counter() - started, nodes)
-            for listener in self._context.listeners:
+            for listener in self._context.settings.listeners:
                 listener(event)
 
         if self._context.new_parameters is not None:
@@ -258,10 +258,10 @@ class GraphBuilder:
             accumulators=frozenset(self._gradients),
             clip=request.clip,
             step_context=lambda: context.step_context(request.variant.method),
-            tracing_context=lambda: context.tracing_context(split),
+            tracing_context=lambda: context.settings.ranks.tracing(split),
             scaler=context.scaler,
             device=context.scaler.device,
-            bf16_updates=context.bf16_updates,
+            bf16_updates=context.settings.bf16_updates,
             came_late=context.came_late,
             needed=request.needed,
             program=request.program,
@@ -284,7 +284,7 @@ class GraphBuilder:
         maker = GraphMaker(
             axes=() if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
             options=options_of(context, captured, state, bool(request.needed)),
-            plan=context.plan(captured.variant),
+            plan=context.settings.ranks.plan(captured.variant),
             on_stage=lambda stage: tell(stage, None),
             on_result=lambda stage, step: self._dump(stage, step.graph_module, step.signature),
             on_fallback=self._notices.of_fallback,
@@ -301,6 +301,7 @@ class GraphBuilder:
         if not graphs.deferrable:
             self._notices.of_overlap(captured, graphs)
         finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
+        last = as_python if samples_of(request) else self._last_lowering
         executable = (functools.partial(PausingExecutable, pausing) if captured.variant.pauses else Executable)(
             captured,
             graphs,
@@ -310,7 +311,7 @@ class GraphBuilder:
             lowering(
                 "none" if captured.variant.own_batch or samples_of(request) else context.options.lowering,
                 context.lowering_context(captured.variant.method, self._dump_of(self.captures)),
-                context.waits.timing(as_python if samples_of(request) else self._last_lowering, str(captured.variant)),
+                context.settings.waits.timing(last, str(captured.variant)),
             ),
             on_repairs=self._notices.of_repairs,
             asks=self._last_lowering is as_python,
@@ -388,7 +389,7 @@ class GraphBuilder:
             return capture_followed(request)
         names = parameter_names(context.module, context.optimizer)
         parameters = {names[id(p)]: p for group in context.optimizer.param_groups for p in group["params"]}
-        plan, mesh = context.plan(request.variant), self.state_mesh
+        plan, mesh = context.settings.ranks.plan(request.variant), self.state_mesh
 
         def lay_out(entry: tuple[str, str], value: Tensor) -> Tensor:
             return value if mesh is None else mesh.shard(value, placements_of_state(plan, mesh, *entry, value))

@@ -16,7 +16,7 @@ def prepare(optimizer: Optimizer, context: RunContext, mesh: StateMesh | None) -
     advice = context.scaler.advice(optimizer)
     texts = [] if advice is None else [advice]
     for part in parts_of(optimizer):
-        if widen_state(part, context.bf16_updates, mesh):
+        if widen_state(part, context.settings.bf16_updates, mesh):
             texts.append("the optimizer's state has no float32 masters: they begin as the bfloat16 weights")
         lay_out_state(part, mesh)
     return texts

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.steps import ShardedStep, Variant
 from lightning_spmd.parallel.mesh import Mesh
-from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.program import Program
@@ -100,104 +99,6 @@ class BuildEvent:
 
 
 @dataclass(frozen=True)
-class RunContext:
-    """The live objects and options that all graphs of a run share.
-
-    Args:
-        module: the LightningModule.
-        optimizer: its optimizer; None if nothing is trained (``steps.evaluation``).
-        trainer: the Trainer.
-        mesh: the mesh; None on one device.
-        control: host messages among the ranks; None on one device.
-        streams: random numbers of several ranks; None on one device.
-        tracing_context: entered while tracing, given the rows of each part of the global batch.
-        following_context: likewise while the Python of a step runs.
-        listeners: called with each BuildEvent.
-        dump_dir: where every stage's graph is written, or None.
-        options: pass list and bucket size.
-        plan: the parallel plan of a variant's graph.
-        new_parameters: shares parameters that join the module during the run; None if they need not be shared.
-        bf16_updates: how bfloat16 weights are updated.
-        fenced: whether one rank alone may finish pending work, because one of its hooks reads a weight.
-        batch: whether the ranks share one batch or have local ones.
-        came_late: names a hook that was added after the mode was chosen and needs another mode, or returns None.
-        waits: measures how long graphs wait for collectives; None if nobody asks.
-        whole: whether the weights belong to a step that the Trainer has counted.
-    """
-
-    module: Any
-    optimizer: Optimizer | None
-    trainer: Any
-    mesh: Mesh | None
-    control: ControlPlane | None
-    streams: RandomStreams | None
-    tracing_context: Callable[[tuple[int, ...]], contextlib.AbstractContextManager[Any]]
-    following_context: Callable[[tuple[int, ...]], contextlib.AbstractContextManager[Any]]
-    listeners: Sequence[Callable[[BuildEvent], None]]
-    dump_dir: Path | None
-    options: BuildOptions
-    plan: Callable[[Variant], ParallelPlan]
-    new_parameters: NewParameters | None = None
-    bf16_updates: Updates = "plain"
-    fenced: bool = False
-    batch: BatchMode = "global"
-    came_late: Callable[[], str | None] = lambda: None
-    waits: WaitMeter = field(default_factory=WaitMeter)
-    whole: Wholeness = field(default_factory=Wholeness)
-
-    @functools.cached_property
-    def update_numbers(self) -> UpdateNumbers:
-        """Numbers of optimizers and clipping that ranks must have in common."""
-        return UpdateNumbers(self.optimizer, self.trainer)
-
-    @property
-    def scaler(self) -> TrainersScaler:
-        """The GradScaler, if the precision has one."""
-        return TrainersScaler(self.trainer)
-
-    def step_context(self, method: str) -> contextlib.AbstractContextManager[Any]:
-        """The context that the precision plugin puts around a step method and its calls."""
-        precision = self.trainer.precision_plugin
-        contexts = {
-            "training_step": precision.train_step_context,
-            "validation_step": precision.val_step_context,
-            "test_step": precision.test_step_context,
-            "predict_step": precision.predict_step_context,
-        }
-        return contexts[method]()
-
-    def lowering_context(self, method: str, on_result: Callable[[str, ShardedStep], None]) -> LoweringContext:
-        """What the lowering of a graph may ask; ``on_result`` gets the lowered graph."""
-        begun: list[float] = []
-
-        def on_region(number: int, count: int) -> None:
-            begun[:] = begun or [time.perf_counter()]
-            stage, detail = ("lower", f"{number + 1} of {count}") if number < count else ("lowered", "")
-            event = BuildEvent(stage, method, time.perf_counter() - begun[0], None, detail)
-            for listener in self.listeners:
-                listener(event)
-
-        left = functools.partial(self.steps_left, method)
-        if self.control is None:
-            return LoweringContext(steps_left=left, on_result=on_result, on_region=on_region)
-        return LoweringContext(self.control.rank, self.control.gather, left, on_result, on_region)
-
-    def steps_left(self, method: str) -> float:
-        """How many more batches a step method may get; infinite if unknown."""
-        trainer = self.trainer
-        epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
-        if method == "training_step":
-            left = math.inf if trainer.max_steps < 0 else trainer.max_steps - trainer.global_step
-            return min(left * trainer.accumulate_grad_batches, epochs * trainer.num_training_batches)
-        batches = {
-            "validation_step": trainer.num_val_batches,
-            "test_step": trainer.num_test_batches,
-            "predict_step": trainer.num_predict_batches,
-        }
-        return sum(batches[method]) * (max(epochs, 1) if method == "validation_step" and trainer.fitting else 1)
-
-
-@dataclass(frozen=True)
 class GraphSettings:
     """What the graphs of all runs of a strategy share.
 
@@ -236,39 +137,110 @@ class GraphSettings:
             new_parameters: shares parameters that join the module during the run.
             overlaps: whether iterations may overlap, or ``"auto"``.
         """
-        context = self._context(module, optimizer, streams, self.dump_dir, overlaps, new_parameters)
-        return dataclasses.replace(context, batch=self.batch, waits=self.waits)
+        options = dataclasses.replace(self.options, overlap_iterations=overlaps)
+        return RunContext(self, module, optimizer, streams, options, self.dump_dir, new_parameters)
 
     def of_evaluation(self, module: Any, streams: RandomStreams | None) -> RunContext:
         """The context of the graphs of evaluation steps."""
         folder = None if self.dump_dir is None else self.dump_dir / "evaluation"
-        return self._context(module, None, streams, folder, False, None)
+        settings = dataclasses.replace(self, batch="global", waits=WaitMeter())
+        options = dataclasses.replace(self.options, overlap_iterations=False)
+        return RunContext(settings, module, None, streams, options, folder)
 
-    def _context(
-        self,
-        module: Any,
-        optimizer: Optimizer | None,
-        streams: RandomStreams | None,
-        folder: Path | None,
-        overlaps: bool | str,
-        new_parameters: NewParameters | None,
-    ) -> RunContext:
-        return RunContext(
-            module=module,
-            optimizer=optimizer,
-            trainer=module.trainer,
-            mesh=self.ranks.mesh,
-            control=self.ranks.control,
-            streams=streams,
-            tracing_context=self.ranks.tracing,
-            following_context=self.ranks.followed,
-            listeners=self.listeners,
-            dump_dir=folder,
-            options=dataclasses.replace(self.options, overlap_iterations=overlaps),
-            plan=self.ranks.plan,
-            new_parameters=new_parameters,
-            bf16_updates=self.bf16_updates,
-        )
+
+@dataclass(frozen=True)
+class RunContext:
+    """The live objects and options that all graphs of a run share.
+
+    Args:
+        settings: what the graphs of all runs share.
+        module: the LightningModule.
+        optimizer: its optimizer; None if nothing is trained (``steps.evaluation``).
+        streams: random numbers of several ranks; None on one device.
+        options: pass list and bucket size.
+        dump_dir: where every stage's graph is written, or None.
+        new_parameters: shares parameters that join the module during the run; None if they need not be shared.
+        fenced: whether one rank alone may finish pending work, because one of its hooks reads a weight.
+        came_late: names a hook that was added after the mode was chosen and needs another mode, or returns None.
+        whole: whether the weights belong to a step that the Trainer has counted.
+    """
+
+    settings: GraphSettings
+    module: Any
+    optimizer: Optimizer | None
+    streams: RandomStreams | None
+    options: BuildOptions
+    dump_dir: Path | None
+    new_parameters: NewParameters | None = None
+    fenced: bool = False
+    came_late: Callable[[], str | None] = lambda: None
+    whole: Wholeness = field(default_factory=Wholeness)
+
+    @functools.cached_property
+    def trainer(self) -> Any:
+        """The Trainer."""
+        return self.module.trainer
+
+    @functools.cached_property
+    def mesh(self) -> Mesh | None:
+        """The mesh; None on one device."""
+        return self.settings.ranks.mesh
+
+    @functools.cached_property
+    def control(self) -> ControlPlane | None:
+        """Host messages among the ranks; None on one device."""
+        return self.settings.ranks.control
+
+    @functools.cached_property
+    def update_numbers(self) -> UpdateNumbers:
+        """Numbers of optimizers and clipping that ranks must have in common."""
+        return UpdateNumbers(self.optimizer, self.trainer)
+
+    @property
+    def scaler(self) -> TrainersScaler:
+        """The GradScaler, if the precision has one."""
+        return TrainersScaler(self.trainer)
+
+    def step_context(self, method: str) -> contextlib.AbstractContextManager[Any]:
+        """The context that the precision plugin puts around a step method and its calls."""
+        precision = self.trainer.precision_plugin
+        contexts = {
+            "training_step": precision.train_step_context,
+            "validation_step": precision.val_step_context,
+            "test_step": precision.test_step_context,
+            "predict_step": precision.predict_step_context,
+        }
+        return contexts[method]()
+
+    def lowering_context(self, method: str, on_result: Callable[[str, ShardedStep], None]) -> LoweringContext:
+        """What the lowering of a graph may ask; ``on_result`` gets the lowered graph."""
+        begun: list[float] = []
+
+        def on_region(number: int, count: int) -> None:
+            begun[:] = begun or [time.perf_counter()]
+            stage, detail = ("lower", f"{number + 1} of {count}") if number < count else ("lowered", "")
+            event = BuildEvent(stage, method, time.perf_counter() - begun[0], None, detail)
+            for listener in self.settings.listeners:
+                listener(event)
+
+        left = functools.partial(self.steps_left, method)
+        if self.control is None:
+            return LoweringContext(steps_left=left, on_result=on_result, on_region=on_region)
+        return LoweringContext(self.control.rank, self.control.gather, left, on_result, on_region)
+
+    def steps_left(self, method: str) -> float:
+        """How many more batches a step method may get; infinite if unknown."""
+        trainer = self.trainer
+        epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+        if method == "training_step":
+            left = math.inf if trainer.max_steps < 0 else trainer.max_steps - trainer.global_step
+            return min(left * trainer.accumulate_grad_batches, epochs * trainer.num_training_batches)
+        batches = {
+            "validation_step": trainer.num_val_batches,
+            "test_step": trainer.num_test_batches,
+            "predict_step": trainer.num_predict_batches,
+        }
+        return sum(batches[method]) * (max(epochs, 1) if method == "validation_step" and trainer.fitting else 1)
 
 
 @dataclass(frozen=True)

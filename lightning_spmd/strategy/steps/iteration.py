@@ -76,7 +76,7 @@ class TrainingIteration:
         self._found = Found((), (), None, None)  # what runs
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
-        self.own_batches = OwnBatches(context.batch)
+        self.own_batches = OwnBatches(context.settings.batch)
         self._following = Following(context, self.flush)
         self._met = self._told_of_sizes = False
         self._kinds: set[Any] = set()

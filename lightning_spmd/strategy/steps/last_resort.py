@@ -21,7 +21,7 @@ class NoEagerWay(BaseException):
 
 def must_be_graphs(context: RunContext) -> bool:
     """Whether no rank alone could run a step: of its parameters, or of the state of its optimizers, it has a part."""
-    plan = context.plan(Variant())
+    plan = context.settings.ranks.plan(Variant())
     by_hand = context.optimizer is not None and not context.module.automatic_optimization
     return context.mesh is not None and (plan.shards_parameters or (plan.needs_graphs and by_hand))
 
@@ -33,14 +33,15 @@ def train_eagerly(context: RunContext, reason: str) -> NoReturn:
         FellBack: that is how.
         ConfigurationError: it cannot go on eagerly.
     """
-    if context.mesh is not None and context.plan(Variant()).needs_graphs:
+    plan, updates = context.settings.ranks.plan(Variant()), context.settings.bf16_updates
+    if context.mesh is not None and plan.needs_graphs:
         raise ConfigurationError(
             f"with state sharded over the ranks training cannot go on eagerly: {reason}. Change that, or use "
-            f"{options_in_parts(context.plan(Variant()))}"
+            f"{options_in_parts(plan)}"
         )
-    if context.bf16_updates != "plain":
+    if updates != "plain":
         raise ConfigurationError(
-            f"with bf16_updates={context.bf16_updates!r} training cannot go on eagerly: {reason}. Change "
+            f"with bf16_updates={updates!r} training cannot go on eagerly: {reason}. Change "
             "that, or leave bf16_updates out"
         )
     semantics = "" if context.mesh is None else averaged(context.module)

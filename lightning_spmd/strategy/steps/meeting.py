@@ -121,7 +121,7 @@ class Meeting:
     def active(self) -> Iterator[None]:
         """Python inside sees the batch of all ranks."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._context.following_context(self.split))
+            stack.enter_context(self._context.settings.ranks.followed(self.split))
             if self._is_first:
                 stack.enter_context(as_on_rank_zero(self._control))
             yield

@@ -47,7 +47,7 @@ class Beginnings:
             maker = GraphMaker(
                 () if context.mesh is None else context.mesh.axes(split if request.batch is not None else ()),
                 dataclasses.replace(context.options, passes=(), overlap_iterations=False),
-                context.plan(prefix.variant),
+                context.settings.ranks.plan(prefix.variant),
                 on_fallback=lambda _line: None,
             )
             executable = Executable(prefix, maker.make(prefix), self._state_of(prefix))
