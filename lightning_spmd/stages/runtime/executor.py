@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -19,22 +20,15 @@ from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.source import ErrorsNamePlaces, function_of
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
-from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
 from lightning_spmd.stages.runtime.lowering import Lowering, Together, as_python, is_settled
-from lightning_spmd.stages.runtime.profile import RUNS, Profile
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
-from lightning_spmd.stages.runtime.undo import Before, can_be_undone, collectives_ended, random_numbers_kept
+from lightning_spmd.stages.runtime.trial_runs import Finish, FirstRun, Measurement
+from lightning_spmd.stages.runtime.undo import collectives_ended, random_numbers_kept
 
 OF_THE_OPTIMIZER = (OutputRole.OPTIMIZER_STATE, OutputRole.HYPER_PARAMETER)
 MOST_FOLLOWED = 16
 """Other graphs for which one keeps the program that ends their iteration inside its own."""
-Finish = Callable[[ShardedStep, Mapping[str, float]], IterationGraphs]
-"""Makes the final graphs of a step that has been measured."""
-
-
-class FirstRunError(RuntimeError):
-    """A freshly built graph raised in its first run; live state is as it was."""
 
 
 class Program:
@@ -96,8 +90,7 @@ class Pending:
 class Executable:
     """A captured step, the graphs made from it, and the access to their live inputs.
 
-    Its first run checks memory layouts node by node, the next ones measure if the order can be improved, and then the
-    final graphs are made.
+    Before its graphs are final it has trial runs: one checks memory layouts, two measure if the order can be improved.
 
     Attributes:
         decides: whether Python decides something by values of the step, so that a run may end with ``ReadMiss``.
@@ -109,7 +102,7 @@ class Executable:
         finish: makes the final graphs after the measurement; None keeps the first ones.
         follow: joins a cleanup and a setup to one iteration that does both.
         lower: turns the final graphs into callables.
-        on_repairs: called with the nodes whose results are copied into another memory layout from now on.
+        on_repairs: as of :class:`FirstRun`.
         asks: whether graphs of several ranks can ask a question after they have begun.
         family: the captured steps for all sizes that the graphs serve; None if they serve one batch size.
 
@@ -135,10 +128,8 @@ class Executable:
         self.not_general: str | None = None
         self.graphs = graphs
         self.state = state
-        self._finish = finish
         self._follow = follow
         self._lower = lower
-        self._on_repairs = on_repairs
         self._asks = asks and bool(graphs.main.axes)
         self._writers = state.writers(captured, graphs.main)
         self._found_inf = skips_state(captured)
@@ -147,8 +138,9 @@ class Executable:
         self._main = self._program(graphs.main)
         self._cleanup: Program | None = None
         self._after: dict[int, tuple[Executable, Program]] = {}
-        self._checked = False
-        self._profile: Profile | None = None
+        self._trials: list[FirstRun | Measurement] = [FirstRun(graphs, self._form, on_repairs)]
+        if finish is not None:
+            self._trials.append(Measurement(graphs, self._form, finish))
         self._question: Callable[[], None] | None = None
         self._talking: Callable[..., Generator[Sequence[Tensor], Any, Sequence[Any]]] | None = None
 
@@ -170,7 +162,7 @@ class Executable:
     @property
     def is_final(self) -> bool:
         """Whether the graphs have their final form: checked, measured, arranged."""
-        return self._checked and self._finish is None
+        return not self._trials
 
     @property
     def can_ask(self) -> bool:
@@ -228,10 +220,8 @@ class Executable:
         self._question = question
         if self.family is not None:
             self.family.sizes.begin(batch)
-        if not self._checked:
-            return self._first_run(batch), None
-        if self._finish is not None:
-            return self._measured_run(batch, self._finish), None
+        if self._trials:
+            return self._try(self._trials[0], batch), None
         program, values = self._main, ()
         if pending is not None:
             program, values = self._following(pending.owner), pending.values
@@ -276,54 +266,33 @@ class Executable:
             self._question()
             self._question = None
 
-    def _first_run(self, batch: Sequence[Tensor]) -> Sequence[Any]:
-        """Run node by node, checking layouts; what fails leaves buffers, counters and random state as they were.
+    def _form(self, step: ShardedStep) -> fx.GraphModule:
+        """The form in which a graph runs node by node."""
+        return step.graph_module
 
-        Parameters and the rest of the optimizer's state change at the very end; once they have begun to, nothing can be
-        undone, and the error is everybody's.
-        """
-        step = self.graphs.main
-        before = Before(step.signature.inputs, self._main.inputs(batch))
-        check = LayoutCheck(step.graph_module)
-        try:
-            outputs = self._execute(self._main, batch, (), check.run)
-        except RuntimeError as error:
-            # with several ranks it may be another rank's end, which no fallback survives; nor does a GPU its own errors
-            if step.axes or isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
-                raise
-            if any(not can_be_undone(entry) for entry in check.written_inputs(step.signature)):
-                raise
-            before.restore()
-            raise FirstRunError(f"the graph could not be run: {str(error).splitlines()[0]}") from error
-        self._repair(check.repairs)
+    def _try(self, trial: FirstRun | Measurement, batch: Sequence[Tensor]) -> Sequence[Any]:
+        """One of the runs before the graphs are final."""
+        run = trial.interpreter().run
+        undone = trial.undone(self._main.inputs(batch)) if isinstance(trial, FirstRun) else contextlib.nullcontext()
+        with undone:
+            outputs = self._execute(self._main, batch, (), run)
+        self._tried(trial)
         return outputs
 
-    def _repair(self, nodes: list[fx.Node]) -> None:
-        """The first run is over, and these nodes of its graph gave other layouts than they should have."""
-        if nodes:
-            self._on_repairs(nodes)
-            insert_repairs(self.graphs.main.graph_module, nodes)
-        self._checked = True
-
-    def _measured_run(self, batch: Sequence[Tensor], finish: Finish) -> Sequence[Any]:
-        """Run node by node with a stopwatch; after the last of these runs the graphs get their final form."""
-        if self._profile is None:
-            self._profile = Profile(self.graphs.main.graph_module)
-        outputs = self._execute(self._main, batch, (), self._profile.run)
-        self._arrange(self._profile, finish)
-        return outputs
-
-    def _arrange(self, profile: Profile, finish: Finish) -> None:
-        """After the last measured run: make the final graphs."""
-        if profile.runs < RUNS:
+    def _tried(self, trial: FirstRun | Measurement) -> None:
+        """Such a run is over; after the last one the graphs are final."""
+        graphs = trial.ended()
+        if graphs is None:
             return
-        self.graphs = finish(self.graphs.main, profile.seconds)
-        self._finish, self._profile = None, None
-        self._main = self._program(self.graphs.setup or self.graphs.main)
-        if self.graphs.cleanup is not None:
+        del self._trials[0]
+        if graphs is self.graphs:
+            return
+        self.graphs = graphs
+        self._main = self._program(graphs.setup or graphs.main)
+        if graphs.cleanup is not None:
             # a rank may clean up alone, and lowering may have to speak with the others
-            self._cleanup = self._program(self.graphs.cleanup, as_python)
-            self._after[id(self)] = (self, self._program(self.graphs.main, self._lower_following()))
+            self._cleanup = self._program(graphs.cleanup, as_python)
+            self._after[id(self)] = (self, self._program(graphs.main, self._lower_following()))
 
     def _lower_following(self) -> Lowering:
         return self._lower.following if isinstance(self._lower, Together) else self._lower

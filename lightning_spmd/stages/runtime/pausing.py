@@ -17,11 +17,9 @@ from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.source import function_of, pause
 from lightning_spmd.ir.steps import PausingStep, ShardedStep, ShownGradients
 from lightning_spmd.stages.runtime.ahead import asking
-from lightning_spmd.stages.runtime.executor import Executable, Finish, Pending, Program
-from lightning_spmd.stages.runtime.first_run import LayoutCheck
+from lightning_spmd.stages.runtime.executor import Executable, Pending, Program
 from lightning_spmd.stages.runtime.live_state import in_parts
 from lightning_spmd.stages.runtime.lowering import Lowering
-from lightning_spmd.stages.runtime.profile import Profile
 from lightning_spmd.stages.runtime.undo import wait_for_tensors_of
 
 _LASTING = (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE, InputRole.HYPER_PARAMETER)
@@ -79,13 +77,10 @@ class PausingExecutable(Executable):
         self.drop()
         self._question, self._then = question, _nothing
         program, values, run = self._main, (), None
-        if not self._checked:
-            check = LayoutCheck(self._pausing(program.step).step.graph_module)
-            run, self._then = functools.partial(_in_parts, check), functools.partial(self._first_has_run, check)
-        elif self._finish is not None:
-            self._profile = self._profile or Profile(self._pausing(program.step).step.graph_module)
-            run = functools.partial(_in_parts, self._profile)
-            self._then = functools.partial(self._measured_has_run, self._profile, self._finish)
+        if self._trials:
+            trial = self._trials[0]
+            run = functools.partial(_in_parts, trial.interpreter())
+            self._then = functools.partial(self._tried, trial)
         elif pending is not None:
             program, values = self._following(pending.owner), pending.values
         return self._begin(program, batch, values, run or program.run), None
@@ -153,13 +148,8 @@ class PausingExecutable(Executable):
         readers = self.state.readers(step.signature.inputs, self.captured.constants)
         return Program(step, readers, lambda final: self._lower(asking(self._pausing(final).step, self._ask)))
 
-    def _first_has_run(self, check: LayoutCheck) -> None:
-        names = {node.name for node in check.repairs}
-        self._repair([node for node in self.graphs.main.graph_module.graph.nodes if node.name in names])
-
-    def _measured_has_run(self, profile: Profile, finish: Finish) -> None:
-        profile.end()
-        self._arrange(profile, finish)
+    def _form(self, step: ShardedStep) -> fx.GraphModule:
+        return self._pausing(step).step.graph_module
 
     def _begin(
         self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any], run: Callable[..., Any]

@@ -82,13 +82,7 @@ class Profile(SizedInterpreter):
         self._clock: Any = clock_of(graph_module.graph)
         self._marks: list[tuple[str, Any, Any]] = []
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """One iteration."""
-        result = super().run(*args, **kwargs)
-        self.end()
-        return result
-
-    def end(self) -> None:
+    def _end(self) -> None:
         """All nodes of an iteration have run."""
         self.runs += 1
         self._clock.settle()
@@ -99,6 +93,8 @@ class Profile(SizedInterpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """One node, between two marks."""
+        if n.op == "output":
+            self._end()
         if n.op != "call_function":
             return super().run_node(n)
         begin = self._clock.mark()

@@ -25,8 +25,9 @@ from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFol
 from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.control import Place
-from lightning_spmd.stages.runtime.executor import Executable, FirstRunError, Pending
+from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
+from lightning_spmd.stages.runtime.trial_runs import FirstRunError
 from lightning_spmd.strategy.graphs.building import Beginning, GraphBuilder
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt

@@ -14,8 +14,9 @@ from lightning_spmd.ir.guards import Guards
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import GraphInput, InputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
-from lightning_spmd.stages.runtime.executor import Executable, FirstRunError
+from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.first_run import LayoutCheck
+from lightning_spmd.stages.runtime.trial_runs import FirstRunError
 
 
 def _doubled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[fx.GraphModule, fx.Node]:
