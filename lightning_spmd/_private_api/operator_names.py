@@ -10,6 +10,11 @@ import torch
 from torch._ops import OpOverload
 
 
+def is_operator(target: Any) -> bool:
+    """Whether what a node calls is an operator of the dispatcher. Without it functions of Python would be taken for one."""
+    return type(target) is OpOverload
+
+
 def returns_alias(func: Any) -> bool:
     """Whether the operator's result shares memory with an argument. Without it a lost write could not be refused."""
     return any(r.alias_info is not None for r in func._schema.returns)
@@ -75,3 +80,20 @@ def is_composite(func: Any) -> bool:
 def entry_of(func: Any) -> Any:
     """The C function behind an operator; anything else as it is. Without it each call goes through a Python frame."""
     return func._op if type(func) is OpOverload else func
+
+
+@functools.cache
+def method_binding_of(func: Any) -> Any:
+    """The C method of tensors with the operator's name, or None. Without it each call goes through the boxed entry."""
+    name = func._schema.name.rpartition("::")[2]
+    method = vars(torch._C.TensorBase).get(name)
+    return method if method is not None and getattr(torch.Tensor, name, None) is method else None
+
+
+@functools.cache
+def function_bindings_of(func: Any) -> list[Any]:
+    """The C functions with the operator's name. Without them each call goes through the boxed entry."""
+    name = func._schema.name.rpartition("::")[2]
+    bindings: Any = torch._C
+    found = [getattr(part, name, None) for part in (bindings._VariableFunctions, bindings._nn)]
+    return [function for function in found if function is not None]

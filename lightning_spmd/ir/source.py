@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.bindings import METHOD, binding_of
 from lightning_spmd.ir.node_info import named, spec_of, tell_place
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.sizes import Counts, Formula, Size, SizeFloat, Sizes
@@ -194,6 +195,11 @@ class _Writer:
         called = private.entry_of(target)
         if target is aten.nonzero_static.default and spec_of(node).device.type == "cpu":
             called = _positions
+        elif (binding := binding_of(node)) == METHOD:
+            method = target._schema.name.rpartition("::")[2]  # noqa: SLF001 - as everywhere in torch
+            return f"{arguments[0]}.{method}({', '.join(arguments[1:])})"
+        elif binding is not None:
+            called = binding
         return f"{self._constant(called, _name_of(target))}({', '.join(arguments)})"
 
     def _value(self, argument: object) -> str:

@@ -114,6 +114,14 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         ("tests/strategy/reads_and_sizes/test_followed_counts.py",),
     ),
     Mutant(
+        "a binding that calls another operator is taken for one of this operator",
+        CAPTURE,
+        "ir/bindings.py",
+        "        if seen.func is not func:\n            return False\n",
+        "",
+        ("tests/ir/test_bindings.py",),
+    ),
+    Mutant(
         "the first step of a user's optimizer is taken for one like the others",
         CAPTURE,
         "stages/capture/followed_trace.py",
