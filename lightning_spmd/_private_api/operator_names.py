@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 
 def is_operator(target: Any) -> bool:
-    """Whether what a node calls is an operator of the dispatcher. Without it functions of Python would be taken for one."""
+    """Whether a node calls an operator of the dispatcher. Without it a function of Python would be taken for one."""
     return type(target) is OpOverload
 
 

@@ -49,20 +49,20 @@ def binding_of(node: fx.Node) -> Any:
 def _kind(value: Any) -> Any:
     """All of an argument that torch's parser looks at."""
     if isinstance(value, fx.Node):
-        seen = value.meta.get("val")
+        seen: Any = value.meta.get("val")
         if isinstance(seen, TensorSpec):
             return Tensor, len(seen.shape), seen.dtype
-        if type(seen) not in _NUMBERS:
-            raise TypeError(type(seen))
-        return type(seen)
+        if not isinstance(seen, _NUMBERS):
+            raise TypeError(f"{value.name} is no argument that a trial could have")
+        return _number(seen)
     if isinstance(value, (list, tuple)):
         entries = cast(Sequence[Any], value)
         return len(entries), tuple(_kind(v) for v in entries)
-    if isinstance(value, Size):
-        return int
-    if isinstance(value, SizeFloat):
-        return float
-    return type(value) if type(value) in _NUMBERS else value
+    return _number(value) if isinstance(value, (*_NUMBERS, Size, SizeFloat)) else value
+
+
+def _number(value: complex | Size | SizeFloat) -> type:
+    return int if isinstance(value, Size) else float if isinstance(value, SizeFloat) else type(value)
 
 
 def _made(value: Any) -> Any:
@@ -121,7 +121,7 @@ def _is_call_of(func: Any, binding: Callable[..., Any], args: Sequence[Any], kwa
 def _all_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Arguments in the order of the schema, with defaults."""
     arguments = func._schema.arguments  # noqa: SLF001 - how operators are described everywhere in torch
-    given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    given: dict[str, Any] = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
     return [given.get(a.name, a.default_value if a.has_default_value() else None) for a in arguments]
 
 
@@ -131,4 +131,5 @@ def _same(one: Any, other: Any) -> bool:
         return len(ours) == len(theirs) and all(map(_same, ours, theirs))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other
-    return type(one) is type(other) and one == other
+    kinds: tuple[Any, Any] = type(one), type(other)
+    return kinds[0] is kinds[1] and one == other

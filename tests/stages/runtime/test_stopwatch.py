@@ -69,7 +69,7 @@ def test_each_line_has_the_median_of_its_times(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_that_was_abandoned_does_not_count() -> None:
     watch = Stopwatch()
     step = _timed(watch)
-    with pytest.raises(RuntimeError, match="Expected a proper Tensor"):
+    with pytest.raises(AttributeError, match="sin"):
         step(None)
     step(torch.ones(5))
     assert watch.results() == [], "and one run is too few"
