@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.same_value import same_plain
 from lightning_spmd.ir.sizes import Size, SizeFloat
 
 METHOD = "method"
@@ -131,5 +132,4 @@ def _same(one: Any, other: Any) -> bool:
         return len(ours) == len(theirs) and all(map(_same, ours, theirs))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other
-    kinds: tuple[Any, Any] = type(one), type(other)
-    return kinds[0] is kinds[1] and one == other
+    return same_plain(one, other)
