@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_spmd.stages.capture.follow import memory
 from tests.helpers.training import assert_bitwise
 from tests.strategy.small import Quiet, run
 
@@ -212,3 +213,30 @@ def test_python_and_the_step_see_one_memory(kind: type[Keeps]) -> None:
     assert_bitwise(ours, theirs)
     assert (ours.mode == "eager") == (kind in EAGER), ours.warnings
     assert any("tests/strategy/" in text for text in ours.warnings) == (kind in EAGER), ours.warnings
+
+
+class FromFile(Keeps):
+    """All weights lie in memory that something else allocated, as those of a file do; one buffer's array is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.data = torch.from_numpy(parameter.detach().numpy().copy())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.weighed(batch, self.shared)
+
+    def on_train_end(self) -> None:
+        own = [parameter.untyped_storage().resizable() for parameter in self.parameters()]
+        self.seen += [all(own), self.shared.data_ptr() == self.table.ctypes.data]
+
+
+def test_who_has_the_memory_of_weights_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, looks = run(FromFile, "auto", max_epochs=2), list[int]()
+    look = memory._in_python
+    monkeypatch.setattr(memory, "_in_python", lambda: (looks.append(1), look())[1])
+    ours = run(FromFile, max_epochs=2)
+    assert_bitwise(ours, theirs)
+    assert ours.mode != "eager"
+    assert FromFile.seen == [True, True], "weights moved to torch's memory, and what an array has did not"
+    assert len(looks) == 1

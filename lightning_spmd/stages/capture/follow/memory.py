@@ -5,8 +5,9 @@ compared with what it was, before calls that use it and wherever a graph runs, a
 a call goes on eagerly, as does one whose calls write into it. The array of a result is a copy; in a step that goes on
 eagerly it and the tensor are kept alike.
 
-torch marks memory that it does not own, or has once given to NumPy: it cannot be resized. For the module's own tensors
-Python's objects are looked through, once, for one that has that memory; if none has, it becomes torch's.
+torch marks memory that it does not own, or has once given to NumPy: it cannot be resized. Where a step uses such a
+tensor of the module, Python's objects are looked through, once for all of the module's, for those that have the memory;
+what none has becomes torch's.
 """
 
 from __future__ import annotations
@@ -107,15 +108,30 @@ class Holders:
             tensor: which is not looked at closely, but if it is of the module.
             is_kept: or if it has been there in earlier steps.
         """
-        self.names = self.names or self._names()
-        known = self._had.get(id(tensor))
-        if not (is_kept or id(tensor) in self.names) or known is not None and known() is tensor:
-            return False
-        if private.is_memory_its_own(tensor) and not _is_in_python(tensor):
-            tensor.data = tensor.detach().clone()
+        if not is_foreign(tensor):
             return True
-        self._had[id(tensor)] = weakref.ref(tensor)
-        return False
+        self.names = self.names or self._names()
+        if not (is_kept or id(tensor) in self.names) or self._is_had(tensor):
+            return False
+        if not private.is_memory_its_own(tensor):
+            self._had[id(tensor)] = weakref.ref(tensor)
+            return False
+        arrays, tensors = _in_python()
+        ours = {id(t): t for t in tensors if id(t) in self.names and is_foreign(t) and not self._is_had(t)}
+        # a weights file gives a model hundreds of such tensors, and looking takes half a second
+        for each in {id(tensor): tensor, **ours}.values():
+            if not private.is_memory_its_own(each):
+                continue
+            if _has_memory_of(arrays, each):
+                self._had[id(each)] = weakref.ref(each)
+            else:
+                each.data = each.detach().clone()
+        return not is_foreign(tensor)
+
+    def _is_had(self, tensor: Tensor) -> bool:
+        """Whether somebody is known to share a tensor's memory."""
+        known = self._had.get(id(tensor))
+        return known is not None and known() is tensor
 
 
 class Memory:
@@ -395,27 +411,37 @@ def array_of(memory: Tensor, dtype: Any = None, **_: Any) -> Any:
     return found if dtype is None else found.astype(dtype, copy=False)
 
 
-def _is_in_python(tensor: Tensor) -> bool:
-    """Whether an object of Python's that is no tensor has some of a tensor's memory: an array, a buffer, a file's."""
+def _in_python() -> tuple[list[Any] | None, list[Tensor]]:
+    """Arrays of the memory that Python's objects have: arrays, buffers, files'; None: unknown. And its tensors."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
-        return True
-    mine = array_of(_whole(tensor))
+        return None, []
     leaves: list[Any] = gc.get_referents(*gc.get_objects())
     for frame in sys._current_frames().values():  # noqa: SLF001 - the only way to all threads' variables
         at: Any = frame
         while at is not None:
             leaves += at.f_locals.values()
             at = at.f_back
-    have_memory: dict[type, bool] = {bytes: False, str: False, type(mine): True}
+    arrays, tensors = list[Any](), list[Tensor]()
+    have_memory: dict[type, bool] = {bytes: False, str: False}
     for leaf in leaves:
         kind = type(leaf)
         found = have_memory.get(kind)
         if found is None:
             found = have_memory[kind] = _shows_memory(leaf)
-        if found and leaf is not mine and numpy.may_share_memory(mine, _as_array(numpy, leaf)):
-            return True
-    return False
+        if found:
+            arrays.append(_as_array(numpy, leaf))
+        elif kind is Tensor or kind is nn.Parameter:
+            tensors.append(leaf)
+    return arrays, tensors
+
+
+def _has_memory_of(arrays: list[Any] | None, tensor: Tensor) -> bool:
+    """Whether one of these arrays may have some of a tensor's memory."""
+    if arrays is None:
+        return True
+    mine, may_share_memory = array_of(_whole(tensor)), sys.modules["numpy"].may_share_memory
+    return any(may_share_memory(mine, array) for array in arrays)
 
 
 def _as_array(numpy: Any, leaf: Any) -> Any:
