@@ -7,8 +7,10 @@
     streams.py      graphs + times → when the rank computes and communicates
     contents.py     graphs → the contents of memory
     outlook.py      all results in one ``Outlook``
-    tables.py, page.py, chrome_trace.py     Outlook → terminal, HTML, trace
-    search.py       layouts, ranked
+    facts.py        Outlook → plain data; tables.py, page/, chrome_trace.py: terminal, HTML, trace
+    search.py       layouts, ranked; estimate.py: a rough cost, to order them before they are built
 
-Nothing is measured and nothing runs on a device: times come from ``cost/hardware.py`` and ``cost/operators.py``.
+Nothing is measured and nothing runs on a device: times (``times.py``) come from ``cost/hardware.py``,
+``cost/operators.py`` and the user's ``hardware_file.py``. Two files are about this machine: ``calibration.py`` measures
+the speed of its CPU, and ``timed.py`` has the streams of a run as they were measured.
 """

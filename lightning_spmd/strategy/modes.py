@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import tell
-from lightning_spmd.stages.runtime.control import ControlPlane, Place
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
 from lightning_spmd.strategy.support.detectors import Context, gradient_hooks
 from lightning_spmd.strategy.support.eager_semantics import averaged
 from lightning_spmd.strategy.support.feature import Mode

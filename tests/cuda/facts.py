@@ -20,7 +20,7 @@ from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages import finish
-from lightning_spmd.stages.runtime.same_graphs import describe, describe_capture, exchanges
+from lightning_spmd.stages.runtime.agreement.same_graphs import describe, describe_capture, exchanges
 from tests.cuda.ranks import Built, Wanted, build, process_groups
 from tests.cuda.stand_ins import gpus
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.stages.runtime.recordable import Plan, cut
+from lightning_spmd.stages.runtime.cuda_graphs.recordable import Plan, cut
 from tests.cuda.ranks import Wanted, build, process_groups
 from tests.cuda.stand_ins import gpus
 

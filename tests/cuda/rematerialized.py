@@ -14,7 +14,7 @@ from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages import build as build_graphs
 from lightning_spmd.stages.passes.remat.plan import Planner
 from lightning_spmd.stages.passes.remat.values import Values
-from lightning_spmd.stages.runtime.same_graphs import describe
+from lightning_spmd.stages.runtime.agreement.same_graphs import describe
 from tests.cuda.ranks import Wanted, build, process_groups
 from tests.cuda.stand_ins import gpus
 

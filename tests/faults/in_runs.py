@@ -44,7 +44,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "an output stays in the memory of a CUDA graph",
         RUNTIME,
-        "stages/runtime/recorded_pieces.py",
+        "stages/runtime/cuda_graphs/recorded_pieces.py",
         "        if not isinstance(found, Tensor) or not in_recording:\n",
         "        if not isinstance(found, Tensor) or in_recording:\n",
         (RECORDED,),
@@ -52,7 +52,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "parameters may move away from under a CUDA graph",
         RUNTIME,
-        "stages/runtime/cuda_graphs.py",
+        "stages/runtime/cuda_graphs/cuda_graphs.py",
         "        if addresses == self._addresses:\n",
         "        if self._addresses is not None:\n",
         (RECORDED,),
@@ -60,7 +60,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "what a CUDA graph writes into a copy is lost",
         RUNTIME,
-        "stages/runtime/recorded_pieces.py",
+        "stages/runtime/cuda_graphs/recorded_pieces.py",
         "        if self._piece.written:\n",
         "        if False:\n",
         (RECORDED,),
@@ -68,7 +68,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "numbers of a step are recorded in CUDA graphs",
         RUNTIME,
-        "stages/runtime/recordable.py",
+        "stages/runtime/cuda_graphs/recordable.py",
         "    if any(not _specs(operand) for operand in node.all_input_nodes):\n",
         "    if False:\n",
         ("tests/stages/runtime/test_recordable.py", RECORDED),
@@ -109,7 +109,7 @@ IN_RUNS: tuple[Mutant, ...] = (
     Mutant(
         "graphs of the ranks are not compared",
         AGREEMENT,
-        "stages/runtime/same_graphs.py",
+        "stages/runtime/agreement/same_graphs.py",
         "if len(set(control.gather(digest))) == 1:",
         "if control.gather(digest):",
         ("tests/stages/runtime/test_agreement.py",),

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.stages.runtime import cuda_graphs
-from lightning_spmd.stages.runtime.cuda_graphs import CUDAGraphs
+from lightning_spmd.stages.runtime.cuda_graphs import cuda_graphs
+from lightning_spmd.stages.runtime.cuda_graphs.cuda_graphs import CUDAGraphs
 from tests.gpu.child import Setting, exact
 from tests.gpu.models import Trained, main_job, network, samples
 

@@ -26,7 +26,7 @@ from lightning_spmd.ir.signature import GraphInput
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
 from lightning_spmd.stages.expand import expand
-from lightning_spmd.stages.runtime.first_run import LayoutCheck
+from lightning_spmd.stages.runtime.trial_runs.first_run import LayoutCheck
 
 _functional = torch.ops._c10d_functional
 _expand_module = importlib.import_module("lightning_spmd.stages.expand.expand")

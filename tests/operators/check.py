@@ -32,8 +32,8 @@ from lightning_spmd.stages import build
 from lightning_spmd.stages.capture.record.packing import remove_dead_nodes
 from lightning_spmd.stages.capture.rewrites.simplify import simplify_strided_gradients
 from lightning_spmd.stages.expand.expand import ReplicationWarning
+from lightning_spmd.stages.runtime.agreement.same_graphs import describe
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
-from lightning_spmd.stages.runtime.same_graphs import describe
 from tests.helpers.simulate import expand_all, meshes_for, run_global, run_ranks
 from tests.helpers.tiny_capture import capture_function
 from tests.operators.cases import Sample, Split

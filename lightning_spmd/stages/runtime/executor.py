@@ -23,7 +23,7 @@ from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
 from lightning_spmd.stages.runtime.lowering import Lowering, Together, as_python, is_settled
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
-from lightning_spmd.stages.runtime.trial_runs import Finish, FirstRun, Measurement
+from lightning_spmd.stages.runtime.trial_runs.trial_runs import Finish, FirstRun, Measurement
 from lightning_spmd.stages.runtime.undo import collectives_ended, random_numbers_kept
 
 OF_THE_OPTIMIZER = (OutputRole.OPTIMIZER_STATE, OutputRole.HYPER_PARAMETER)

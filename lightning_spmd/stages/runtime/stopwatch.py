@@ -25,7 +25,7 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import NodeInfo, Section, spec_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import is_wait, starts_collective
-from lightning_spmd.stages.runtime.profile import clock_of
+from lightning_spmd.stages.runtime.trial_runs.profile import clock_of
 
 LEAST = 2
 """Runs of a graph without which nothing is told of it: such as one for an epoch's last and smaller batch."""

@@ -18,8 +18,8 @@ from lightning_spmd.ir.node_info import NodeInfo, Section
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import is_wait
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
-from lightning_spmd.stages.runtime.profile import DeviceClock, HostClock, clock_of
 from lightning_spmd.stages.runtime.stopwatch import Stopwatch
+from lightning_spmd.stages.runtime.trial_runs.profile import DeviceClock, HostClock, clock_of
 
 _WAIT = private.entry_of(torch.ops._c10d_functional.wait_tensor.default)  # noqa: SLF001 - an operator's public name
 

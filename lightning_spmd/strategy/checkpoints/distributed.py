@@ -27,7 +27,7 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.placement import CHUNK, REPLICATE
 from lightning_spmd.parallel.parallel_plan import ParallelPlan
 from lightning_spmd.parallel.state import Placements, StateMesh, is_sharded
-from lightning_spmd.stages.runtime.lost_ranks import is_communication_failure
+from lightning_spmd.stages.runtime.agreement.lost_ranks import is_communication_failure
 from lightning_spmd.strategy.checkpoints.intact import seals_of, write_seals
 from lightning_spmd.strategy.checkpoints.state_dicts import METADATA_FILE, placements_of_state, tensors_changed
 from lightning_spmd.strategy.checkpoints.whole_files import (

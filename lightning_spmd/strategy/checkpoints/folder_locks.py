@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.stages.runtime.control import ControlPlane, Place
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
 
 MARK = ".lightning_spmd.lock"
 _PATIENCE = 5.0

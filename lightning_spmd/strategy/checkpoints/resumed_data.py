@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.capture.follow.memory import array_of
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.strategy.state.random_state import RandomState, pack_random_state, restore_random_state
 
 KEY = "epoch_data"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.strategy.checkpoints.folder_locks import FolderLocks
 from lightning_spmd.strategy.checkpoints.intact import (
     check_is_training,

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_spmd.errors import SPMDError
 from lightning_spmd.ir.stable_hash import stable_hash
-from lightning_spmd.stages.runtime.lost_ranks import Process
+from lightning_spmd.stages.runtime.agreement.lost_ranks import Process
 
 _UNFINISHED = re.compile(r"\..+\.(?P<machine>[0-9a-f]+)-(?P<pid>\d+)\.unfinished")
 _AT_FDCWD, _EXCHANGE = -100, 2

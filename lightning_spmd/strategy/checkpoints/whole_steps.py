@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_spmd.ir.reads import ReadMiss
 from lightning_spmd.messages import warn
-from lightning_spmd.stages.runtime.trial_runs import FirstRunError
+from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
 
 _UNDONE = (ReadMiss, FirstRunError)
 """Raised by runs that have changed nothing."""

@@ -27,13 +27,13 @@ from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.sizes.symbolic_family import NotGeneral
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.phases.pause import pausing
-from lightning_spmd.stages.runtime import cuda_graphs
+from lightning_spmd.stages.runtime.agreement.same_graphs import agree_on, agree_on_exchanges, gradients_of
+from lightning_spmd.stages.runtime.cuda_graphs import cuda_graphs
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
-from lightning_spmd.stages.runtime.profile import agree
-from lightning_spmd.stages.runtime.same_graphs import agree_on, agree_on_exchanges, gradients_of
+from lightning_spmd.stages.runtime.trial_runs.profile import agree
 from lightning_spmd.stages.runtime.undo import Before
 from lightning_spmd.strategy.checkpoints.state_dicts import placements_of_state
 from lightning_spmd.strategy.graphs.first_step import with_state

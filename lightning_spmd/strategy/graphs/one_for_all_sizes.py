@@ -25,7 +25,7 @@ from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.sizes.symbolic_batch import OtherSizes, SymbolicBatch
 from lightning_spmd.stages.capture.sizes.symbolic_family import NotGeneral, family_of
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.stages.runtime.executor import Executable
 
 aten = torch.ops.aten

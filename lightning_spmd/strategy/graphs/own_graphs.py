@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.messages import tell
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.same_graphs import exchanges
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.stages.runtime.same_graphs import exchanges
 from lightning_spmd.strategy.graphs.building import GraphBuilder
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt, OtherGradients

@@ -21,7 +21,7 @@ from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.capture.optimizer.bf16_updates import Updates
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.lowering import LoweringContext
 from lightning_spmd.stages.runtime.random_streams import RandomStreams

@@ -10,7 +10,7 @@ from lightning_spmd.errors import BatchError, RankDisagreementError
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.parallel.mesh import Mesh
 from lightning_spmd.stages.capture.batch.batch import Batch
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.run_context import StepRequest
 from lightning_spmd.strategy.ranks.places import Moment

@@ -18,7 +18,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.cost.peaks import known_peak, products_of
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import tell
-from lightning_spmd.stages.runtime.profile import DeviceClock, HostClock
+from lightning_spmd.stages.runtime.trial_runs.profile import DeviceClock, HostClock
 from lightning_spmd.stages.runtime.waiting import Waits
 from lightning_spmd.strategy.graphs.run_context import Ran
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy

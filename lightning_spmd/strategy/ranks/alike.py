@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_spmd.errors import RankDisagreementError
-from lightning_spmd.stages.runtime.control import ControlPlane, Place
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
 
 _FIX = {
     "version": "install the same one on every node, and start all ranks with the same Python",

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from lightning_spmd.errors import SPMDError
 from lightning_spmd.stages.capture.user_code import location_of
-from lightning_spmd.stages.runtime.control import ControlPlane
-from lightning_spmd.stages.runtime.lost_ranks import is_communication_failure
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.lost_ranks import is_communication_failure
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.messages import tell, warn
-from lightning_spmd.stages.runtime.control import THE_END, ControlPlane, Place, StepVote
+from lightning_spmd.stages.runtime.agreement.control import THE_END, ControlPlane, Place, StepVote
 from lightning_spmd.strategy.ranks.alike import check_alike, facts
 from lightning_spmd.strategy.ranks.requests import Requests
 from lightning_spmd.strategy.state.new_parameters import NewParameters

@@ -21,7 +21,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, ConfigurationError
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.user_code import user_location
-from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.strategy.notices.advice import advice_on
 from lightning_spmd.strategy.ranks.boundary import names_lost_ranks
 from lightning_spmd.strategy.ranks.ranks import Processes, Ranks

@@ -22,8 +22,8 @@ from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mes
 from lightning_spmd.parallel.parallel_plan import MeshPlan, OwnBatchPlan, ParallelPlan
 from lightning_spmd.parallel.shared_groups import Lease, lease_groups, make_host_group
 from lightning_spmd.stages.capture.user_code import user_location
-from lightning_spmd.stages.runtime.control import ControlPlane, Place
-from lightning_spmd.stages.runtime.lost_ranks import is_communication_failure
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
+from lightning_spmd.stages.runtime.agreement.lost_ranks import is_communication_failure
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 

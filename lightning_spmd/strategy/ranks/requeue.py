@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_spmd import _private_api as private
 from lightning_spmd import early_signals
 from lightning_spmd.messages import tell, warn
-from lightning_spmd.stages.runtime.control import ControlPlane, Place
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
 from lightning_spmd.strategy.checkpoints.resumed_data import KEY, EpochData
 from lightning_spmd.strategy.ranks.requests import Requests
 from lightning_spmd.strategy.ranks.slurm import FIT, JOB, SlurmLauncher, job_name

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.ir.several_optimizers import SeveralOptimizers
 from lightning_spmd.ir.stable_hash import stable_hash
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 
 _AS_THEY_ARE = frozenset((float, int, bool, type(None)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.strategy.state.random_state import pack_random_state, restore_random_state
 
 _SEED = "PL_GLOBAL_SEED"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.messages import tell
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.strategy.state.memory import broadcast_from_first
 
 

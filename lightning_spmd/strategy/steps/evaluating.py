@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import tell
-from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.strategy.graphs.run_context import FellBack
 from lightning_spmd.strategy.state.state_layout import StateLayout
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps

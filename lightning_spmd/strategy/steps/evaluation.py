@@ -30,7 +30,7 @@ from lightning_spmd.messages import speaking_of, warn
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.stages.runtime.trial_runs import FirstRunError
+from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt
 from lightning_spmd.strategy.graphs.run_context import FellBack, RunContext, StepRequest
 from lightning_spmd.strategy.ranks.boundary import ends_no_loop

@@ -23,11 +23,11 @@ from lightning_spmd.messages import speaking_of, tell
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
 from lightning_spmd.stages.capture.follow.program import Program
+from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.stages.runtime.ahead import Outvoted
-from lightning_spmd.stages.runtime.control import Place
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
-from lightning_spmd.stages.runtime.trial_runs import FirstRunError
+from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
 from lightning_spmd.strategy.graphs.building import Beginning, GraphBuilder
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt

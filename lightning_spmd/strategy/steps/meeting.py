@@ -28,7 +28,7 @@ from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFol
 from lightning_spmd.stages.capture.follow.memory import array_of
 from lightning_spmd.stages.capture.follow.tripwires import Tripwires
 from lightning_spmd.stages.capture.record.inputs import global_spec
-from lightning_spmd.stages.runtime.control import ControlPlane, Place
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
 from lightning_spmd.strategy.graphs.graph_table import Found
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, CallSummary, KeptAlone, helped, kept_alone

@@ -14,7 +14,7 @@ from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.stages import GraphMaker
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.live_state import LiveState
-from lightning_spmd.stages.runtime.trial_runs import FirstRunError
+from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
 from lightning_spmd.stages.runtime.undo import random_numbers_kept
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
 

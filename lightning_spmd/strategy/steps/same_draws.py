@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lightning_spmd.ir.random_states import python_random_states, set_python_random_states
 from lightning_spmd.messages import the_step, warn
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from lightning_spmd.errors import BatchError, SPMDError
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.capture.batch.batch import Batch
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 
 Trace = Callable[[Collection[str]], object]
 """Traces the step, with leaves at these paths taken as a whole."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_spmd.messages import tell
-from lightning_spmd.stages.runtime.control import Place
+from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.stages.runtime.executor import Pending
 from lightning_spmd.strategy.graphs.run_context import GraphSettings, RunContext
 from lightning_spmd.strategy.steps.loss_scaling import TrainersScaler

@@ -21,7 +21,7 @@ from lightning_spmd.ir.verify import verify_sharded
 from lightning_spmd.parallel.parallel_plan import ShardedStatePlan
 from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.passes.offload_activations import AHEAD
-from lightning_spmd.stages.runtime.same_graphs import describe
+from lightning_spmd.stages.runtime.agreement.same_graphs import describe
 from lightning_spmd.strategy import spmd_strategy
 from tests.helpers.simulate import meshes_for
 from tests.helpers.tiny_capture import capture_module

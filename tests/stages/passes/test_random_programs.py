@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from lightning_spmd.parallel.parallel_plan import ShardedStatePlan
 from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.passes import PASSES, PassState, run_passes
-from lightning_spmd.stages.runtime.same_graphs import describe
+from lightning_spmd.stages.runtime.agreement.same_graphs import describe
 from tests.helpers.simulate import expand_all, run_ranks
 from tests.stages.passes.random_programs import captured_program
 

@@ -24,7 +24,7 @@ from lightning_spmd.stages.passes.remat import plan as plans
 from lightning_spmd.stages.passes.remat.choice import choose
 from lightning_spmd.stages.passes.remat.plan import Planner
 from lightning_spmd.stages.passes.remat.values import Values
-from lightning_spmd.stages.runtime.same_graphs import describe
+from lightning_spmd.stages.runtime.agreement.same_graphs import describe
 from tests.helpers.models import GPT, Block, ConvNet
 from tests.helpers.simulate import expand_all, run_ranks
 from tests.helpers.tiny_capture import capture_function, capture_module

@@ -12,7 +12,7 @@ from lightning_spmd.parallel.parallel_plan import ShardedStatePlan
 from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.expand.auto_plan import find_plan
 from lightning_spmd.stages.passes import PASSES, PassState, run_passes
-from lightning_spmd.stages.runtime.same_graphs import describe
+from lightning_spmd.stages.runtime.agreement.same_graphs import describe
 from tests.helpers import zoo
 from tests.helpers.simulate import expand_all, run_ranks
 from tests.helpers.tiny_capture import capture_module

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.passes import GraphPass, PassState, run_passes
-from lightning_spmd.stages.runtime.same_graphs import describe
+from lightning_spmd.stages.runtime.agreement.same_graphs import describe
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulate import run_ranks
 from tests.helpers.training import Result, TrainingCase, assert_bitwise, assert_compiled

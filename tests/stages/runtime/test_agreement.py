@@ -13,7 +13,7 @@ from lightning_spmd.ir.node_info import NodeInfo, Section
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep, Variant
 from lightning_spmd.stages.capture.batch.batch import Batch, memory_order
-from lightning_spmd.stages.runtime.same_graphs import _explain, describe, describe_capture, stable_hash
+from lightning_spmd.stages.runtime.agreement.same_graphs import _explain, describe, describe_capture, stable_hash
 
 aten = torch.ops.aten
 

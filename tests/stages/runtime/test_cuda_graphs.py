@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_spmd import ConfigurationError, SPMDStrategy
-from lightning_spmd.stages.runtime import cuda_graphs
-from lightning_spmd.stages.runtime.cuda_graphs import CUDAGraphs
+from lightning_spmd.stages.runtime.cuda_graphs import cuda_graphs
+from lightning_spmd.stages.runtime.cuda_graphs.cuda_graphs import CUDAGraphs
 from lightning_spmd.strategy.graphs import building
 from tests.helpers import fake_cuda_graphs
 from tests.helpers.fake_cuda_graphs import CANNOT, FakeRecorder

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_spmd.stages.runtime import cuda_graphs
+from lightning_spmd.stages.runtime.cuda_graphs import cuda_graphs
 from lightning_spmd.stages.runtime.regions import lowering as regions
 from tests.cuda.models import LSTM
 from tests.helpers.modules import samples

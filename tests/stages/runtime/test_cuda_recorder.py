@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.stages.runtime.cuda_graphs import CudaRecorder
+from lightning_spmd.stages.runtime.cuda_graphs.cuda_graphs import CudaRecorder
 
 
 class _Graph:

@@ -15,8 +15,8 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import GraphInput, InputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.stages.runtime.first_run import LayoutCheck
-from lightning_spmd.stages.runtime.trial_runs import FirstRunError
+from lightning_spmd.stages.runtime.trial_runs.first_run import LayoutCheck
+from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
 
 
 def _doubled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[fx.GraphModule, fx.Node]:

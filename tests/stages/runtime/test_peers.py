@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_spmd.errors import BatchError, RankDisagreementError, RankLostError
-from lightning_spmd.stages.runtime import lost_ranks
-from lightning_spmd.stages.runtime.lost_ranks import Peers, Process, is_communication_failure
+from lightning_spmd.stages.runtime.agreement import lost_ranks
+from lightning_spmd.stages.runtime.agreement.lost_ranks import Peers, Process, is_communication_failure
 
 GLOO = RuntimeError(
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:30641"

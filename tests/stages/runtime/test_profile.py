@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.stages.runtime.profile import DeviceClock, HostClock, Profile, clock_of
+from lightning_spmd.stages.runtime.trial_runs.profile import DeviceClock, HostClock, Profile, clock_of
 
 
 def _doubled(device: str) -> fx.GraphModule:

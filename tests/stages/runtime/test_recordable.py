@@ -12,9 +12,9 @@ from torch import fx
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.stages.runtime import recorded_pieces
-from lightning_spmd.stages.runtime.recordable import cut, why_not
-from lightning_spmd.stages.runtime.recorded_pieces import Gap, copied_out
+from lightning_spmd.stages.runtime.cuda_graphs import recorded_pieces
+from lightning_spmd.stages.runtime.cuda_graphs.recordable import cut, why_not
+from lightning_spmd.stages.runtime.cuda_graphs.recorded_pieces import Gap, copied_out
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 

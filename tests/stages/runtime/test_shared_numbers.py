@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 
 from lightning_spmd.errors import RankLostError, VerificationError
-from lightning_spmd.stages.runtime import shared_numbers as shared
-from lightning_spmd.stages.runtime.control import NUMBERS, ControlPlane, Place
-from lightning_spmd.stages.runtime.shared_numbers import SharedNumbers, shared_numbers
+from lightning_spmd.stages.runtime.agreement import shared_numbers as shared
+from lightning_spmd.stages.runtime.agreement.control import NUMBERS, ControlPlane, Place
+from lightning_spmd.stages.runtime.agreement.shared_numbers import SharedNumbers, shared_numbers
 
 
 def nobody_waits(_seconds: float) -> None:

@@ -13,8 +13,8 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.runtime.lowering import as_python
-from lightning_spmd.stages.runtime.profile import HostClock
 from lightning_spmd.stages.runtime.stopwatch import Stopwatch
+from lightning_spmd.stages.runtime.trial_runs.profile import HostClock
 from lightning_spmd.stages.runtime.waiting import WaitMeter
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_spmd.stages.runtime import control, lost_ranks
+from lightning_spmd.stages.runtime.agreement import control, lost_ranks
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
 from tests.strategy.small import Quiet, loader_of, rows

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_spmd import errors
 from lightning_spmd.errors import own_line
-from lightning_spmd.stages.runtime.lost_ranks import Peers, Process
+from lightning_spmd.stages.runtime.agreement.lost_ranks import Peers, Process
 
 
 class Rows(Dataset[int]):

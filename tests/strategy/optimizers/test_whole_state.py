@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.stages.runtime import control, lost_ranks
+from lightning_spmd.stages.runtime.agreement import control, lost_ranks
 from lightning_spmd.stages.runtime.executor import Executable, Program
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_spmd.errors import RankDisagreementError
-from lightning_spmd.stages.runtime.lost_ranks import Peers, Process
+from lightning_spmd.stages.runtime.agreement.lost_ranks import Peers, Process
 from lightning_spmd.strategy.notices.advice import advice_on
 from lightning_spmd.strategy.ranks.alike import check_alike, check_same_tensors, facts
 

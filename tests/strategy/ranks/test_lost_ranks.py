@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.stages.runtime import control, lost_ranks
+from lightning_spmd.stages.runtime.agreement import control, lost_ranks
 from tests.helpers.ranks import RankPool, environment, free_port
 from tests.helpers.training import QUIET
 from tests.strategy.losing import Ends

@@ -27,12 +27,12 @@ from lightning_spmd.ir.source import function_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.runtime.lowering import Lowering, LoweringContext, Together, as_python, is_settled
-from lightning_spmd.stages.runtime.profile import RUNS, Profile, agree
 from lightning_spmd.stages.runtime.regions.choice import fitting_regions, worthwhile
 from lightning_spmd.stages.runtime.regions.code import CODES, entry_of
 from lightning_spmd.stages.runtime.regions.partition import computing
 from lightning_spmd.stages.runtime.regions.region import Region, lowered_graph
 from lightning_spmd.stages.runtime.regions.trial import Verdict, tried
+from lightning_spmd.stages.runtime.trial_runs.profile import RUNS, Profile, agree
 
 FASTER = 0.95
 """Part of its operators' time that a region may take at most to be chosen by ``"auto"``."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_spmd.cache import the_store
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.runtime.lowering import LoweringContext
-from lightning_spmd.stages.runtime.profile import RUNS
 from lightning_spmd.stages.runtime.regions import choice, code, trial
 from lightning_spmd.stages.runtime.regions.lowering import LoweredStep, RegionLowering
+from lightning_spmd.stages.runtime.trial_runs.profile import RUNS
 from tests.stages.runtime.regions.cases import Compiler, Fault, capture, chain, compiler
 
 __all__ = ["compiler"]

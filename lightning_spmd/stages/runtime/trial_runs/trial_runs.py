@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
-from lightning_spmd.stages.runtime.first_run import LayoutCheck, insert_repairs
-from lightning_spmd.stages.runtime.profile import RUNS, Profile
+from lightning_spmd.stages.runtime.trial_runs.first_run import LayoutCheck, insert_repairs
+from lightning_spmd.stages.runtime.trial_runs.profile import RUNS, Profile
 from lightning_spmd.stages.runtime.undo import Before, can_be_undone
 
 Finish = Callable[[ShardedStep, Mapping[str, float]], IterationGraphs]

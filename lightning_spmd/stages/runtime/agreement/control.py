@@ -25,8 +25,8 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.messages import warn
-from lightning_spmd.stages.runtime.lost_ranks import Peers, Process, lost
-from lightning_spmd.stages.runtime.shared_numbers import SharedNumbers, shared_numbers
+from lightning_spmd.stages.runtime.agreement.lost_ranks import Peers, Process, lost
+from lightning_spmd.stages.runtime.agreement.shared_numbers import SharedNumbers, shared_numbers
 
 # How long to wait for the others before looking whether they are still there, and before saying so.
 LOOK_AROUND = timedelta(seconds=5)

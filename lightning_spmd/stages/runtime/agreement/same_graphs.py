@@ -22,7 +22,7 @@ from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import starts_collective
 from lightning_spmd.messages import the_step
-from lightning_spmd.stages.runtime.control import ControlPlane
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PLACE = "  # "

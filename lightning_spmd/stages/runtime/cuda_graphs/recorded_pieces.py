@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.source import function_of
-from lightning_spmd.stages.runtime.recordable import Piece, Plan
+from lightning_spmd.stages.runtime.cuda_graphs.recordable import Piece, Plan
 
 Values = dict[fx.Node, Any]
 

@@ -27,9 +27,9 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec, named
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.messages import tell
+from lightning_spmd.stages.runtime.cuda_graphs.recordable import Piece, Plan, cut
+from lightning_spmd.stages.runtime.cuda_graphs.recorded_pieces import Gap, Recorded, copied_out, storages
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
-from lightning_spmd.stages.runtime.recordable import Piece, Plan, cut
-from lightning_spmd.stages.runtime.recorded_pieces import Gap, Recorded, copied_out, storages
 
 WARM_UP = 1
 """Runs without recording: kernels are chosen and libraries make their workspaces."""
