@@ -41,7 +41,7 @@ _SEAL = hashlib.sha256().digest_size
 
 @dataclass
 class Counts:
-    """What a store did for one kind of entry.
+    """Numbers of entries of one kind.
 
     Args:
         loaded: entries that were read.
@@ -82,11 +82,11 @@ class Store:
             _drop_oldest(folder, MOST_BYTES)
 
     def of(self, kind: str) -> Counts:
-        """What happened to entries of a kind so far."""
+        """The numbers for a kind so far."""
         return self.counts.setdefault(kind, Counts())
 
     def get(self, kind: str, key: str) -> bytes | None:
-        """The content of an entry; None where there is none that can be trusted.
+        """The content of an entry; None if there is none that can be trusted.
 
         Args:
             kind: of entry, a word.
@@ -114,7 +114,7 @@ class Store:
         return content
 
     def put(self, kind: str, key: str, content: bytes) -> None:
-        """Keep an entry; where the disk does not allow it nothing is kept, and that is said."""
+        """Keep an entry. If the disk does not allow it, nothing is kept, and a message says so."""
         path = self._path(kind, key)
         if path is None:
             return
@@ -128,7 +128,7 @@ class Store:
         self.of(kind).written += 1
 
     def subfolder(self, name: str) -> Path | None:
-        """A folder that others may not enter either, for tools that want one; None where nothing is kept at all.
+        """A private folder for tools that need one; None if nothing is kept at all.
 
         It is beside the entries, or, where that disk is full or takes nothing, one that goes with the process.
         """
@@ -157,7 +157,7 @@ class Store:
         return hmac.digest(self._secret, named + hashlib.sha256(content).digest(), "sha256")
 
     def _open(self, kind: str, key: str, data: bytes) -> tuple[str, bytes | None]:
-        """What is wrong with an entry, and its content if nothing is."""
+        """The problem of an entry (empty if it has none), and its content."""
         if not data.startswith(_FORMAT):
             return "is of another format or damaged", None
         versions, _, rest = data[len(_FORMAT) :].partition(b"\n")

@@ -262,7 +262,7 @@ def measured_facts(outlook: Outlook, found: Measured) -> dict[str, Any]:
 
 
 def _named(rank: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A rank's facts; the names of its graphs say whose they are."""
+    """A rank's facts, with its number in the names of graphs."""
     several = len(rank["phases"]) > 1
     phases = [{**p, "name": f"rank {number}: {p['name']}" if several else f"rank {number}"} for p in rank["phases"]]
     return {**rank, "phases": phases}

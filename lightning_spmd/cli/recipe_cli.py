@@ -102,7 +102,7 @@ class RecipeCLI(LightningCLI):
         return {} if arguments is None else {"class_path": model.class_path, **vars(arguments)}
 
     def _tell_what_the_checkpoint_overrules(self) -> None:
-        """Lightning gives the model the arguments that it was saved with, and says nothing."""
+        """Tell which arguments of the model the checkpoint overrules, which Lightning does silently."""
         for key, value in self._arguments_of_model().items():
             if key in self._asked and self._asked[key] != value:
                 tell(f"model.{key} is {value!r}, as the checkpoint of ckpt_path has it, not {self._asked[key]!r}")

@@ -47,7 +47,7 @@ SPLIT_ACTIVATION = 4.0
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks, as typical numbers, not as measured ones.
+    """The link between ranks, in typical numbers, not measured ones.
 
     Args:
         latency: seconds from the call until the first byte arrives, launch included.
@@ -73,7 +73,7 @@ _DECIDED_FOR: ContextVar[DeviceKind | None] = ContextVar("decided_for", default=
 
 @contextlib.contextmanager
 def decided_for(kind: DeviceKind) -> Iterator[None]:
-    """Inside, what is decided by the kind of device is decided for this one, wherever the tensors lie (``plan``)."""
+    """A context in which decisions by the kind of device are made for this one, wherever the tensors are (``plan``)."""
     token = _DECIDED_FOR.set(kind)
     try:
         yield

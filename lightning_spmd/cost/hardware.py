@@ -78,7 +78,7 @@ class DeviceType:
 
 @dataclass(frozen=True)
 class LinkType:
-    """What connects devices.
+    """A kind of link between devices.
 
     Args:
         name: in tables.
@@ -161,7 +161,7 @@ LINKS: dict[str, LinkType] = {
 
 @dataclass(frozen=True)
 class Machines:
-    """What a training runs on.
+    """The devices and links of a training.
 
     Args:
         device: each of them.

@@ -50,7 +50,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Liveness:
-    """What is in memory while a graph runs.
+    """The contents of memory while a graph runs.
 
     Args:
         order: the nodes as they run.
@@ -103,7 +103,7 @@ class Liveness:
 
 
 def liveness(graph: fx.Graph, signature: Signature | None = None) -> Liveness:
-    """What is in memory while a graph runs.
+    """The contents of memory while a graph runs.
 
     Args:
         graph: in the order in which it runs.
@@ -116,7 +116,7 @@ def liveness(graph: fx.Graph, signature: Signature | None = None) -> Liveness:
 
 
 def peak_bytes(graph: fx.Graph) -> int:
-    """The most bytes alive at once of what a graph makes and uses up itself: activations, in a training step."""
+    """The most bytes alive at once of storages that a graph makes and frees itself: activations, in a training step."""
     found = liveness(graph)
     return max(_alive([s for s in found.storages if not s.leaves], len(found.order)), default=0)
 
@@ -175,7 +175,7 @@ def _storages(order: Sequence[fx.Node], handed_over: Mapping[fx.Node, bool]) -> 
 
 
 def _place(root: fx.Node, handed_over: Mapping[fx.Node, bool]) -> _Place:
-    """Where a storage root lies: an item of a tuple is a result of the operator, a box is what is in it."""
+    """The node and position of a storage root: an item of a tuple is a result of the operator, a box is its content."""
     path: tuple[int, ...] = ()
     while root.target is operator.getitem and isinstance(parent := root.args[0], fx.Node):
         path, root = (root.args[1], *path), parent  # type: ignore[assignment]

@@ -37,7 +37,7 @@ _SCATTERING = frozenset({"scatter_", "scatter_add_", "index_put_", "index_add_"}
 
 @dataclass(frozen=True)
 class Work:
-    """What an operator does.
+    """The arithmetic and memory traffic of an operator.
 
     Args:
         flops: floating-point operations of products; 0 for what only moves memory.
@@ -63,7 +63,7 @@ NOTHING = Work(0.0, 0.0)
 
 
 def work_of(node: fx.Node) -> Work:
-    """What a node of a graph does; collectives and waits do nothing here."""
+    """The work of a node; collectives and waits have none here."""
     target: Any = node.target
     if node.op != "call_function" or target is operator.getitem or not isinstance(target, OpOverload):
         return NOTHING

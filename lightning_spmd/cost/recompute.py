@@ -53,7 +53,7 @@ _ATTENTION = "_scaled_dot_product_"
 
 
 def recompute_cost(node: fx.Node, numel: Callable[[fx.Node], int]) -> int | None:
-    """What running the node once more costs; None where it must not be done.
+    """The cost of running a node once more; None if it must not run again.
 
     Args:
         node: a call.

@@ -55,7 +55,7 @@ Build = Callable[[Any, dict[str, Any], list[L.Callback]], tuple[L.Trainer, L.Lig
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is measured.
+    """The number of rounds and steps to measure.
 
     Args:
         steps: steps measured in a round.
@@ -83,7 +83,7 @@ class Amount:
 
 @dataclass
 class SideResult:
-    """What one side did, over all rounds.
+    """The measurements of one side, over all rounds.
 
     Args:
         name: of the side.
@@ -160,7 +160,7 @@ class StepMarks(L.Callback):
         self._epochs: list[int] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Mark, and begin or end what is measured."""
+        """Mark the time, and begin or end the measurement."""
         seen = len(self._marks)
         if seen == self.amount.warmup:
             self.memory.begin(trainer.strategy.root_device)
@@ -306,7 +306,7 @@ class _Keep(logging.Handler):
 
 @contextlib.contextmanager
 def _notes() -> Iterator[list[str]]:
-    """What our strategy tells its user, kept for the report; Lightning's own banners and advice are dropped."""
+    """A context that keeps this strategy's messages for the report, and drops Lightning's banners and advice."""
     kept, spoken = _Keep(), rank_zero.log  # Lightning puts a logger of its own there
     banners = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in (spoken, *banners)]

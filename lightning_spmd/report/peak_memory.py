@@ -15,7 +15,7 @@ _RESET_PEAK = "5"  # proc(5): the high-water mark of the resident set becomes wh
 
 
 class PeakMemory:
-    """What a training needs at its highest, above what the process held when this object was made.
+    """The peak memory of a training, above what the process held when this object was made.
 
     On CPU that is growth of the resident set, whose peak Linux alone lets a process reset; freed memory is handed back
     first, for an earlier training's heap would hide a later one's. On CUDA it is what the caching allocator gave out at
@@ -32,7 +32,7 @@ class PeakMemory:
             self._allocated = torch.cuda.memory_allocated()
 
     def begin(self, device: torch.device) -> None:
-        """From here on; what came before (capture, compilation) does not count unless it is still held."""
+        """Begin to measure. Earlier memory (capture, compilation) counts only if it is still held."""
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

@@ -20,7 +20,7 @@ from lightning_spmd.stages.capture.record.recorder import Recorder, in_section
 
 
 class InGraph:
-    """The world (``follow/worlds.py``) of what is recorded.
+    """The world (``follow/worlds.py``) of the recorder.
 
     Args:
         recorder: records.
@@ -74,7 +74,7 @@ class InGraph:
             parameter.grad = None
 
     def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
-        """What the steps made, or put in the place of something.
+        """State that the steps created or rebound.
 
         Raises:
             CaptureError: a step changes what Python may have looked at since.
@@ -89,7 +89,7 @@ class InGraph:
 
 
 def mark_updates(graph: fx.Graph, inputs: InputTable, gradients: Sequence[fx.Node]) -> None:
-    """What is done to weights outside of ``step`` is an update too, and what is computed of gradients is clipping.
+    """Mark writes into weights outside of ``step`` as updates, and computation on gradients as clipping.
 
     Updates work on chunks where state is in chunks.
 

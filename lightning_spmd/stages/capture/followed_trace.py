@@ -212,7 +212,7 @@ class _FollowedTrace(IterationTrace):
 
     @functools.cached_property
     def _live_gradients(self) -> set[int]:
-        """What lies in ``p.grad``, which is another tensor in most steps, by ``id``."""
+        """The ``id`` of each ``p.grad``, which is another tensor in most steps."""
         with private.no_torch_functions():
             parameters = [table[key] for table, key in private.tensor_slots(self.request.module).values()]
             return {id(p.grad) for p in parameters if isinstance(p, nn.Parameter)}
@@ -232,11 +232,11 @@ class _FollowedTrace(IterationTrace):
         return found
 
     def _hand_over(self, note: Note) -> None:
-        """Python reads: it is handed values."""
+        """Record a read: the graph hands values to Python."""
         self._hands(note, [t.detach() for t in tensors_in(self._values.arguments(note, {}))], None)
 
     def _hands(self, note: Note, tensors: Sequence[Tensor], counts: HandedCounts | None) -> None:
-        """Python is handed values, and what it computed with them comes back."""
+        """Hand values to Python, and make inputs of the numbers that it computed with them."""
         live, numbers = self.program.live, self.program.numbers_behind(note)
         target = HandOver(self._reads, functools.partial(_numbers, live, numbers), counts)
         self._reads += 1
@@ -256,7 +256,7 @@ class _FollowedTrace(IterationTrace):
         return id(tensor)
 
     def _count(self, *tensors: Tensor) -> list[int]:
-        """Python is told how large the results of the call are."""
+        """Hand Python the data-dependent sizes of a call's results."""
         note, program = self._note, self.program
         if note is None or program.counts is None or len(tensors) != len(note.counts):
             raise CaptureError("a tensor with a data-dependent size is created where its size cannot be read")
@@ -297,7 +297,7 @@ class _FollowedTrace(IterationTrace):
         return loss if request.loss_divisor == 1 else loss / request.loss_divisor
 
     def _logged(self, index: int) -> RecordedCall:
-        """A call of ``self.log``, with what there is of its values in the graph."""
+        """A call of ``self.log``; values that the graph has are references to its outputs."""
         wants = self.program.wants
         log, positions = self.program.logs[index], {wants[i]: position for i, position in self._positions.items()}
 
@@ -321,7 +321,7 @@ class _FollowedTrace(IterationTrace):
         return RecordedCall("", "log", (), said, log.source)
 
     def _make(self, notes: Sequence[Note]) -> None:
-        """Make calls."""
+        """Perform calls under the recorder."""
         for note in notes:
             with located_at(note.source):
                 self.recorder.module_path[-1] = note.module
@@ -358,13 +358,13 @@ class _FollowedTrace(IterationTrace):
 
     @contextlib.contextmanager
     def _on_thread(self) -> Iterator[None]:
-        """What is recorded by autograd's engine."""
+        """A context for the engine's thread, which records too."""
         with self.fake_mode, _Through(self.recorder):
             yield
 
     @functools.cached_property
     def _told(self) -> dict[int | None, list[int]]:
-        """The wants by how many calls have been made."""
+        """The wanted results, by the number of calls after which they are taken."""
         told: dict[int | None, list[int]] = {}
         for index, want in enumerate(self.program.wants):
             told.setdefault(want.after, []).append(index)
@@ -430,7 +430,7 @@ class _FollowedTrace(IterationTrace):
 
 
 class _Through(private.TorchDispatchMode):
-    """Records on another thread.
+    """The recorder's mode on another thread.
 
     Args:
         recorder: records.

@@ -53,17 +53,17 @@ class IterationTrace:
         self.own: OwnBatch | None = None
 
     def forward(self, batch: Any) -> Tensor | None:
-        """Run the forward part; gives what the backward pass begins with, or None if the batch is skipped."""
+        """Run the forward part. Returns the loss, or None if the batch is skipped."""
         raise NotImplementedError
 
     def twin(self, kind: str, fqn: str, tensor: Tensor) -> Tensor:
-        """The input that a tensor of the module is."""
+        """The graph input of a tensor of the module."""
         role = InputRole.PARAMETER if kind == "parameter" else InputRole.BUFFER
         name = self.names.get(id(tensor), fqn)
         return self.inputs.tensor(tensor, role, (name,), name)
 
     def trained_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        """(name, fake) of what gets a gradient: the optimizer's parameters, or all of the module's in split mode.
+        """(name, fake) of tensors that get gradients: the optimizer's parameters, or all of the module's in split mode.
 
         Also of what got one in earlier micro-batches, and is frozen by now.
         """
@@ -76,7 +76,7 @@ class IterationTrace:
         return found
 
     def iteration(self, batch: Any, trained: list[tuple[str, Tensor]], optimizer: Optimizer) -> None:
-        """Run what the variant has of an iteration, with the fake parameters that get gradients, by name."""
+        """Run the variant's part of an iteration, with the fake parameters that get gradients, by name."""
         request, variant = self.request, self.request.variant
         gradients: dict[str, Tensor] = {}
         if variant.forward:
@@ -141,7 +141,7 @@ class IterationTrace:
         return gradient
 
     def asked_beside(self, loss: Tensor, trained: list[Tensor]) -> list[Tensor] | None:
-        """Other tensors whose gradients are asked for, so that all runs that ``loss.backward()`` would.
+        """Other tensors whose gradients are requested, so that everything runs that ``loss.backward()`` would run.
 
         None: the same runs without.
         """
@@ -157,7 +157,7 @@ class IterationTrace:
         return gradients
 
     def _accumulated(self, held: Tensor, gradient: Tensor | None) -> Tensor:
-        """What is held plus what came; in place while gradients are only collected.
+        """The held gradient plus the new one; in place while gradients are only collected.
 
         What is applied must be a tensor of its own: clipping and optimizers may write into gradients, and what is
         held is this rank's share of them.
@@ -168,7 +168,7 @@ class IterationTrace:
 
     # ------------------------------------------------------------------ packing
     def guards(self) -> list[ValueGuard]:
-        """What every graph of an iteration depends on."""
+        """The guards of every graph of an iteration."""
         request = self.request
         return [
             submodules_guard(request.module),
@@ -181,7 +181,7 @@ class IterationTrace:
         ]
 
     def collect_state(self) -> None:
-        """What the optimizer made, or put in the place of something, leaves the graph."""
+        """Make outputs of state that the optimizer created or rebound."""
         if self.request.variant.apply and self.swap is not None:
             for role, key, name, value in self.swap.changes():
                 self.outputs.add(value, role, key, name)

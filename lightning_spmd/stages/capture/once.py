@@ -36,7 +36,7 @@ from lightning_spmd.stages.capture.user_code import location_of, user_location
 
 
 class _Ended(BaseException):
-    """Control flow: the step can be no graph. No ``Exception``: the user's code shall not catch it."""
+    """Control flow: the step cannot be a graph. It is no ``Exception``, so that the user's code does not catch it."""
 
     def __init__(self, error: CaptureError) -> None:
         super().__init__(str(error))
@@ -162,7 +162,7 @@ class FollowedOnce:
 
 
 def _stand_ins(request: CaptureRequest) -> tuple[Any, list[Tensor]]:
-    """The batch with what stands for its tensors, with the rows of all ranks; and these."""
+    """The batch with stand-ins for its tensors, with the rows of all ranks; and the stand-ins."""
     batch = request.batch
     if batch is None:
         raise ValueError("a step without a batch has no Python that runs")

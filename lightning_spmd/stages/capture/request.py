@@ -1,4 +1,4 @@
-"""What is asked of capture."""
+"""A request to capture a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_spmd.stages.capture.sizes.symbolic_batch import OtherSizes
 
 @dataclass
 class CaptureRequest:
-    """What to capture.
+    """A request to capture a step.
 
     Args:
         module: the LightningModule.
@@ -66,7 +66,7 @@ class CaptureRequest:
     program: Program | None = None
 
     def fake_mode(self) -> Any:
-        """What makes the tensors of one trace."""
+        """The fake mode of one trace."""
         return private.FakeTensorMode(allow_non_fake_inputs=True) if self.sizes is None else self.sizes.begin()
 
     def seen_as(self, position: int, spec: TensorSpec) -> TensorSpec:
@@ -75,6 +75,6 @@ class CaptureRequest:
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
-        """What is entered while tracing."""
+        """A context that is entered while tracing."""
         with self.tracing_context(), contextlib.nullcontext() if self.sizes is None else self.sizes.active():
             yield

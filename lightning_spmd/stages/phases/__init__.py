@@ -30,7 +30,7 @@ pass finds colder caches."""
 
 
 def deferrable(step: ShardedStep, guarded: frozenset[State] = frozenset()) -> Deferral:
-    """What of a step may move into the next iteration, and why not more."""
+    """The part of a step that may move into the next iteration, and why it is not more."""
     return choose(tails(Dependences(step.graph_module.graph)), Touches(step), guarded)
 
 

@@ -93,7 +93,7 @@ def hide_gradients(step: ShardedStep) -> ShownGradients:
 
 
 def _are_updated(graph: fx.Graph, shown: Sequence[fx.Node]) -> bool:
-    """Whether all that the update reads of the rest of the iteration is the shown gradients, or views of them.
+    """Whether the update reads nothing of the rest of the iteration but the shown gradients and views of them.
 
     It may have reduced gradients for itself, behind arithmetic of its own (``maximize``, a first momentum buffer).
     """
@@ -110,7 +110,7 @@ def _are_updated(graph: fx.Graph, shown: Sequence[fx.Node]) -> bool:
 
 
 def _made_late(dependences: Dependences, shown: Sequence[fx.Node]) -> list[fx.Node]:
-    """What stands between the last collectives and the gradients, in order."""
+    """The nodes between the last collectives and the gradients, in order."""
     origins = dependences.origins(shown)
     starts = [n for n in origins if starts_collective(n)]
     ends: set[fx.Node] = set()
@@ -125,7 +125,7 @@ def _made_late(dependences: Dependences, shown: Sequence[fx.Node]) -> list[fx.No
 
 
 class _Recipe:
-    """The graph that makes gradients of what is there in the pause; marks its operands."""
+    """The graph that computes gradients from values that exist in the pause; it marks its operands."""
 
     def __init__(self, step: ShardedStep, made: Sequence[fx.Node], shown: Sequence[fx.Node]) -> None:
         inside = set(made)
@@ -145,7 +145,7 @@ class _Recipe:
 
 
 def _erase_unused(graph: fx.Graph, keep: Sequence[fx.Node]) -> None:
-    """Erase what only the hidden outputs needed."""
+    """Erase nodes that only the hidden outputs needed."""
     kept = set(keep)
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and node not in kept and (is_pure(node) or is_wait(node)):
@@ -186,7 +186,7 @@ def pausing(step: ShardedStep) -> PausingStep:
 
 
 def _late(step: ShardedStep, handed: Sequence[fx.Node]) -> set[fx.Node]:
-    """What runs behind the pause: the update, and the waits at the iteration's end that it alone needs.
+    """The nodes after the pause: the update, and waits at the iteration's end that only the update needs.
 
     They are in turns, each bucket's update after its wait, while others are under way.
     """
@@ -207,7 +207,7 @@ def _late(step: ShardedStep, handed: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes, and what they are computed of."""
+    """The nodes and all from which they are computed."""
     found, left = set[fx.Node](), list(nodes)
     while left:
         node = left.pop()
@@ -218,7 +218,7 @@ def _made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _updates(step: ShardedStep, touches: Touches, dependences: Dependences) -> list[fx.Node]:
-    """What begins the update of this iteration; that of the one before has its mark.
+    """The first nodes of this iteration's update; those of the update before are marked.
 
     A hook may write into gradients: whatever the optimizer makes of them comes after it (a copy, to begin momentum).
     What gradients are made of is there before.

@@ -171,7 +171,7 @@ def _copy(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], tail: in
 
 
 def _copy_operand(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], tail: int) -> None:
-    """Make a value for a tail; what several writes in a row gave is what the first of them wrote into."""
+    """Copy a value for a tail. The result of several writes in a row is the tensor that the first wrote into."""
     if node in made:
         return
     written = written_arguments(node)

@@ -48,7 +48,7 @@ class Touches:
         }
 
     def of(self, node: fx.Node) -> Touch:
-        """What one node touches; a view reads nothing, what reads the view does."""
+        """The touch of one node. A view reads nothing; a reader of the view does."""
         if node.op in ("placeholder", "output"):
             return Touch()
         written = set(written_arguments(node))
@@ -58,7 +58,7 @@ class Touches:
         return Touch(reads, self._states(written))
 
     def of_all(self, nodes: Iterable[fx.Node]) -> Touch:
-        """What the nodes touch together."""
+        """The touch of several nodes together."""
         total = Touch()
         for node in nodes:
             total |= self.of(node)
@@ -77,5 +77,5 @@ class Touches:
 
 
 def first_conflict(touch: Touch, touches: Touches, nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """The first of ``nodes`` that must come after what touches ``touch``."""
+    """The first of ``nodes`` that must come after a node with this touch."""
     return next((node for node in nodes if touch.conflicts(touches.of(node))), None)

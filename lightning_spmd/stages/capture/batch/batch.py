@@ -117,7 +117,7 @@ class Batch:
         return (structure(self.tree), tuple(self.tensors), described)
 
     def kinds(self) -> tuple[Any, ...]:
-        """What the tensors are but for their sizes."""
+        """The kinds of the tensors: everything but their sizes."""
         return tuple(
             (_without_addresses(self.paths[i]), t.ndim, t.dtype, t.device.type, t.requires_grad)
             for i, t in zip(self.tensors, self.tensor_values, strict=True)
@@ -166,17 +166,17 @@ class Batch:
             self._copied.append((live, copy, private.version_of(copy)))
 
     def write_back(self) -> None:
-        """What a step wrote into copies is written into the user's tensors as well."""
+        """Write what a step wrote into copies into the user's tensors as well."""
         for live, copy, version in self._copied:
             if private.version_of(copy) != version:
                 live.copy_(copy.detach())
 
     def digests(self) -> list[str]:
-        """For every tensor leaf, what is the same for the same numbers, and hardly ever for others."""
+        """A digest of the values of every tensor leaf."""
         return [_digest(tensor) for tensor in self.tensor_values]
 
     def digest(self) -> str:
-        """The same for the whole batch."""
+        """A digest of the whole batch."""
         return repr(self.digests())
 
     def shared_values(self) -> tuple[str, ...]:
@@ -201,11 +201,11 @@ class Batch:
         return ", ".join(one(self.paths[i], self.values[i]) for i in self.tensors) or "no tensor"
 
     def is_list_of_rows(self, value: Any) -> bool:
-        """Whether it is one of them."""
+        """Whether a leaf is a list of rows."""
         return id(value) in self._lists
 
     def refusal(self, path: str, value: Any) -> str | None:
-        """Why a step may not look at a leaf that is no tensor, or a list of rows; None: it may."""
+        """Why a step may not look at a list of rows or a leaf that is no tensor; None if it may."""
         if self._own is None:
             return None
         if self.is_list_of_rows(value):

@@ -47,7 +47,7 @@ class _Count:
 
 
 class OwnBatch:
-    """What one capture of a rank's own batch hands to all ranks.
+    """The values that a capture of a rank's own batch contributes to all ranks.
 
     Args:
         batch: this rank's.
@@ -91,7 +91,7 @@ class OwnBatch:
     def weigh(
         self, loss: Tensor, returned: Any, calls: list[RecordedCall], outputs: Sequence[Any], fakes: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Any]:
-        """Let the loss count as much as this rank's batch.
+        """Weigh the loss by this rank's share of the rows.
 
         Args:
             loss: of this rank's batch.
@@ -134,7 +134,7 @@ class OwnBatch:
         return size, text
 
     def _counts(self, sizes: Sequence[Any]) -> list[_Count]:
-        """All of them before the first is read, so that one collective adds them up."""
+        """Record all counts before the first is read, so that one collective adds them up."""
         with torch.no_grad():
             own = [torch.full((), size, dtype=torch.int64, device=self._device) for size in sizes]
             totals = [self.term(count.clone(), f"rows {index}") for index, count in enumerate(own)]
@@ -163,7 +163,7 @@ class OwnBatch:
 
 
 def operation_of(said: Mapping[str, Any]) -> str:
-    """How the ranks' values of a ``self.log`` become one."""
+    """The reduction of the ranks' values of a ``self.log``."""
     operation = said.get("reduce_fx", "mean")
     operation = operation if isinstance(operation, str) else _BY_NAME.get(operation, "mean")
     return operation if operation in _OPERATIONS else "mean"
@@ -177,5 +177,5 @@ def said_in(call: RecordedCall) -> dict[str, Any]:
 
 
 def _value(value: Any, outputs: Sequence[Any]) -> Any:
-    """What a recorded argument was."""
+    """The value of a recorded argument."""
     return outputs[value.position] if type(value) is OutputRef else value

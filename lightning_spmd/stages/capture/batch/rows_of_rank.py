@@ -101,7 +101,7 @@ def is_plain(value: Any) -> bool:
 
 
 def about_tensors(path: str, rows: int) -> str:
-    """What is said of a list of tensors that may be one for each row."""
+    """The message about a list of tensors that may be one for each row."""
     return (
         f"batch{path} is a list of {rows} tensors, as many as this rank has rows; each of them is taken for rows of "
         "the batch along its dimension 0, of which the step sees those of all ranks. If the list has a tensor for each "

@@ -44,7 +44,7 @@ _OURS = 3
 
 
 class ByHand:
-    """What is the same in all steps of a module that optimizes manually.
+    """The state that all steps of a module with manual optimization share.
 
     Args:
         optimizers: the live ones.
@@ -67,13 +67,13 @@ class ByHand:
         self.steps = [StepCall(i, f"{type(o).__name__}.step", self._world) for i, o in enumerate(self.optimizers)]
 
     def _world(self) -> World:
-        """That of the step under way, for what is called outside of notes that are made true."""
+        """The world of the running step, for calls outside of notes that run eagerly."""
         if self.step is None or self.step.step.is_eager:
             return Live(self.optimizers)
         return OnFakes(self.step.step.recorded_tensors)
 
     def of(self, step: Step) -> HandStep:
-        """What a step does by hand."""
+        """The manual optimization of a step."""
         self.step = step.by_hand = HandStep(self, step)
         step.follower.kinds.update(dict.fromkeys((self.backward, *self.steps), "call"))
         step.follower.kinds[Tensor.requires_grad_] = "by hand"  # and no call, because others note it as one
@@ -81,7 +81,7 @@ class ByHand:
 
 
 class HandStep:
-    """What one step does by hand.
+    """The manual optimization of one step.
 
     Args:
         common: what is the same in all steps.
@@ -100,7 +100,7 @@ class HandStep:
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, ``backward`` and steps of optimizers are noted."""
+        """A context in which ``backward`` and steps of optimizers are noted."""
         step = self.step
         step.on_read, step.on_values = self._unwatched(step.on_read), self._unwatched(step.on_values)
         with contextlib.ExitStack() as stack:
@@ -128,7 +128,7 @@ class HandStep:
                     attributes["step"] = before
 
     def _unwatched(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """A function that is none of the user's, which may look at the states of optimizers."""
+        """Wrap a function of a library, which may read the states of optimizers."""
         if not self._states:
             return function
 
@@ -153,7 +153,7 @@ class HandStep:
         )
 
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call of such a function."""
+        """Note a call of such a function."""
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if name == "backward":
@@ -163,14 +163,14 @@ class HandStep:
         return self._set_trained(func, args, kwargs)
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
-        """``tensor.grad`` as the step has it now; where no mode is active."""
+        """``tensor.grad`` in the step. For callers outside of the step's modes."""
         known = self._gradients.get(id(tensor)) or self.step.functions.retained.get(id(tensor))
         if known is None and self._is_zeroed and isinstance(tensor, nn.Parameter):
             return None
         return tensor.grad if known is None else known[1]
 
     def zero(self) -> None:
-        """Lightning zeroes gradients before the backward pass of the loss."""
+        """Zero gradients, as Lightning does before the backward pass of the loss."""
         self._is_zeroed = True
         self._gradients = {k: v for k, v in self._gradients.items() if not isinstance(v[0], nn.Parameter)}
 
@@ -198,7 +198,7 @@ class HandStep:
         return None
 
     def _set_trained(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``requires_grad`` of a live tensor is another one at once; if a call has met it, in the notes too."""
+        """Change ``requires_grad`` of a live tensor, and in the notes if a call has used the tensor."""
         tensor = args[0]
         trained = bool(kwargs.get("requires_grad", args[1] if len(args) > 1 else True))
         source = self.step.source_if_known(tensor)
@@ -248,7 +248,7 @@ class HandStep:
         private.true_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
     def _noted_backward(self, tensors: Any, given: Any, retain: bool, create: bool, inputs: Any) -> bool:
-        """Note a backward pass, or make it for good; whether that was possible."""
+        """Note a backward pass, or run it eagerly. Returns whether that was possible."""
         roots, weights = as_tuple(tensors), None if given is None else as_tuple(given)
         leaves = self._leaves(roots, None if inputs is None else as_tuple(inputs))
         if not leaves:
@@ -265,7 +265,7 @@ class HandStep:
         return True
 
     def _leaves(self, roots: tuple[Tensor, ...], wanted: tuple[Tensor, ...] | None) -> list[Tensor] | None:
-        """The tensors that get gradients; None of what only autograd itself can tell."""
+        """The tensors that get gradients; None if only autograd itself knows them."""
         step = self.step
         if wanted is not None:
             return list(wanted) if all(map(step.is_leaf, wanted)) else None
@@ -323,7 +323,7 @@ class HandStep:
             note.free |= places_of_numbers(settings, _SETTINGS)
 
     def _looked(self) -> None:
-        """Somebody looks at the state of an optimizer: behind a step it must be there."""
+        """The user's code reads the state of an optimizer. After a step of it, this step goes on eagerly."""
         if self.step.is_eager:
             return
         self._has_looked = True
@@ -331,7 +331,7 @@ class HandStep:
             self.step.eagerly("the state of an optimizer is looked at behind its step")
 
     def refuse_state(self, tensor: Tensor) -> None:
-        """Raise if a tensor is of the state of an optimizer that steps in this step.
+        """Raise if a tensor belongs to the state of an optimizer that steps in this step.
 
         Raises:
             CannotBeFollowed: it is.
@@ -343,16 +343,16 @@ class HandStep:
 
     # ------------------------------------------------------------------ the notes made true
     def on_fakes(self, others: Callable[[], Any]) -> World:
-        """The world of a recording."""
+        """The world for recording."""
         return OnFakes(others)
 
     def on_copies(self, values: Values) -> World:
-        """The world in which values are told before Python goes on."""
+        """The world that computes values for Python on copies."""
         states = [state.real for state in self._states]
         return OnCopies(lambda: values.made.values(), self._common.optimizers, states)
 
     def live(self) -> World:
-        """The world of a step that runs for good; what the step had changed at once is as it was."""
+        """The world of a step that runs eagerly. Changes that the step made at once are taken back."""
         for state in self._states:
             state.watch_no_more()
         for tensor, trained in self._trained.values():
@@ -367,7 +367,7 @@ class HandStep:
                 del self._gradients[key]
 
     def take_parts(self) -> list[tuple[Tensor, Made]]:
-        """Of sharded tensors the gradients that the step made: no rank has all of one, so a graph puts them there."""
+        """Take out the gradients of sharded tensors. No rank has a whole one, so a graph puts them into ``.grad``."""
         step, found = self.step, list[tuple[Tensor, Made]]()
         for key, (tensor, gradient) in list(self._gradients.items()):
             source = None if gradient is None else step.source_if_known(gradient)
@@ -377,14 +377,14 @@ class HandStep:
         return found
 
     def exchange(self, new: Mapping[int, Tensor]) -> None:
-        """Tensors are others now, by ``id``."""
+        """Put other tensors in place of some, by ``id``."""
         known, self._gradients = self._gradients.values(), {}
         for tensor, gradient in known:
             now = new.get(id(tensor), tensor)
             self._gradients[id(now)] = now, gradient
 
     def settle(self) -> None:
-        """What ``.grad`` was in the step it is now for all."""
+        """Write the step's gradients into ``.grad``."""
         settled, self._gradients = self._gradients, {}
         with private.no_torch_functions():
             for tensor, gradient in settled.values():
@@ -407,7 +407,7 @@ class _Watched(MutableMapping[Any, Any]):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """It stands in the place of the state inside."""
+        """A context in which it replaces the optimizer's state."""
         self._optimizer.state = self
         try:
             yield
@@ -416,7 +416,7 @@ class _Watched(MutableMapping[Any, Any]):
 
     @contextlib.contextmanager
     def not_watching(self) -> Iterator[None]:
-        """The optimizer has its own state inside."""
+        """A context in which the optimizer has its own state."""
         if vars(self._optimizer).get("state") is not self:
             yield
             return
@@ -428,7 +428,7 @@ class _Watched(MutableMapping[Any, Any]):
                 self._optimizer.state = self
 
     def watch_no_more(self) -> None:
-        """The optimizer has its own state, or what the step put in its place."""
+        """Give the optimizer its own state again, or the one that the step assigned."""
         self._is_over = True
         if vars(self._optimizer).get("state") is self:
             self._optimizer.state = self.real

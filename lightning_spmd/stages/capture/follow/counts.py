@@ -1,9 +1,9 @@
 """Results that are as large as the data say (``x[mask]``, ``nonzero``): a call and a read of the size at once.
 
-What such a call gives is computed in a form that has the size as an argument (``data_sizes``). The sizes of a step are
-its *counts*, in the order in which it meets them. Sizes of all that comes behind are formulas of them: the notes are
-made again on fake tensors for a few counts that nobody has seen, and where a size differs its formula is found by its
-values (``ir.counted``). They are tried at no and one element as well.
+Such a call is computed in a form that has the size as an argument (``data_sizes``). The sizes of a step are its
+*counts*, in the order in which the step meets them. All later sizes are formulas of counts. To find them, the notes are
+run again on fake tensors with a few other counts, zero and one among them; a size that differs gets the formula that
+fits its values (``ir.counted``).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class CountsWanted(Exception):
 
 
 class FormsOnFakes:
-    """Calls on fake tensors whose sizes are told.
+    """Calls on fake tensors with given counts.
 
     Args:
-        call: makes one.
+        call: performs one.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -43,7 +43,7 @@ class FormsOnFakes:
         self.forms = DataSizes(call, self._name, self._numbers, writes=True)
 
     def begin(self, told: Told) -> None:
-        """The next call of the step is made, with these numbers; those it asked for are noted."""
+        """Begin the next call of the step, with these numbers."""
         self._told, self.asked, self.forms.slot = told, [], 0
 
     def _name(self, tensor: Tensor) -> int:
@@ -59,7 +59,7 @@ class FormsOnFakes:
 
 
 class _Counting(private.TorchDispatchMode):
-    """Notes the numbers that calls on real tensors ask for."""
+    """Collects the counts of calls on real tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,18 +78,18 @@ class _Counting(private.TorchDispatchMode):
 
 
 def counted(func: Any, args: Any, kwargs: Any) -> Told:
-    """The numbers that a call on real tensors, which are the caller's to lose, asks for."""
+    """The counts of a call on real tensors. The call may write into them."""
     with private.disable_dispatch_modes(), _Counting() as counting:
         func(*args, **kwargs)
     return counting.found
 
 
 def specs_for(note: Note, made: Sequence[Sequence[TensorSpec]], fits: CountFits) -> list[TensorSpec] | None:
-    """What a call makes, with formulas in place of the sizes that differ; None if none does.
+    """The specs of a call's results, with formulas for sizes that differ; None if none does.
 
     Args:
         note: the call.
-        made: what it makes, for each sample.
+        made: the specs of its results, for each sample.
         fits: finds formulas.
 
     Raises:
@@ -118,7 +118,7 @@ def counts_in(specs: Sequence[TensorSpec]) -> frozenset[int]:
 
 
 def compiled_specs(specs: Sequence[TensorSpec]) -> Callable[[Sequence[int]], tuple[tuple[Any, Any], ...]]:
-    """What gives shape and strides of each, from the counts of a step."""
+    """A function that gives shape and strides of each result from the counts of a step."""
 
     def text(numbers: Sequence[Any]) -> str:
         return f"({''.join(f'{_code(number)}, ' for number in numbers)})"
@@ -132,5 +132,5 @@ def _code(number: Any) -> str:
 
 
 def sized(mould: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor without memory, of another size."""
+    """A tensor without memory with another size."""
     return mould.as_strided(shape, (0,) * len(shape))

@@ -1,8 +1,8 @@
-"""Autograd's engine, which pauses where the user's Python runs in a backward pass, and goes on with what that gave.
+"""Autograd's engine. It pauses where the user's Python runs in a backward pass, and continues with Python's results.
 
-A call of the engine is made on a thread of its own, and one of the two threads always waits for the other: so Python
-runs in the step's own thread and in the engine's order, on placeholders, while the engine is at fake tensors, copies or
-the true ones; and where Python takes another way in the middle of its backward pass, the engine waits there, too.
+A call of the engine has a thread of its own, and one of the two threads always waits for the other. So Python runs in
+the step's thread, in the engine's order and on placeholders, while the engine works on fake tensors, on copies or on
+the true tensors. If Python leaves its path in the middle of a backward pass, the engine waits there.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from lightning_spmd.stages.capture.follow.matching import keeps_shapes
 from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 OVER = -1
-"""In place of where the engine arrived: it is done."""
+"""The place that stands for the end of a call of the engine."""
 
 
 class Engine:
     """The calls of autograd's engine in one world.
 
     Args:
-        around: entered on its thread.
-        is_fake: nothing is drawn.
+        around: context that is entered on the engine's thread.
+        is_fake: whether its tensors are fake, so that no random numbers are drawn.
 
     Attributes:
-        states: those of torch's generators, by ``id`` of what stands for them, and that.
-        inline: runs the Python of a place at once, where no call of the engine waits for it.
-        of_loss: made in place of the backward pass of the loss that training_step returned.
-        scaled: gives what the backward pass of a loss begins with.
-        parameters: gives those whose gradients are zeroed before that.
-        gradients: of a loss that training_step returned, with the tensors whose they are, if they have been computed.
-        handles: of the hooks that were put on tensors, by place.
-        nodes: of autograd's graph, by ``id`` of what stands for each, and that.
+        states: (token, states of torch's generators), by ``id`` of the token.
+        inline: runs the Python of a place at once, if no call of the engine waits for it.
+        of_loss: called in place of the backward pass of the loss that training_step returned.
+        scaled: gives the scaled loss, with which its backward pass begins.
+        parameters: gives the parameters whose gradients are zeroed before this backward pass.
+        gradients: (tensor, its gradient) of the returned loss, once they have been computed.
+        handles: the handles of hooks on tensors, by place.
+        nodes: (token, node of autograd's graph), by ``id`` of the token.
     """
 
     def __init__(self, around: Callable[[], Any] = contextlib.nullcontext, *, is_fake: bool = False) -> None:
@@ -58,12 +58,12 @@ class Engine:
         self._passes: list[_Pass] = []
 
     def begin(self, function: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the engine; gives where it arrived and the gradients there, or OVER and what the call gives."""
+        """Call the engine. Returns the place where it pauses and the gradients there, or OVER and the call's result."""
         self._passes.append(_Pass(function, self._around))
         return self.go_on(())
 
     def go_on(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The user's Python gave this; likewise."""
+        """Continue with the results of the user's Python. Returns as :meth:`begin`."""
         try:
             is_over, found = self._passes[-1].resume(results)
         except BaseException:
@@ -75,7 +75,7 @@ class Engine:
         return found
 
     def arrived(self, place: int, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        """The engine is at a place where the user's Python runs; gives what that gives."""
+        """Run the user's Python of the place that the engine has reached. Returns its results."""
         for waiting in reversed(self._passes):
             if waiting.is_this_thread:
                 return waiting.pause((place, *gradients))
@@ -84,19 +84,19 @@ class Engine:
         return self.inline(place, tuple(gradients))
 
     def becomes(self, made: Tensor, other: Tensor) -> None:
-        """What stood for something is another tensor from here on."""
+        """Put another token in place of one."""
         for table in (self.states, self.nodes):
             if (known := table.get(id(made))) is not None:
                 table[id(other)] = other, known[1]
 
     def close(self) -> None:
-        """Nobody goes on."""
+        """End all calls that still wait."""
         while self._passes:
             self._passes.pop().abandon()
 
 
 class _Pass:
-    """One call, on a thread of its own."""
+    """One call of the engine, on a thread of its own."""
 
     def __init__(self, function: Callable[[], Any], around: Callable[[], Any]) -> None:
         self._function, self._around = function, around
@@ -146,7 +146,7 @@ class _Pass:
 
 
 class _Abandoned(BaseException):
-    """Control flow: the step goes on otherwise."""
+    """Control flow: the step does not need this call of the engine any more."""
 
 
 class EngineCall:
@@ -163,10 +163,10 @@ class EngineCall:
         self.__name__ = name
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it.
+        """Perform the call.
 
         Args:
-            values: of the calls before (``values.py``).
+            values: the results of earlier calls (``values.py``).
             args: of the call.
             kwargs: likewise.
         """
@@ -174,7 +174,7 @@ class EngineCall:
 
 
 class Begin(EngineCall):
-    """A call in which the engine may arrive where Python runs.
+    """A call during which the engine may reach the user's Python.
 
     Args:
         function: what is called.
@@ -185,15 +185,15 @@ class Begin(EngineCall):
         self.function = function
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         return values.engine.begin(lambda: values.call(self.function, args, kwargs))
 
 
 class GoOn(EngineCall):
-    """The engine goes on with what Python gave."""
+    """The engine continues with the results of Python."""
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         return values.engine.go_on(args)
 
 
@@ -201,7 +201,7 @@ class OfLoss(EngineCall):
     """The backward pass of the loss that training_step returned."""
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         if values.engine.of_loss is not None:
             values.engine.of_loss()
             return
@@ -221,10 +221,10 @@ def is_of_loss(func: Any) -> bool:
 
 
 class Join(EngineCall):
-    """What a function with a backward of its own gave gets its history.
+    """The results of a user's ``autograd.Function`` get their autograd history.
 
     Args:
-        name: of the function, which its node in autograd's graph has as well.
+        name: the function's, and its node's in autograd's graph.
     """
 
     def __init__(self, name: str) -> None:
@@ -232,7 +232,7 @@ class Join(EngineCall):
         self._kind: Any = type(name, (_Joined,), {})
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         place, materialize, inputs, outputs, dirty, still = args
         return private.applied(
             self._kind, (values.engine.arrived, place, materialize, outputs, dirty, still, *inputs), {}
@@ -241,12 +241,12 @@ class Join(EngineCall):
 
 @functools.cache
 def joined_as(name: str) -> Join:
-    """That of functions of a name."""
+    """The :class:`Join` for functions of this name."""
     return Join(name)
 
 
 class _Joined(torch.autograd.Function):
-    """Stands for a function of the user's, which has run."""
+    """Stands in autograd's graph for a function of the user's that has run."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:  # type: ignore[override]
@@ -269,7 +269,7 @@ def is_joined(node: Any) -> bool:
 
 
 class Saving(EngineCall):
-    """A call under the user's hooks on what autograd saves for it; gives that, too, and asks for it where it is used.
+    """A call under the user's saved-tensor hooks. It returns the saved tensors too, and asks Python for them on use.
 
     Args:
         function: what is called.
@@ -281,7 +281,7 @@ class Saving(EngineCall):
         self.keeps_shapes = keeps_shapes(function)
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         place, *rest = args
         saved: list[Tensor] = []
         arrived = values.engine.arrived
@@ -296,10 +296,10 @@ class Saving(EngineCall):
 
 
 class RandomState(EngineCall):
-    """The state of torch's generators, as something that only stands for it."""
+    """Get the state of torch's generators. The result is a token."""
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         token = torch.empty(0)
         states = None if values.engine.is_fake else private.generator_states()
         values.engine.states[id(token)] = token, states
@@ -307,30 +307,30 @@ class RandomState(EngineCall):
 
 
 class SetRandomState(EngineCall):
-    """It is set."""
+    """Set the state of torch's generators from a token."""
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         _, states = values.engine.states[id(args[0])]
         if states is not None:
             private.set_generator_states(states)
 
 
 class Hook(EngineCall):
-    """A hook on a tensor."""
+    """Register a hook on a tensor."""
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         place, tensor = args
         arrived = values.engine.arrived
         values.engine.handles[place] = tensor.register_hook(lambda gradient: arrived(place, (gradient,))[0])
 
 
 class NodeOf(EngineCall):
-    """The ``grad_fn`` that a tensor has here, as something that stands for it."""
+    """Get ``grad_fn`` of a tensor. The result is a token."""
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         token: Any = torch.empty(0)
         values.engine.nodes[id(token)] = token, args[0].grad_fn
         if values.engine.is_fake:
@@ -339,17 +339,17 @@ class NodeOf(EngineCall):
 
 
 def below(node: Any, path: str) -> Any:
-    """The node of autograd's graph at the end of a path, which tells positions among ``next_functions``."""
+    """The node of autograd's graph at the end of a path of positions among ``next_functions``."""
     for index in path:
         node = node.next_functions[ord(index)][0]
     return node
 
 
 class HookNode(EngineCall):
-    """A hook on a node."""
+    """Register a hook on a node of autograd's graph."""
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         place, token, path, name = args
         engine = values.engine
         node, arrived = below(engine.nodes[id(token)][1], path), engine.arrived
@@ -360,10 +360,10 @@ class HookNode(EngineCall):
 
 
 class Unhook(EngineCall):
-    """It is taken away."""
+    """Remove a hook."""
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         values.engine.handles.pop(args[0]).remove()
 
 

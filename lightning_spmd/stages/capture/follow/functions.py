@@ -1,7 +1,7 @@
 """The user's Python in backward passes: functions with a backward of their own, and hooks.
 
-``forward`` of such a function runs where it is applied, and what it calls is noted as all else. What it gave gets its
-history by one more note. Where a backward pass arrives there, ``backward`` runs, with placeholders as gradients.
+``forward`` of such a function runs where it is applied, and its calls are noted like all others. One more note gives
+its results their autograd history. When a backward pass reaches them, ``backward`` runs with placeholders as gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_spmd.stages.capture.follow.notes import tensors_in
 
 
 class _Step(Protocol):
-    """The step whose functions these are."""
+    """The step to which the functions belong."""
 
     @property
     def is_eager(self) -> bool: ...
@@ -51,7 +51,7 @@ class _Step(Protocol):
 
 
 class Functions:
-    """Those of one step.
+    """The user's Python in the backward passes of one step.
 
     Args:
         step: the step.
@@ -83,7 +83,7 @@ class Functions:
         return len(self._places)
 
     def forget(self) -> None:
-        """Python is done."""
+        """Python is done; no backward pass runs its code any more."""
         self._places.clear()
         self._nodes.clear()
         self._handles.clear()
@@ -92,7 +92,7 @@ class Functions:
         self._operators.clear()
 
     def placed(self, function: Callable[..., tuple[Any, ...]]) -> int:
-        """The number of a place at which this runs, the same in all steps that take the path."""
+        """The number of a place where this function runs; it is the same in all steps on this path."""
         self._places[len(self._places)] = function
         return len(self._places) - 1
 
@@ -117,7 +117,7 @@ class Functions:
         return self.joined(kind.__name__, context, Applied(kind, context, args), args, found)
 
     def joined(self, name: str, context: Any, applied: Applied, args: tuple[Any, ...], found: Any) -> Any:
-        """What a function gave with its history.
+        """The results of a function with their autograd history.
 
         Args:
             name: of the function.
@@ -139,7 +139,7 @@ class Functions:
         return results if isinstance(found, tuple) else results[0]
 
     def node(self, tensor: Tensor, fake: Tensor) -> Any:
-        """What stands for the ``grad_fn`` of a tensor, given its fake.
+        """The object that Python sees as ``grad_fn`` of a tensor, given its fake.
 
         Here the tensor has it: calls to come may write in place, and give it another one.
         """
@@ -160,7 +160,7 @@ class Functions:
         return self._operators[id(node)]
 
     def next_of(self, operator: Operator) -> tuple[tuple[Any, int], ...]:
-        """``next_functions`` of what stands for a node."""
+        """``next_functions`` of such an object."""
         return tuple(
             [
                 (self._stands_for(node, operator.token, operator.path + chr(i)), number)
@@ -179,7 +179,7 @@ class Functions:
         return Handle(self._step, place)
 
     def real(self, operator: Operator, name: str) -> Any:
-        """The node that a step that runs for good has in its place."""
+        """The node in its place, in a step that runs eagerly."""
         if operator.token is None:
             raise RuntimeError(f"{name} of the grad_fn of a tensor of an earlier step, whose backward pass is over")
         if not self._step.is_eager:
@@ -214,11 +214,11 @@ class Functions:
         self._handles[id(tensor)] = Handle(self._step, place)
 
     def keep(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Somebody has a tensor whose gradient is retained when Python is done."""
+        """Retain the gradient of a tensor that Python still has at the end of the step."""
         self.retained[id(tensor)] = tensor, gradient
 
     def settle(self) -> None:
-        """Retained gradients are there."""
+        """Put retained gradients into ``.grad``."""
         with private.no_torch_functions():
             for tensor, gradient in self.retained.values():
                 tensor.grad = gradient
@@ -227,17 +227,17 @@ class Functions:
 
     # ------------------------------------------------------------------ in the backward pass
     def of_loss(self, loss: Tensor, divisor: int) -> None:
-        """The backward pass of what training_step returned."""
+        """The backward pass of the loss that training_step returned."""
         self.through_engine(OF_LOSS, (loss, divisor), {}, create=False)
 
     def through_engine(self, function: Any, args: Any, kwargs: Any, *, create: bool) -> Any:
-        """A call of the engine: where it arrives at Python of the user's, that runs.
+        """Call the engine, and run the user's Python wherever the engine pauses.
 
         Args:
             function: what is called.
             args: of the call.
             kwargs: likewise.
-            create: gradients have a history of their own.
+            create: whether gradients have an autograd history of their own (``create_graph``).
         """
         begin = self._begins.get(function)
         if begin is None:
@@ -255,22 +255,22 @@ class Functions:
 
     @contextlib.contextmanager
     def _seen(self) -> Iterator[None]:
-        """Calls inside are the user's; by hand a backward pass begins in a call, where the step sees none."""
+        """Calls inside are the step's. A backward pass by hand begins inside a call, where the step's modes are off."""
         is_seen = any(mode is self._step for mode in private.function_modes())
         with private.with_torch_functions(), contextlib.nullcontext() if is_seen else self._step:
             yield
 
     @property
     def current(self) -> Any:
-        """What stands for the backward pass that runs."""
+        """An object that identifies the running backward pass."""
         return private.graph_task() if self._current is None else self._current
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call that is noted, or made for good."""
+        """Note a call, or perform it if the step runs eagerly."""
         return (self._step.for_good if self._step.is_eager else self._step.called)(func, args, kwargs)
 
     def inline(self, place: int, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The Python of a place, of a step that runs for good."""
+        """Run the Python of a place in a step that runs eagerly."""
         return self._places[place](*gradients)
 
 
@@ -287,17 +287,17 @@ class Context(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """What was saved."""
+        """The saved tensors."""
         return tuple(self.to_save) if self._unpack is None else tuple(map(self._unpack, self.to_save))
 
     def pack(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
-        """What was saved was so under hooks."""
+        """Tensors were saved under hooks: pack them now, and unpack them on use."""
         with torch.no_grad():
             self.to_save = tuple([None if t is None else pack(t.detach()) for t in self.to_save])
         self._unpack = lambda packed: None if packed is None else unpack(packed)
 
     def maybe_clear_saved_tensors(self) -> None:
-        """As torch has it."""
+        """As in torch."""
 
 
 class Applied:
@@ -317,7 +317,7 @@ class Applied:
         self._are_tensors = [isinstance(a, Tensor) for a in args]
 
     def __call__(self, *gradients: Any) -> tuple[Any, ...]:
-        """The gradients of the tensors that were given."""
+        """The gradients of the tensors among the function's arguments."""
         for hook in tuple(self.before.values()):
             found = hook(gradients)
             gradients = gradients if found is None else found
@@ -338,7 +338,7 @@ class Applied:
 
 
 class Node:
-    """``grad_fn`` of what a function of the user's gave.
+    """``grad_fn`` of a result of a user's function.
 
     Args:
         name: of the function.
@@ -350,15 +350,15 @@ class Node:
         self._name, self._context, self._applied = f"{name}Backward", context, applied
 
     def name(self) -> str:
-        """As torch has it."""
+        """As in torch."""
         return self._name
 
     def register_hook(self, function: Callable[..., Any]) -> Any:
-        """As torch has it."""
+        """As in torch."""
         return _added(self._applied.after, function)
 
     def register_prehook(self, function: Callable[..., Any]) -> Any:
-        """As torch has it."""
+        """As in torch."""
         return _added(self._applied.before, function)
 
     def __getattr__(self, name: str) -> Any:
@@ -367,13 +367,13 @@ class Node:
 
 @torch.autograd.graph.Node.register
 class Operator:
-    """``grad_fn`` of what an operator of torch gave, or one below it.
+    """``grad_fn`` of a result of an operator of torch, or a node below it.
 
     Args:
         functions: of the step.
-        node: as it was recorded, which answers plain questions.
-        token: stands for a ``grad_fn``; None once the step is over.
-        path: from that to here.
+        node: the recorded node, which answers plain questions.
+        token: the placeholder of a ``grad_fn``; None once the step is over.
+        path: from this ``grad_fn`` to the node.
     """
 
     def __init__(self, functions: Functions, node: Any, token: Tensor | None, path: str) -> None:
@@ -381,25 +381,25 @@ class Operator:
         self._functions, self._metadata = functions, dict[str, Any]()
 
     def name(self) -> str:
-        """As torch has it."""
+        """As in torch."""
         return self.node.name()
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        """As torch has it."""
+        """As in torch."""
         return self._functions.next_of(self)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """As torch has it."""
+        """As in torch."""
         return self._metadata
 
     def register_hook(self, fn: Callable[..., Any]) -> Any:
-        """As torch has it."""
+        """As in torch."""
         return self._functions.hook_node(self, "register_hook", fn)
 
     def register_prehook(self, fn: Callable[..., Any]) -> Any:
-        """As torch has it."""
+        """As in torch."""
         return self._functions.hook_node(self, "register_prehook", fn)
 
     def __getattr__(self, name: str) -> Any:
@@ -413,7 +413,7 @@ class Operator:
 
 @functools.cache
 def _operator(name: str) -> type[Operator]:
-    """With the name of torch's class."""
+    """A class with the name of torch's own."""
     return type(name, (Operator,), {})
 
 
@@ -426,18 +426,18 @@ def _added(hooks: OrderedDict[int, Any], function: Callable[..., Any]) -> Any:
 
 
 class Handle:
-    """What takes a hook of a tensor away.
+    """The handle of a hook on a tensor.
 
     Args:
-        step: the step in which it was put there.
-        place: of the hook.
+        step: the step that registered it.
+        place: the hook's number.
     """
 
     def __init__(self, step: Any, place: int) -> None:
         self._step, self._place = step, place
 
     def remove(self) -> None:
-        """Take it away."""
+        """Remove the hook."""
         step, self._step = self._step, None
         if step is not None and not step.is_over:
             (step.for_good if step.is_eager else step.called)(UNHOOK, (self._place,), {})

@@ -1,4 +1,4 @@
-"""Whether a call is the one that was noted: by value, and, compiled for each note, by the objects of the last step."""
+"""Compares a call with a note: by value, or by a compiled function that knows the objects of the last step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ARITHMETIC = frozenset(
 
 
 def keeps_shapes(func: Any) -> bool:
-    """Whether numbers among a function's arguments never decide shapes: of others that is asked for each number."""
+    """Whether no number among a function's arguments decides shapes. For other functions each number is checked."""
     return getattr(func, "__name__", "") in _ARITHMETIC or getattr(func, "keeps_shapes", False) is True
 
 
@@ -43,7 +43,7 @@ class Whereabouts(Protocol):
     """Where the tensors of a step come from."""
 
     def source_of(self, tensor: Tensor) -> Source:
-        """Of a tensor of this step."""
+        """The source of a tensor of this step."""
         ...
 
     def accepts(self, note: Note, tensor: Tensor, number: int) -> bool:
@@ -52,11 +52,11 @@ class Whereabouts(Protocol):
 
 
 class Differs(Exception):
-    """Control flow: a call is another one."""
+    """Control flow: a call differs from the note."""
 
 
 def numbers_that_differ(note: Note, args: Any, kwargs: Any, step: Whereabouts) -> dict[Place, Any] | None:
-    """The numbers of a call that are others than the note's, by place; None if it is another call."""
+    """The numbers that differ between a call and a note, by place; None if the calls differ."""
     found: dict[Place, Any] = {}
     try:
         _compare(note, note.args, args, (0,), step, found)
@@ -101,7 +101,7 @@ def _compare(note: Note, noted: Any, value: Any, place: Place, step: Whereabouts
 
 
 def same_constant(one: Any, other: Any) -> bool:
-    """Whether two constants of one kind are the same number, bit for bit, or the same thing."""
+    """Whether two constants of one kind are the same number bit for bit, or the same object."""
     if type(one) is float:
         if one != one:
             return other != other
@@ -119,7 +119,7 @@ Take = Callable[[Any, Any, Any], Any]
 
 
 def never(step: Any, args: Any, kwargs: Any) -> Any:
-    """No call is known by its objects."""
+    """A comparison that always fails."""
     return MISSED
 
 
@@ -150,7 +150,7 @@ class _Compiler:
         return name
 
     def made(self, source: Made) -> str:
-        """Where the placeholder of a result is."""
+        """An expression for the placeholder of a result."""
         return f"{self.bind(self._path[source.depth].handed)}[{source.index}]"
 
     def _tensor(self, value: Tensor, there: str) -> Iterator[str]:
@@ -174,7 +174,7 @@ class _Compiler:
             self.met[source.number] = there
 
     def checks(self, value: Any, there: str, place: Place) -> Iterator[str]:
-        """The terms that compare one argument, or what is in it."""
+        """The terms that compare one argument and its contents."""
         kind, note = type(value), self._note
         if isinstance(value, Tensor):
             yield from self._tensor(value, there)
@@ -207,12 +207,12 @@ class _Compiler:
             yield f"({there} is {known} or (type({there}) is type({known}) and same({there}, {known})))"
 
     def parts(self, value: Sequence[Any], there: str, place: Place) -> Iterator[str]:
-        """The terms that compare what is in a tuple or list."""
+        """The terms that compare the contents of a tuple or list."""
         for i, v in enumerate(value):
             yield from self.checks(v, f"{there}[{i}]", (*place, i))
 
     def switches(self) -> Iterator[str]:
-        """The terms that compare what is around a call."""
+        """The terms that compare torch's switches."""
         around = self._note.around
         self.names.update(grad=torch.is_grad_enabled, dtype=torch.get_default_dtype)
         self.names.update(casts=private.is_autocast_on, autocast=private.autocast_state)
@@ -240,9 +240,9 @@ class _Compiler:
 def compiled(
     note: Note, args: Any, kwargs: Any, sources: Mapping[int, Source], path: Sequence[Note], given: list[Tensor]
 ) -> Take:
-    """A function that says whether a call is a note's, with the very objects of this step and new placeholders.
+    """A function that compares a call with a note by this step's objects, and takes it if they are the same.
 
-    If it is, it is taken. What it refuses may be the note's all the same.
+    A call that it refuses may still be the note's: the objects may be others with the same values.
 
     Args:
         note: the call.

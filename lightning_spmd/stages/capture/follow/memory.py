@@ -34,7 +34,7 @@ MOST = 64 << 20
 
 
 class _Step(Protocol):
-    """Of a step, what is needed."""
+    """The part of a step that is used here."""
 
     notes: list[Note]
     sources: dict[int, Source]
@@ -51,7 +51,7 @@ class _Step(Protocol):
 
 @dataclass(eq=False)
 class _Shared:
-    """Memory that Python has.
+    """Memory that is visible to Python.
 
     Args:
         memory: that.
@@ -67,12 +67,12 @@ class _Shared:
 
     @property
     def is_had(self) -> bool:
-        """Whether an array may share it."""
+        """Whether an array may share the memory."""
         return self.is_foreign or not private.is_memory_its_own(self.memory, self.source is None)
 
     @property
     def has_changed(self) -> bool:
-        """Whether Python has written there."""
+        """Whether Python has written into the memory."""
         return not _are_alike(self.memory, self.before)
 
 
@@ -102,11 +102,11 @@ class Holders:
         self._had: dict[int, weakref.ref[Tensor]] = {}
 
     def becomes_torchs(self, tensor: Tensor, *, is_kept: bool = False) -> bool:
-        """Whether no array shares a tensor's memory. It then moves to memory of torch's own.
+        """Move a tensor to memory of torch's own, if no array shares its memory. Returns whether it is there now.
 
         Args:
-            tensor: which is not looked at closely, but if it is of the module.
-            is_kept: or if it has been there in earlier steps.
+            tensor: the tensor; it is checked only if it belongs to the module.
+            is_kept: check it in any case, because it was there in earlier steps.
         """
         if not is_foreign(tensor):
             return True
@@ -129,13 +129,13 @@ class Holders:
         return not is_foreign(tensor)
 
     def _is_had(self, tensor: Tensor) -> bool:
-        """Whether somebody is known to share a tensor's memory."""
+        """Whether an array is known to share a tensor's memory."""
         known = self._had.get(id(tensor))
         return known is not None and known() is tensor
 
 
 class Memory:
-    """What memory of one step Python has.
+    """The memory of one step that is visible to Python.
 
     Args:
         step: the step.
@@ -161,7 +161,7 @@ class Memory:
         return self._step.notes[source.depth].roots[source.index][0] if type(source) is Made else source
 
     def _key(self, source: Source) -> Any:
-        """The same of all tensors with one memory."""
+        """A key that all tensors with this memory share."""
         root = self._root(source)
         live = None if type(root) is Made else self._step.live_of(root)
         return root if live is None else private.storage_of(live)
@@ -203,13 +203,13 @@ class Memory:
 
     # ------------------------------------------------------------------ it is handed out
     def hand_out(self, tensor: Tensor) -> None:
-        """That of a live tensor, by a pointer or the like."""
+        """Python gets the memory of a live tensor, by a pointer for example."""
         if is_plain(tensor):
             with self._beside():
                 self._add_live(tensor, foreign=True)
 
     def live(self, tensor: Tensor) -> Tensor | None:
-        """The live tensor that one is, or is a view of; None of what the step has computed."""
+        """The live tensor that this one is or is a view of; None for results of the step."""
         source = self._step.sources.get(id(tensor))
         if source is None:
             return tensor.detach() if is_plain(tensor) else None
@@ -268,7 +268,7 @@ class Memory:
 
     # ------------------------------------------------------------------ it is looked at
     def look(self, operands: Any = None) -> bool:
-        """A call comes that may read memory into which Python has written; whether the step is eager now.
+        """Check for writes by Python before a call reads memory. Returns whether the step is eager now.
 
         Args:
             operands: of the call; None: a graph runs, or Python is done.
@@ -300,7 +300,7 @@ class Memory:
         return self._step.is_eager
 
     def _user(self, key: Any) -> Note | None:
-        """The last call of the step that has met memory."""
+        """The last call of the step that used the memory."""
         for note in reversed(self._step.notes):
             if any(key == self._key(source) for source in (*sources_in((note.args, note.kwargs)), *note.made)):
                 return note
@@ -319,7 +319,7 @@ class Memory:
         return bool(self._shared) and any(private.storage_of(tensor) in self._shared for tensor in tensors)
 
     def let_go(self) -> None:
-        """Python is done; of arrays of results is known yet whose they are."""
+        """Python is done. The arrays of results are still known by their results."""
         self._pairs.clear()
         self._shared = {key: shared for key, shared in self._shared.items() if shared.source is not None}
 
@@ -333,7 +333,7 @@ class Memory:
     # ------------------------------------------------------------------ a step runs for good
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Live memory is what the calls so far have read; then it is what Python has written."""
+        """A context in which live memory has the content that the calls so far have read."""
         with private.no_torch_functions(), private.disable_dispatch_modes():
             live = [s for s in self._shared.values() if s.source is None and s.has_changed]
             now = [shared.memory.clone() for shared in live]
@@ -345,18 +345,18 @@ class Memory:
                 shared.memory.copy_(value)
 
     def for_good(self) -> None:
-        """Results have memory now; arrays of their copies exist."""
+        """The step runs eagerly: results have memory now, and arrays of their copies exist."""
         copies = [(shared.source, shared) for shared in self._shared.values() if shared.source is not None]
         with private.no_torch_functions(), private.disable_dispatch_modes():
             self._pairs = [(self._step.tensor_now(of), s) for of, s in copies if s.is_had or s.has_changed]
 
     @property
     def is_apart(self) -> bool:
-        """Whether tensors of a step that runs for good, and arrays of them, are to be kept alike."""
+        """Whether tensors of an eager step and arrays of copies of them must be kept equal."""
         return bool(self._pairs)
 
     def sync(self) -> None:
-        """What is written into arrays is in the tensors, and the other way round; autograd does not hear of it."""
+        """Copy what was written into arrays to their tensors, and the other way round, hidden from autograd."""
         if not self._pairs:
             return
         with private.no_torch_functions(), private.disable_dispatch_modes(), torch.no_grad():
@@ -371,7 +371,7 @@ class Memory:
 
 
 class _Elsewhere(Exception):
-    """Control flow: what an array is asked of is not in live memory as it is now."""
+    """Control flow: the tensor of which Python wants an array is not in live memory now."""
 
 
 def _is_in(key: Any, keys: set[Any] | None) -> bool:
@@ -379,18 +379,18 @@ def _is_in(key: Any, keys: set[Any] | None) -> bool:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All memory of which a tensor has a part."""
+    """The whole storage of a tensor."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit."""
+    """Whether two tensors are equal bit for bit."""
     one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(one, other)
 
 
 class _Holder:
-    """Shows memory to NumPy, and keeps it."""
+    """Exposes memory to NumPy, and keeps it alive."""
 
     def __init__(self, memory: Tensor, kind: str) -> None:
         self._memory = memory
@@ -412,7 +412,7 @@ def array_of(memory: Tensor, dtype: Any = None, **_: Any) -> Any:
 
 
 def _in_python() -> tuple[list[Any] | None, list[Tensor]]:
-    """Arrays of the memory that Python's objects have: arrays, buffers, files'; None: unknown. And its tensors."""
+    """(arrays over the memory of Python's objects: arrays, buffers, files; None if unknown; and Python's tensors)."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return None, []

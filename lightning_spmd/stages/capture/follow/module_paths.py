@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 @contextlib.contextmanager
 def module_paths(root: nn.Module) -> Iterator[Callable[[], str]]:
-    """Gives what says which module's ``forward`` runs."""
+    """A function that names the module whose ``forward`` runs."""
     paths = {id(module): path for path, module in root.named_modules()}
     stack = [""]
 

@@ -44,7 +44,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """A tensor that the step did not make: what the call names in this step.
+    """A tensor that the step did not make: the one that the call has here in this step.
 
     Args:
         number: of such tensors, in the order in which a step meets them.
@@ -55,7 +55,7 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A result that is one of the call's own tensors, as of an in-place operator.
+    """A result that is one of the call's operands, as of an in-place operator.
 
     Args:
         index: among the tensors of the call.
@@ -85,17 +85,17 @@ _GRADIENT = "'s gradient"
 
 
 def named_gradient(name: str) -> str:
-    """The name of what lies in ``.grad`` of a parameter in parts, as kinds have names."""
+    """The name of the gradient of a sharded parameter."""
     return name + _GRADIENT
 
 
 def gradient_in_parts(name: str | None) -> str | None:
-    """The name of the parameter in parts whose gradient has this name; None of other tensors."""
+    """The sharded parameter whose gradient has this name; None for other tensors."""
     return name.removesuffix(_GRADIENT) if name is not None and name.endswith(_GRADIENT) else None
 
 
 class Kind(NamedTuple):
-    """What must be the same of a tensor from outside for a path to go on.
+    """The properties of an outside tensor that a path depends on.
 
     Args:
         name: of a parameter or buffer of the module or the optimizer; None of others.
@@ -117,13 +117,13 @@ class Kind(NamedTuple):
         return self.name is not None and issubclass(self.type, nn.Parameter)
 
     def in_words(self) -> str:
-        """It, the same on all ranks."""
+        """The kind as text, equal on all ranks."""
         spec = self.spec
         return repr((self.name, self.type.__name__, spec.shape, spec.stride, spec.dtype, self.trained, self.shares))
 
 
 class Around(NamedTuple):
-    """What torch's switches were when a call was made.
+    """Torch's switches at the time of a call.
 
     Args:
         grad: whether autograd records.
@@ -151,7 +151,7 @@ class At:
 
 
 class ForAll(Protocol):
-    """What a note is for other sizes than those with which it was recorded; ``sizes.py`` has it.
+    """A note for other sizes than the recorded ones; implemented in ``sizes.py``.
 
     Attributes:
         is_fixed: it is the same for all of them.
@@ -160,7 +160,7 @@ class ForAll(Protocol):
     is_fixed: bool
 
     def at(self, at: At) -> tuple[list[Any], list[TensorSpec], list[Tensor]] | None:
-        """The numbers, what results are, and moulds for some sizes; None if they are not known to be so."""
+        """Numbers, results and moulds for these sizes; None if they are unknown."""
         ...
 
 
@@ -269,17 +269,17 @@ class Note:
 
     @property
     def asks(self) -> bool:
-        """Whether Python waits for values here."""
+        """Whether the call is a read of values."""
         return self.reads or len(self.counts) > 0
 
     @property
     def last_met(self) -> int:
-        """The largest number of a tensor that a step meets here."""
+        """The largest number of an outside tensor among the operands."""
         return max(self.met)
 
     @property
     def name(self) -> str:
-        """What was called, for the user."""
+        """The name of the called function, for messages."""
         return getattr(self.func, "__name__", str(self.func))
 
     def with_arguments(self, args: Any, kwargs: Any) -> Note:
@@ -289,15 +289,15 @@ class Note:
         return changed
 
     def marked(self, before: Note) -> None:
-        """It comes behind another one.
+        """Set the hash of the path up to this call.
 
         Args:
-            before: that.
+            before: the call before it.
         """
         self.mark = stable_hash((before.mark, self.in_words()))
 
     def in_words(self) -> str:
-        """What was called and with what, the same on all ranks."""
+        """The call as text, equal on all ranks."""
         owner = getattr(getattr(self.func, "__self__", None), "__name__", "")
         met = [(number, kind.in_words()) for number, kind in sorted(self.met.items())]
         name = f"{owner}.{self.name}" if owner else str(self.name)
@@ -320,7 +320,7 @@ def around_now() -> Around:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Arguments or results with ``function`` of each leaf; what torch returns as named fields becomes a plain tuple."""
+    """Apply ``function`` to each leaf of arguments or results. Named tuples of torch become plain tuples."""
     kind = type(value)
     if kind is tuple:
         return tuple([mapped(function, v) for v in value])
@@ -401,7 +401,7 @@ def with_numbers(value: Any, numbers: dict[Place, Any], place: Place = ()) -> An
 
 
 def in_step(leaf: Any) -> Any:
-    """A number of a noted call, as it is in the step that runs."""
+    """A number of a noted call in the running step."""
     if type(leaf) is Size:
         return leaf.sizes.number(leaf.formula)
     return torch.Size([in_step(n) for n in leaf]) if type(leaf) is torch.Size else leaf

@@ -39,7 +39,7 @@ class FollowedStep(Protocol):
 
     @property
     def is_eager(self) -> bool:
-        """Whether it runs for good."""
+        """Whether it runs eagerly."""
         ...
 
     def concerns(self, tensor: Tensor) -> bool:
@@ -47,7 +47,7 @@ class FollowedStep(Protocol):
         ...
 
     def eagerly(self, why: str) -> None:
-        """From here on the step is eager training's."""
+        """Continue the step eagerly."""
         ...
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,14 +88,14 @@ class _Rows:
         return int(self.lengths.max())
 
     def fits(self) -> bool:
-        """Whether torch would pack them; the layers' operator packs, and so says it itself."""
+        """Whether torch would pack the rows. The operator of the layers packs them itself, and raises torch's error."""
         good = (self.lengths > 0).all() & (self.lengths.max() <= self.padded.shape[1 if self.rows_first else 0])
         return bool(good if self.sort else good & (self.lengths[1:] <= self.lengths[:-1]).all())
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a packed sequence is made of, and where in (time, rows) each entry is from."""
+    """The fields of a packed sequence, and the place in (time, rows) of each entry."""
 
     fields: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
     rows: _Rows
@@ -155,7 +155,7 @@ class PackedSequences:
         self._cast: dict[int, Tensor] = {}  # weights that autocast's cache has
 
     def in_place_of(self, name: str) -> Callable[..., Any]:
-        """What is called in place of one of torch's functions."""
+        """The replacement of one of torch's functions, if any."""
         if name in ("pack", "pad"):
             return self._pack if name == "pack" else self._pad
         return self._layer(private.ORIGINAL_PACKING[name])
@@ -300,7 +300,7 @@ class PackedSequences:
 
     # ------------------------------------------------------------------ parts
     def parts_of(self, rows: _Rows) -> _Parts:
-        """What eager's packed sequence of these rows is made of."""
+        """The parts of the packed sequence that eager would make of these rows."""
         padded, lengths, order, inverse = rows.time_major, rows.lengths, None, None
         if rows.order is not None:
             order, inverse = rows.order
@@ -318,7 +318,7 @@ class PackedSequences:
         return parts
 
     def _rows(self, sequence: Any) -> _Rows | None:
-        """The padded rows of a packed sequence; None if torch shall see to it."""
+        """The padded rows of a packed sequence; None if torch's own function must handle it."""
         if isinstance(sequence, LaterPacked) and sequence.parts is None:
             return sequence.rows if self._is_followed(sequence.rows.padded) else None
         if not self._is_followed(sequence.data):
@@ -359,7 +359,7 @@ def _of_length(padded: Tensor, time: int, length: int, value: float) -> Tensor:
 
 
 class _Recurrent(torch.autograd.Function):
-    """The operator, as autograd knows it."""
+    """The operator with its autograd formula."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -29,7 +29,7 @@ def handed_out(note: Note) -> list[Tensor]:
 
 
 def moulds_of(fakes: list[Tensor]) -> list[Tensor]:
-    """What placeholders of a call's results are copies of."""
+    """The moulds from which placeholders of a call's results are copied."""
     return [private.without_memory(TensorSpec.of(fake)) for fake in fakes]
 
 
@@ -72,7 +72,7 @@ def fill(placeholder: Tensor, value: Tensor, *, trained: bool, made_at: str | No
 
 
 class _Gone(torch.autograd.Function):
-    """In place of the history of what a step computed, when the step is over."""
+    """Replaces the autograd history of a step's results when the step is over."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, place: str) -> Tensor:  # type: ignore[override]
@@ -88,7 +88,7 @@ class _Gone(torch.autograd.Function):
 
 
 class WithoutHistory(Tensor):
-    """The kind of tensors from earlier steps that had a history; none is of this class."""
+    """The class in kinds of tensors from earlier steps that had an autograd history. It has no instances."""
 
 
 def without_history(value: Tensor, place: str) -> Tensor:

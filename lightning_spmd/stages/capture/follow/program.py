@@ -58,7 +58,7 @@ class Log:
 
 @dataclass
 class Live:
-    """What of the step that runs now graphs take as inputs.
+    """The running step's values that graphs take as inputs.
 
     Args:
         outside: tensors that the step did not make, in the order in which it met them.
@@ -128,7 +128,7 @@ class Program:
         }
 
     def numbers_before(self, depth: int) -> list[tuple[int, Place]]:
-        """The numbers that Python has computed when it reads, and behind the read before.
+        """The numbers that Python computed between the read before and this one.
 
         Args:
             depth: of the read; the number of calls where Python is done.
@@ -136,10 +136,10 @@ class Program:
         return self._numbers[depth]
 
     def numbers_behind(self, read: Note) -> list[tuple[int, Place]]:
-        """The numbers that Python has computed when it has read, and before it reads again."""
+        """The numbers that Python computes between this read and the next one."""
         return self._numbers[min(depth for depth in self._numbers if depth > read.depth)]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What must be equal for a graph to be this step's."""
+        """The key under which a step finds its graph."""
         return self.number, self.free, len(self.wants), self.loss, self.logs, self.at

@@ -55,7 +55,7 @@ class MetricResult:
         return own["_value"]
 
     def becomes(self, results: Sequence[Any]) -> None:
-        """The queue was worked off with these results."""
+        """The queue was processed with these results."""
         reference = vars(self)["_reference"]
         found = results[reference.position]
         vars(self)["_value"] = found if reference.key is None else found.get(reference.key)
@@ -121,12 +121,12 @@ class Shadows:
                 self.metrics += [(m, m) for m in inside]
 
     def computes(self, metric: Any) -> None:
-        """A step computes with what a metric gives."""
+        """The step computes with the result of a metric."""
         self.computing += _parts_of(metric)
 
 
 class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[misc]
-    """What a collection of metrics returned, by name.
+    """The results of a collection of metrics, by name.
 
     Args:
         reference: to the queued call.
@@ -245,12 +245,12 @@ class Queue:
         attributes[name] = replacement
 
     def close(self) -> list[RecordedCall]:
-        """From here on calls are made at once; gives those that are queued."""
+        """Stop queueing. Returns the queued calls."""
         self.is_open, calls, self.calls = False, self.calls, []
         return calls
 
     def let_go(self) -> None:
-        """Python is done and asks for no value before it is known: what metrics were given is not kept for that."""
+        """Python is done. Arguments of metrics that were kept for early values are released."""
         for result in self._results:
             vars(result)["_now"] = None
 
@@ -363,7 +363,7 @@ def wanted_by(call: RecordedCall) -> list[int]:
 
 
 def _of_this_batch(metric: Metric | MetricCollection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a metric without any history gives."""
+    """The value of a metric for this batch alone."""
     if _has_parts(metric):
         state = tensors_in([list(vars(part).values()) for part in _parts_of(metric)])
         fresh: Any = copy.deepcopy(metric, {id(t): t.detach() for t in state if t.grad_fn is not None})

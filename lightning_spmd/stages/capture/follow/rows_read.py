@@ -24,7 +24,7 @@ _PARTS = {"unbind", "__iter__", "select", "split", "chunk", "tensor_split"}
 
 
 def read_of_rows(step: Step, func: Any, tensors: Sequence[Tensor], *, rows: int) -> str | None:
-    """Why Python must not be told; None if it may.
+    """Why Python must not read a value; None if it may.
 
     Args:
         step: of the read.

@@ -56,7 +56,7 @@ def _numbers_in(note: Note) -> Iterator[tuple[Place, Any]]:
 
 
 def _differs_from(known: Note, note: Note) -> bool:
-    """Whether a call is a known one but for numbers that must be what they are there."""
+    """Whether a call equals a known one except for numbers that must not differ."""
     if not known.plain or not is_like(known, note):
         return False
     numbers = dict(_numbers_in(note))
@@ -79,7 +79,7 @@ class _Search:
         self.found: list[Note] = []
 
     def is_same(self, one: Note, other: Note) -> bool:
-        """Whether two calls, the first one earlier, give the same."""
+        """Whether two calls give equal results; the first one is the earlier."""
         if one.depth >= other.depth or one.func != other.func or one.around != other.around or other.counts:
             return False
         if not all(map(_is_repeatable, (one, other))):
@@ -113,18 +113,18 @@ class _Search:
         return self.is_same(self._path[mine.depth], self._path[its.depth])
 
     def are_unwritten(self, note: Note, end: int) -> bool:
-        """Whether what a call made is what it was until another one."""
+        """Whether the results of a call are unchanged until another call."""
         return all(self._is_unwritten(made, note.depth, end) for made in note.made)
 
     def _is_unwritten(self, source: Source, begin: int, end: int) -> bool:
-        """Whether no call between two writes into what a tensor shares memory with."""
+        """Whether no call between two others writes into the tensor's memory."""
         root = self._root_of(source)
         between = self._path[begin + 1 : end]
         return not any(root in note.writes or isinstance(note.func, (EngineCall, CallByHand)) for note in between)
 
 
 def _is_repeatable(note: Note) -> bool:
-    """Whether a call gives the same whenever it is given the same, in all steps that take the path."""
+    """Whether a call's result depends on its arguments alone, in all steps on the path."""
     module = str(getattr(note.func, "__module__", None) or "")
     is_torchs = module in _TORCHS or module.startswith(_IN_C)
     is_call = not isinstance(note.func, (EngineCall, CallByHand))
@@ -132,7 +132,7 @@ def _is_repeatable(note: Note) -> bool:
 
 
 def _may_follow_from_sizes(leaf: Any, note: Note) -> bool:
-    """Whether a leaf may be another number in steps of other sizes, which are the same path."""
+    """Whether a leaf may be another number in steps of other sizes on the same path."""
     if note.at is None:
         return False
     return type(leaf) in (Size, torch.Size) or (type(leaf) is int and leaf > 1 and not keeps_shapes(note.func))

@@ -22,7 +22,7 @@ from lightning_spmd.stages.capture.follow.values import surroundings
 
 
 class Saved:
-    """What is around what autograd saves in one step.
+    """Saved-tensor hooks and checkpointed parts of one step.
 
     Args:
         step: the step.
@@ -57,7 +57,7 @@ class Saved:
             leave(hooks)
 
     def for_good(self) -> None:
-        """The step goes on eagerly: torch has the hooks from here on."""
+        """The step goes on eagerly; torch has the hooks now."""
         for hooks in self.hooks:
             hooks.is_real = True
             hooks.owner.__enter__()
@@ -79,7 +79,7 @@ class Saved:
 
     # ------------------------------------------------------------------ checkpointed parts
     def checkpointed(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
-        """What ``torch.utils.checkpoint`` runs around a part."""
+        """The contexts that ``torch.utils.checkpoint`` enters around a part."""
         if self._step.is_apart or self._step.is_eager:
             return original(*args, **kwargs)
         if (args[2] if len(args) > 2 else kwargs.get("context_fn")) is not private.no_checkpoint_contexts:
@@ -108,7 +108,7 @@ class Saved:
             yield
 
     def _again(self, preserve: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Gives what a part is computed in again."""
+        """The context in which a part is computed again."""
         around = around_now()._replace(grad=True)
         call = self._functions.call
         state = call(STATE, (), {}) if preserve else None
@@ -135,7 +135,7 @@ class Saved:
         asked = [isinstance(a, Tensor) and self._step.asks(a) for a in args]
 
         class Part:
-            """In the place of ``CheckpointFunction``."""
+            """Replaces ``CheckpointFunction``."""
 
             vjp = torch.autograd.Function.vjp
 
@@ -163,7 +163,7 @@ class Saved:
 
 
 class _Hooks:
-    """Hooks of the user's.
+    """The user's saved-tensor hooks.
 
     Args:
         pack: called with what autograd saves.
@@ -179,7 +179,7 @@ class _Hooks:
 
 
 class _Part:
-    """A part that saves nothing, and is computed again in each backward pass that needs it.
+    """A checkpointed part: it saves nothing, and each backward pass that needs it computes it again.
 
     Args:
         functions: of the step.
@@ -194,12 +194,12 @@ class _Part:
         self._found: dict[Any, dict[int, Tensor]] = {}
 
     def pack(self, _: Tensor) -> int:
-        """Autograd saves something; gives which."""
+        """Number a saved tensor."""
         self._count += 1
         return self._count - 1
 
     def unpack(self, number: int) -> Tensor:
-        """What was saved, computed again.
+        """The saved tensor of a number, computed again.
 
         Raises:
             CheckpointError: the part is another one now.
@@ -228,4 +228,4 @@ class _Part:
 
 
 class _Enough(Exception):
-    """Control flow: all is there."""
+    """Control flow: everything that was needed is computed."""

@@ -44,11 +44,11 @@ _DIVISORS = range(2, 17)
 
 
 class NotForAllSizes(Exception):
-    """Control flow: a path has no formulas; says why, for users."""
+    """Control flow: a path has no formulas. The message is the reason, for users."""
 
 
 class ForAllSizes:
-    """What a note is for other sizes than those with which it was recorded.
+    """A note for other sizes than the recorded ones.
 
     Args:
         sizes: which sizes vary.
@@ -64,7 +64,7 @@ class ForAllSizes:
         self._count, self._numbers = len(leaves), sizes.function(f"({code}{',' if code else ''})")
 
     def at(self, at: At) -> tuple[list[Any], list[TensorSpec], list[Tensor]] | None:
-        """The numbers, and what results are, for some sizes; None if they are not known to be so."""
+        """Numbers and results for these sizes; None if they are unknown."""
         if self.condition not in at.holds:
             at.holds[self.condition] = bool(self.sizes.function(self.condition)(*at.values))
         if not at.holds[self.condition]:
@@ -123,7 +123,7 @@ class OpenTree:
         return len(self._confirmed.get(path, ())) > 1 and all(note.for_all is not None for note in notes)
 
     def shortened(self, path: int, before: int) -> None:
-        """What is known of a path is known of its beginning.
+        """A path was shortened: its formulas hold for the beginning, too.
 
         Args:
             path: the number of the beginning.
@@ -149,7 +149,7 @@ class OpenTree:
         recording: Callable[[Any, list[Any]], Any],
         numbers: Callable[[Note], Mapping[Place, Any]],
     ) -> bool:
-        """A step is over: what was recorded in it gets formulas. Says whether all has some.
+        """End a step: find formulas for recorded calls. Returns whether all have some.
 
         Args:
             notes: the path.
@@ -182,14 +182,14 @@ class OpenTree:
 
 
 def _known_at(note: Note, at: At) -> tuple[list[Any], list[TensorSpec], list[Tensor]] | None:
-    """What a note is for these sizes."""
+    """The note's numbers and results for these sizes."""
     if note.number not in at.known and note.for_all is not None:
         at.known[note.number] = note.for_all.at(at)
     return at.known.get(note.number)
 
 
 def moved(note: Note, at: At | None) -> bool:
-    """Whether a note is one for these sizes; it has their numbers from now on."""
+    """Set a note's numbers to those for these sizes. Returns whether they are known."""
     if at is None or note.for_all is None:
         return at is not None and note.at is not None and note.at.values == at.values
     found = _known_at(note, at)
@@ -223,7 +223,7 @@ def _code(value: Any) -> str:
 
 # ---------------------------------------------------------------------- what other steps show
 class _Cursors:
-    """Steps of other sizes beside one, as far as they make the same calls.
+    """Positions of steps with other sizes, as long as they make the same calls.
 
     Args:
         now: each as its sizes and where it is.
@@ -234,7 +234,7 @@ class _Cursors:
         self.ended = False  # by the last call
 
     def only(self, sizes: Sequence[tuple[int, ...]]) -> None:
-        """The others have come to another call."""
+        """Drop the steps that came to another call."""
         self.now = [entry for entry in self.now if entry[0] in sizes]
 
     def go_on(self, note: Note, before: Note) -> None:
@@ -437,7 +437,7 @@ class _Opening:
         return list(found)
 
     def _fitted(self, column: Sequence[int], points: Sequence[tuple[int, ...]], near: list[str]) -> int | None:
-        """A number that is this in one step and others in others: as it is, or a formula; None if there is none."""
+        """The number itself if it is equal in all steps, else a formula that fits; None if there is none."""
         number = column[0]
         if all(other == number for other in column):
             if number < 2:

@@ -44,7 +44,7 @@ for _name in _ARITHMETIC:
 
 
 class Tripwires:
-    """Those of one step.
+    """The tripwires of one step.
 
     Args:
         tell: told why a value may not be looked at in the step, and ``file:line``; does not return.
@@ -59,7 +59,7 @@ class Tripwires:
         self._handed_out: dict[str, str] = {}
 
     def stand_in(self, path: str, value: Any, position: int, refusal: str) -> Any:
-        """What stands for a value.
+        """The tripwire of a value.
 
         Args:
             path: of it in the batch.
@@ -71,13 +71,13 @@ class Tripwires:
         return _stands_for(path)(self, value, position, refusal)
 
     def look(self, refusal: str) -> None:
-        """A value is looked at, if that may not be."""
+        """Report that a tripwire was triggered."""
         if not self.is_over:
             self._tell(refusal, user_location())
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """C code that checks kinds (``torch.stack(batch["parts"])``) looks at nothing and says what it got instead."""
+        """A context that recognises tripwires in type errors of C code (``torch.stack(batch["parts"])``)."""
         try:
             yield
         except TypeError as error:
@@ -132,22 +132,22 @@ for _name in (*_FUNCTIONS, *_METHODS):
 
 @functools.lru_cache(maxsize=4096)
 def _stands_for(path: str) -> type[Tripwire]:
-    """The class of what stands for a leaf; C code names it where it wants something else."""
+    """The class of a tripwire. Error messages of C code show its name."""
     return type(f"batch{path}", (Tripwire,), {})
 
 
 def is_tripwire(value: Any) -> bool:
-    """Whether something stands for a value of a rank's own."""
+    """Whether an object is a tripwire."""
     return issubclass(type(value), Tripwire)
 
 
 def value_of(wire: Tripwire) -> Any:
-    """The value; this does not count as looking at it."""
+    """The value behind a tripwire, without triggering it."""
     return object.__getattribute__(wire, "_stands_for")[1]
 
 
 def reference_to(wire: Tripwire) -> Any:
-    """What stands for it in a recorded call: where in the batch it is."""
+    """A reference to the leaf of the batch, for recorded calls."""
     _, value, position, _ = object.__getattribute__(wire, "_stands_for")
     count = position - 1
 

@@ -31,7 +31,7 @@ from lightning_spmd.stages.capture.follow.worlds import CallByHand, World
 
 
 class Values:
-    """What the calls of a path give.
+    """The results of the calls of a path.
 
     Args:
         of_outside: gives what stands for a tensor of the batch, or one that the step did not make.
@@ -54,11 +54,11 @@ class Values:
         self._of_outside = of_outside
 
     def of(self, source: Given | Outside | Made) -> Tensor:
-        """What stands for a tensor."""
+        """The value of a source."""
         return self.made[source] if type(source) is Made else self._of_outside(source)  # type: ignore[arg-type]
 
     def arguments(self, note: Note, numbers: Mapping[Place, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Those of a call, with other numbers in some places."""
+        """The arguments of a call, with other numbers in some places."""
         args, kwargs = with_numbers((note.args, note.kwargs), dict(numbers))
         return mapped(self._value, args), mapped(self._value, kwargs)
 
@@ -68,7 +68,7 @@ class Values:
         return self.number(leaf) if type(leaf) in (Size, torch.Size) else leaf
 
     def run(self, note: Note, numbers: Mapping[Place, Any]) -> Any:
-        """Make one call, the next one of the path; gives what it returns. What Python read, it has."""
+        """Perform the next call of the path. Returns its result; a read has none here."""
         if note.reads:
             self.done = note.depth + 1
             return None
@@ -86,12 +86,12 @@ class Values:
         return out
 
     def tell_same(self, note: Note) -> None:
-        """The masks that a call has made are those of an earlier one, if they are."""
+        """Mark masks as equal to those of an earlier call that made the same ones."""
         for made in note.made if note.same is not None else ():
             self.on_same(self.made[made], self.made[Made(note.same, made.index)])  # type: ignore[arg-type]
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call with these arguments."""
+        """Perform a call with these arguments."""
         if isinstance(func, EngineCall):
             return func.make(self, *args, **kwargs)
         if isinstance(func, CallByHand) and self.world is not None:
@@ -99,14 +99,14 @@ class Values:
         return func(*args, **kwargs)
 
     def keep(self, depth: int, out: Any, operands: Any) -> None:
-        """Remember what a call made that is recorded now."""
+        """Remember the results of a call that is being recorded."""
         for index, tensor in enumerate(new_tensors(out, operands)):
             self.made[Made(depth, index)] = tensor
         self.done = depth + 1
 
 
 def new_tensors(out: Any, operands: Any) -> list[Tensor]:
-    """The tensors in a result that are none of the operands, each once, in order."""
+    """The tensors of a result that are not operands, each once, in order."""
     known = {id(t) for t in tensors_in(operands)}
     found: list[Tensor] = []
     for tensor in tensors_in(out):
@@ -117,7 +117,7 @@ def new_tensors(out: Any, operands: Any) -> list[Tensor]:
 
 
 def structure_of(out: Any, operands: Any) -> Any:
-    """A result with each tensor as which of those that the call made, or of its operands, it is."""
+    """A result in which each tensor is replaced by its origin: a fresh tensor or an operand."""
     given = {id(t): i for i, t in reversed(list(enumerate(tensors_in(operands))))}
     made = {id(t): i for i, t in enumerate(new_tensors(out, operands))}
 

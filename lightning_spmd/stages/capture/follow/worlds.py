@@ -29,7 +29,7 @@ class World(Protocol):
     def backward(
         self, roots: Roots, weights: Any, leaves: list[Tensor], held: Gradients, retain: bool, create: bool, named: bool
     ) -> tuple[Tensor | None, ...]:
-        """What ``.grad`` of the leaves is behind a backward pass.
+        """``.grad`` of the leaves after a backward pass.
 
         Args:
             roots: on what ``backward`` is called.
@@ -55,7 +55,7 @@ class World(Protocol):
 
 
 class CallByHand:
-    """What is noted as called.
+    """The function of a note for manual optimization.
 
     Args:
         name: for the user.
@@ -70,11 +70,11 @@ class CallByHand:
         self._world = world
 
     def __call__(self, *args: Any) -> Any:
-        """Make it where it is called."""
+        """Perform it where it is called."""
         return self.make(self._world(), *args)
 
     def make(self, world: World, *args: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         raise NotImplementedError
 
 
@@ -82,7 +82,7 @@ class BackwardCall(CallByHand):
     """A backward pass."""
 
     def make(self, world: World, *args: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         return world.backward(*args)
 
 
@@ -100,7 +100,7 @@ class StepCall(CallByHand):
         self.number = number
 
     def make(self, world: World, *args: Any) -> Any:
-        """Make it."""
+        """Perform the call."""
         return world.step(self.number, *args)
 
 
@@ -124,7 +124,7 @@ class Computed:
 
 
 class OnFakes(Computed):
-    """Of a step of an optimizer only that it writes into parameters is known."""
+    """The world of fake tensors. A step of an optimizer raises the versions of parameters and does nothing else."""
 
     def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
         """As in every world."""
@@ -134,12 +134,12 @@ class OnFakes(Computed):
 
 
 class OnCopies(Computed):
-    """Optimizers have copies of their states.
+    """The world of copies: optimizers work on copies of their states.
 
     Args:
-        others: tensors whose memory is somebody's.
+        others: gives tensors whose memory is in use.
         optimizers: the live ones.
-        states: theirs.
+        states: the live optimizers' states.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class OnCopies(Computed):
 
 
 class Live:
-    """The true tensors and optimizers.
+    """The world of the live tensors and optimizers.
 
     Args:
         optimizers: the live ones.
@@ -195,12 +195,12 @@ def _step(optimizer: Any, parameters: list[Tensor], gradients: Gradients, settin
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """What torch takes as one tensor or a sequence."""
+    """An argument that may be one tensor or a sequence, as a tuple."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def places_of_numbers(settings: Settings, place: int) -> set[tuple[Any, ...]]:
-    """Where in the arguments of a step the numbers of the groups stand; all may be others in the next step.
+    """The places of the groups' numbers among a step's arguments. All may change in the next step.
 
     Args:
         settings: of the groups.

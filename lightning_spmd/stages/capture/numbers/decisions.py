@@ -45,7 +45,7 @@ class DecisionProgram:
 
 
 def _compiled_when_asked(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-    """The program as a function; many a captured step is only looked at, and never asked."""
+    """The program as a function, compiled on first use: many captured steps never run it."""
     compiled: list[Callable[..., Sequence[Any]]] = []
 
     def program(*values: Any) -> Sequence[Any]:

@@ -16,7 +16,7 @@ from lightning_spmd.stages.capture.record.packing import in_memory_order_of
 
 
 def accumulated(leaf: Tensor, held: Tensor | None, gradient: Tensor, taken: set[int], *, in_place: bool) -> Tensor:
-    """What ``leaf.grad`` is behind a backward pass.
+    """``leaf.grad`` after a backward pass.
 
     Args:
         leaf: whose gradient it is.
@@ -44,7 +44,7 @@ def gradients_behind(
     retain: bool,
     create: bool,
 ) -> tuple[Tensor | None, ...]:
-    """What ``.grad`` of the leaves is behind a backward pass.
+    """``.grad`` of the leaves after a backward pass.
 
     Args:
         roots: on what ``backward`` is called.

@@ -81,7 +81,7 @@ def _wide(parameter: Tensor, swap: OptimizerSwap, *, masters: bool) -> Tensor:
 
 
 def _rounded(wide: Tensor) -> Tensor:
-    """float32 that bfloat16 can say, the one below or the one above, the nearer the more often."""
+    """Stochastic rounding: float32 values that bfloat16 can represent, the nearer one with the higher probability."""
     bits = wide.view(torch.int32)
     noisy = torch.randint_like(bits, 1 << _LOST_BITS).add_(bits).bitwise_and_(-1 << _LOST_BITS)
     return torch.where(wide == wide, noisy.view(torch.float32), wide)  # the bits of a NaN may become a number's

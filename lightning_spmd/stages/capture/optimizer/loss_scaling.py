@@ -61,11 +61,11 @@ class LossScaling:
             yield
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What the backward pass begins with."""
+        """The scaled loss, with which the backward pass begins."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, optimizer: Any, *, looked_already: bool) -> None:
-        """Divide gradients by the scale, and look for what is not finite.
+        """Divide gradients by the scale, and look for values that are not finite.
 
         Args:
             optimizer: whose gradients.

@@ -181,7 +181,7 @@ _ABSENT = object()
 
 
 class _Structure:
-    """What of the parameter groups is part of a graph; nearly always these are the very objects of the last step.
+    """The part of parameter groups that a graph depends on. Nearly always its objects are those of the last step.
 
     Args:
         optimizer: whose groups.
@@ -211,7 +211,7 @@ _FIXED = (int, float, str, bool, tuple, type(None))
 
 
 def _kind(value: Any) -> Any:
-    """What of a hyper-parameter is part of the graph: everything but numbers, which are inputs."""
+    """The part of a hyper-parameter that a graph depends on: everything but numbers, which are inputs."""
     if type(value) in (int, float):
         return type(value)
     if isinstance(value, Tensor):
@@ -246,7 +246,7 @@ _ABOUT_CLASSES = {"__init__", "__repr__", "__module__", "__doc__", "__annotation
 
 
 def is_torchs_own(optimizer: Any) -> bool:
-    """Whether the code of an optimizer's step is torch's own, and known: what else runs is the user's, in each step.
+    """Whether the code of an optimizer's step is torch's own. Other steps run in Python in each step.
 
     A subclass may have attributes and an ``__init__`` of its own.
     """
@@ -265,7 +265,7 @@ _OF_ALL = {"param_groups", "state", "step", "_opt_called"}
 
 
 def own_values(optimizer: Any) -> frozenset[tuple[str, Any]]:
-    """What an optimizer that is none of torch's has beside groups and state: plain values, and which objects.
+    """Attributes of a user's optimizer beside groups and state: plain values, and identities of objects.
 
     By where they are; a step that is captured once finds them as they were then.
     """
@@ -325,7 +325,7 @@ class OptimizerSwaps:
             yield
 
     def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
-        """What each of them created or rebound."""
+        """State and hyper-parameters that each of them created or rebound."""
         for swap in self._exchanged.values():
             yield from swap.changes()
 
@@ -344,7 +344,7 @@ class OptimizerSwaps:
 
 
 def check_step(optimizer: Optimizer) -> None:
-    """``step`` may be a function of the instance: a scheduler's counter is left out, the user's cannot be.
+    """Check ``step`` if it is a function of the instance: a scheduler's counter is left out, the user's cannot be.
 
     Raises:
         CaptureError: it is the user's.

@@ -46,7 +46,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 def name_of_part(recorder: Recorder, optimizer: Optimizer | None) -> str:
-    """What is being captured, for messages."""
+    """The name of the captured step, for messages."""
     if recorder.section is Section.OPTIMIZER:
         return f"{type(optimizer).__name__}.step"
     words = {Section.BACKWARD: "the backward pass", Section.CLIP: "gradient clipping"}

@@ -57,7 +57,7 @@ class FakeCalls:
         self._stand_ins[id(tensor)] = self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def make(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call gives."""
+        """The result of a call."""
         if self._stand_ins:
             args, kwargs = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
         kind = _kind(func)
@@ -95,7 +95,7 @@ class FakeCalls:
 
 @functools.cache
 def _kind(func: Any) -> _Kind | None:
-    """How results belong to operands; None where that is not simple."""
+    """How results alias operands; None if that is not simple."""
     schema = func._schema  # noqa: SLF001 - how operators are described everywhere in torch
     if gives_fresh_tensors(func):
         return _Kind.FRESH
@@ -120,7 +120,7 @@ def _look(value: Any) -> Any:
 
 
 def flat(*values: Any) -> list[Any]:
-    """What stands in nested arguments of a call. Operators take lists and tuples, nothing else; pytree takes longer."""
+    """The leaves of a call's nested arguments. Operators take lists and tuples alone; pytree is slower."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, (list, tuple)):

@@ -131,7 +131,7 @@ class InputTable:
 
 
 def twin_of(live: Tensor, fake_mode: Any) -> Tensor:
-    """The fake twin of a live tensor; of one of which this rank holds a part it is all of it."""
+    """The fake twin of a live tensor; of a sharded one it is the whole."""
     if not isinstance(live, DTensor):
         return fake_mode.from_tensor(live, static_shapes=True)
     with private.disable_dispatch_modes(), fake_mode:

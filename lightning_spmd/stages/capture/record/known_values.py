@@ -25,18 +25,18 @@ class KnownValues:
         return self._values.get(id(tensor))
 
     def equal(self, tensors: Any) -> bool | None:
-        """What ``torch.equal`` says of two known values, as ``torch.cov`` asks; None of others."""
+        """``torch.equal`` of two known values, which ``torch.cov`` needs; None if one is unknown."""
         if any(tensor not in self for tensor in tensors):
             return None
         with private.disable_dispatch_modes():
             return torch.equal(*[self._values[id(tensor)] for tensor in tensors])
 
     def note(self, tensor: Tensor, real: Tensor) -> None:
-        """This fake tensor has this value."""
+        """Note the value of a fake tensor."""
         self._values[id(tensor)] = real
 
     def follow(self, func: Any, args: Any, kwargs: Any, entries: list[Any], out: Any) -> None:
-        """Compute on true values what is computed from single numbers on the host alone.
+        """Compute on true values if all operands are single numbers on the host.
 
         Args:
             func: the operator that was recorded.

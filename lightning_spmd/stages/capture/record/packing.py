@@ -43,7 +43,7 @@ class Outputs:
         return len(self.nodes) - 1
 
     def add_as_it_is(self, value: Any, role: OutputRole, key: tuple[Any, ...], name: str, *, shared: bool) -> int:
-        """The same, of a value that is told as it is now: what writes into it afterwards is not seen.
+        """Append a value as it is now; later writes into it are not seen.
 
         Args:
             value: of the output.
@@ -61,22 +61,22 @@ class Outputs:
         return position
 
     def of(self, role: OutputRole) -> dict[tuple[Any, ...], Any]:
-        """What the outputs of a role are, by key."""
+        """The outputs of a role, by key."""
         return {entry.key: node for entry, node in zip(self.entries, self.nodes, strict=True) if entry.role is role}
 
     def drop(self, role: OutputRole) -> None:
-        """The outputs of a role, which nothing refers to by position, leave the graph no more."""
+        """Remove the outputs of a role, to which nothing refers by position."""
         kept = [index for index, entry in enumerate(self.entries) if entry.role is not role]
         self.nodes, self.entries, self.values = (
             [part[index] for index in kept] for part in (self.nodes, self.entries, self.values)
         )
 
     def replace(self, node: fx.Node, other: fx.Node) -> None:
-        """Outputs that are one node are another."""
+        """Replace a node among the outputs."""
         self.nodes = [other if value is node else value for value in self.nodes]
 
     def packed(self, *, by_hand: bool) -> tuple[Any, ...]:
-        """What the graph gives; what is told and written into afterwards is copied where it is told.
+        """The results of the graph. A value that is written into after its output is copied.
 
         Args:
             by_hand: the step's own code goes on behind updates.

@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 
 
 class UnknownValueError(CaptureError):
-    """A step cannot be captured without the values that it reads; up to there it can."""
+    """A step can be captured up to a read of values, and no further without them."""
 
 
 def writes_apart(graph: fx.Graph, live: Mapping[fx.Node, torch.Tensor]) -> None:
@@ -67,7 +67,7 @@ def writes_apart(graph: fx.Graph, live: Mapping[fx.Node, torch.Tensor]) -> None:
 
 
 def _as_written(node: fx.Node) -> fx.Node:
-    """The last name of a tensor that is written whole: what reads an earlier one asks how that lies on the ranks."""
+    """The last name of a tensor that is written whole. A reader of an earlier name depends on that name's placement."""
     while later := [user for user in node.users if user.args[:1] == (node,) and node in written_arguments(user)]:
         if later[-1].meta.get("val") != node.meta["val"]:
             break

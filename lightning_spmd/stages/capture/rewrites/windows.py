@@ -80,7 +80,7 @@ def _parts(source: _Dims, view: _Dims) -> list[_Part] | None:
 
 
 def _seen(count: int, step: int, view: _Dims) -> Iterator[tuple[_Part, int]]:
-    """Ways in which the first dimensions of a view see one dimension, and how many these are."""
+    """The ways in which the first dimensions of a view look at one dimension, and how many they are."""
     if view and view[0] == (count, step):
         yield _Part(count), 1
     if len(view) > 1 and view[1][1] == step and view[0][1] % step == 0:

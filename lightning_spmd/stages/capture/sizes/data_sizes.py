@@ -36,7 +36,7 @@ class CallRecorder(Protocol):
     """Records operators."""
 
     def node_of(self, tensor: Tensor) -> fx.Node | None:
-        """What produces a tensor, if that is known."""
+        """The node that produces a tensor, if known."""
         ...
 
     def decide(self, scalar: HostScalar) -> Number:
@@ -103,7 +103,7 @@ class DataSizes:
         return cls(call, recorder.node_of, numbers)
 
     def form_of(self, func: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
-        """What records a call in a form with sizes; None: as it is."""
+        """A function that records a call in a form with sizes; None if the call is recorded as it is."""
         form = self._forms.get(func)
         if form is None or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None):
             return None
@@ -276,7 +276,7 @@ def _in_order(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
 
 
 def _not_a_library(*_: Any, **__: Any) -> bool:
-    """Whether a GPU's library shall compute CTC: torch's own kernel takes lengths that the graph knows."""
+    """Say that cuDNN is not to compute CTC: torch's own kernel takes lengths that the graph knows."""
     return False
 
 

@@ -12,7 +12,7 @@ from lightning_spmd.stages.capture.sizes.symbolic_batch import Symbol, SymbolicB
 
 
 class NotGeneral(Exception):
-    """One graph cannot do for other sizes; says why, for users."""
+    """One graph cannot serve other sizes. The message is the reason, for users."""
 
 
 def family_of(step: CapturedStep, batch: SymbolicBatch) -> Family:
