@@ -1,4 +1,4 @@
-"""Sees every torch call of a step: follows a path that is known, records where there is none, computes nothing.
+"""Sees every torch call of a step. It follows known paths, records new calls, and computes nothing.
 
 A call that torch functions do not show (``jit.script``) reaches the dispatcher, where it is followed or recorded like
 others. What cannot be followed is run for good, up to there and from there on, as eager training would have done it.
@@ -125,14 +125,14 @@ class _Checks(Exception):
 
 
 class HandStep(Protocol):
-    """What a step does that optimizes manually; ``by_hand.py`` has it."""
+    """The manual optimization of a step; implemented in ``by_hand.py``."""
 
     def handles(self, name: str, owner: str) -> bool:
         """Whether a function of torch is about manual optimization."""
         ...
 
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call of such a function."""
+        """Note a call of such a function."""
         ...
 
     @property
@@ -141,7 +141,7 @@ class HandStep(Protocol):
         ...
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
-        """``tensor.grad`` as the step has it now; where no mode is active."""
+        """``tensor.grad`` in the step. For callers outside of the step's modes."""
         ...
 
     def trained_at_first(self, tensor: Tensor) -> bool:
@@ -149,35 +149,35 @@ class HandStep(Protocol):
         ...
 
     def refuse_state(self, tensor: Tensor) -> None:
-        """Raise if a tensor is of the state of an optimizer that steps in this step."""
+        """Raise if a tensor belongs to the state of an optimizer that steps in this step."""
         ...
 
     def on_fakes(self, others: Callable[[], Any]) -> World:
-        """The world of a recording."""
+        """The world for recording."""
         ...
 
     def on_copies(self, values: Values) -> World:
-        """The world in which values are told before Python goes on."""
+        """The world that computes values for Python on copies."""
         ...
 
     def live(self) -> World:
-        """The world of a step that runs for good."""
+        """The world of a step that runs eagerly."""
         ...
 
     def let_go(self, sources: dict[int, Source]) -> None:
-        """Gradients of tensors that the step made, and nobody has any more, are nobody's."""
+        """Drop gradients of tensors that the step made and that no longer exist."""
         ...
 
     def settle(self) -> None:
-        """What ``.grad`` was in the step it is now for all."""
+        """Write the step's gradients into ``.grad``."""
         ...
 
     def exchange(self, new: Mapping[int, Tensor]) -> None:
-        """Tensors are others now, by ``id``."""
+        """Put other tensors in place of some, by ``id``."""
         ...
 
     def zero(self) -> None:
-        """Lightning zeroes gradients before the backward pass of the loss."""
+        """Zero gradients, as Lightning does before the backward pass of the loss."""
         ...
 
     def added(self) -> list[tuple[Tensor, Tensor]]:
@@ -186,7 +186,7 @@ class HandStep(Protocol):
 
 
 class Follower:
-    """What is known of the steps of one method of a module.
+    """The known paths of one method of a module.
 
     Args:
         names: gives the name of every parameter and buffer of the module and its optimizers, by ``id``.
@@ -215,7 +215,7 @@ class Follower:
         return tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.given])
 
     def root(self) -> Note:
-        """The beginning of steps with tensors like those that are given."""
+        """The root of the notes of steps whose batches have tensors like the given ones."""
         key = self._key()
         found = self._roots.get(key)
         if found is None:
@@ -224,7 +224,7 @@ class Follower:
         return found
 
     def tree(self, places: Sequence[Dimension]) -> OpenTree | None:
-        """Of steps with tensors like those that are given but for these sizes; None where each size has its own."""
+        """The tree of steps with batches like the given tensors but for these sizes; None if each size has its own."""
         tensors = [self.given[position] for position, _ in places]
         if not places or not all(t.is_contiguous() or not any(t.stride()) for t in tensors):
             return None
@@ -235,7 +235,7 @@ class Follower:
         return None if found.has_failed else found
 
     def closed(self, tree: OpenTree, first_note: Note) -> None:
-        """Calls that were recorded for all sizes are those of steps with these alone."""
+        """Move calls that were recorded for all sizes to the tree of these sizes alone."""
         tree.root.children.remove(first_note)
         self.root().children.append(first_note)
         below = [first_note]
@@ -245,7 +245,7 @@ class Follower:
             below += note.children
 
     def others(self, places: Sequence[Dimension]) -> list[tuple[tuple[int, ...], Note]]:
-        """The trees of one size each of such steps, with these sizes."""
+        """The roots of such steps with one set of sizes each, and these sizes."""
         mine = _kind_of_batch(places, self._key())
         return [
             (tuple([key[position][0][dim] for position, dim in places]), root)
@@ -254,7 +254,7 @@ class Follower:
         ]
 
     def forget_objects(self) -> None:
-        """The next steps have other tensors: what compares with those of the last step is compiled anew."""
+        """Forget the objects of the last step: the next one has others, and its comparisons are compiled again."""
         self.bound.clear()
         notes = [*self._roots.values(), *(tree.root for tree in self._trees.values())]
         while notes:
@@ -264,7 +264,7 @@ class Follower:
 
 
 def _kind_of_batch(places: Sequence[Dimension], tensors: Sequence[Any]) -> Any:
-    """What tensors are, each told as shape, strides and the rest, but for sizes at some places."""
+    """The kinds of tensors, given as (shape, strides, ...), without the sizes at these places."""
     found: list[Any] = []
     for position, (shape, stride, *rest) in enumerate(tensors):
         dims = {dim for at, dim in places if at == position}
@@ -347,13 +347,13 @@ class _Recording:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Calls inside are on fake tensors."""
+        """A context in which calls are on fake tensors."""
         with self._step.above_autograd(), private.disable_dispatch_modes(), self.mode, self.below:
             yield
 
 
 class _FakeBelow(private.TorchDispatchMode):
-    """Makes calls on fake tensors from what is known of them; counts them."""
+    """Performs calls on fake tensors, with known results where possible; counts them."""
 
     def __init__(self, mode: Any) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class _FakeBelow(private.TorchDispatchMode):
 
 
 class _Below(private.TorchDispatchMode):
-    """Calls that no torch function showed."""
+    """Sees calls in the dispatcher that no torch function showed."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -428,39 +428,38 @@ class Step(TorchFunctionMode):
     """One step.
 
     Args:
-        follower: what is known of such steps.
+        follower: the known paths of such steps.
         given: the tensors of the batch.
         vary: the sizes of tensors of the batch that differ from step to step.
 
     Attributes:
         notes: the path so far.
-        here: its last call, behind which the next one comes.
+        here: its last call.
         sources: where tensors come from, by ``id``.
-        held: arguments of calls that are to be compiled, or have numbers that are others in other steps, by depth.
+        held: arguments of calls that are to be compiled or have numbers that differ in other steps, by depth.
         outside: tensors that the step did not make, in the order in which it met them.
-        numbers: of the calls, those that differ from step to step, by depth and place.
-        counts: of results that are as large as the data say, in the order in which Python was told.
+        numbers: the numbers of calls that differ from step to step, by depth and place.
+        counts: the data-dependent sizes of results, in the order in which Python got them.
         reason: why the step went on eagerly, with ``file:line``; None if it did not.
-        is_apart: whether calls now are none of the user's code.
-        stand_ins: positions of tensors of the batch that only stand for them.
-        was_told_draws: Python has read something behind random numbers.
-        is_over: Python is done.
-        has_transforms: there have been some of torch.func.
-        looks_closer: or hooks on what autograd saves, or arrays: there is more around a call than what notes have.
-        is_below: what is called now is seen by the dispatcher alone, within one.
-        functions: Python of the user's that runs in backward passes.
-        saved: what is around what autograd saves.
-        scaled: gives what the backward pass of a loss begins with.
-        draws_as_eager: graphs draw what eager training would, from torch's own generators.
-        parameters: gives those whose gradients Lightning zeroes before that.
-        added: gradients that backward passes within it gave to them, behind whose they are.
-        whole: gives the tensors of the batch where what Python is given only stands for them: on several ranks, which
-            have a part each.
-        needed: so many first calls give all that the step itself needs, once Python is done: its loss and what is
-            logged; the others, what somebody has kept.
-        must_be_graph: there is no other way to run such steps.
-        draws_elsewhere: on several ranks graphs draw other numbers than torch's generator gives.
-        stale: tensors without memory, of a step that runs for good, and what they are now, by ``id``.
+        is_apart: whether calls now come from other code than the user's.
+        stand_ins: positions of batch tensors that are stand-ins without values.
+        was_told_draws: whether Python has read a value that depends on random numbers.
+        is_over: whether Python is done.
+        has_transforms: whether the step has used transforms of torch.func.
+        looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
+        is_below: whether the current call is one inside another, which the dispatcher alone sees.
+        functions: the user's Python in backward passes.
+        saved: saved-tensor hooks and checkpointed parts.
+        scaled: gives the scaled loss, with which its backward pass begins.
+        draws_as_eager: whether graphs draw eager training's numbers, from torch's own generators.
+        parameters: gives the parameters whose gradients Lightning zeroes before this backward pass.
+        added: (parameter, gradient) of backward passes within the backward pass of the loss.
+        whole: gives the whole tensors of the batch on several ranks, where Python gets stand-ins.
+        needed: the number of first calls that the step itself needs, for its loss and logged values; later calls
+            are for kept results.
+        must_be_graph: whether the step must not run eagerly.
+        draws_elsewhere: whether graphs draw other numbers than torch's generator, as on several ranks.
+        stale: (placeholder, its tensor) of a step that runs eagerly, by ``id``.
     """
 
     def __init__(self, follower: Follower, given: Sequence[Tensor], vary: Sequence[Dimension] = ()) -> None:
@@ -518,7 +517,7 @@ class Step(TorchFunctionMode):
     # ------------------------------------------------------------------ around the user's code
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Calls inside are followed."""
+        """A context in which calls are followed."""
         if not self.memory.begin(self.follower.bound.values()):
             self.follower.forget_objects()
         self._layers = private.dispatch_layers()
@@ -540,11 +539,11 @@ class Step(TorchFunctionMode):
 
     @property
     def is_eager(self) -> bool:
-        """Whether the step runs for good, and is no graph."""
+        """Whether the step runs eagerly."""
         return self.reason is not None
 
     def apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
-        """A call of an own function of autograd."""
+        """A call of a user's ``autograd.Function``."""
         if self.is_apart or self.is_eager or (self.has_transforms and private.in_transforms()):
             return private.applied(kind, args, kwargs)
         if kind is private.ReentrantCheckpoint:
@@ -552,7 +551,7 @@ class Step(TorchFunctionMode):
         return self.functions.apply(kind, args, kwargs)
 
     def instead(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in place of a function that no mode sees."""
+        """The replacement of a function that no mode sees."""
         if self.is_apart or self.is_eager:
             return original
         if original is private.reduced:
@@ -570,12 +569,12 @@ class Step(TorchFunctionMode):
         return original
 
     def _reduced(self, original: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
-        """A tensor is pickled, which tells its values."""
+        """A tensor is pickled, which reads its values."""
         with private.no_torch_functions():
             return self.read(original, (tensor, *args), {})
 
     def _made_beside(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Tensors come from files, and parameters are made: the user's own, unless of what the step has made."""
+        """Loading a file or making a parameter gives the user's own tensor, unless it is made of the step's results."""
         with private.no_torch_functions():
             if any(id(t) in self.sources for t in tensors_in((args, kwargs))):
                 self.eagerly(
@@ -586,7 +585,7 @@ class Step(TorchFunctionMode):
                 return original(*args, **kwargs)
 
     def _copied_shallow(self, original: Callable[..., Any], tensor: Tensor) -> Any:
-        """``copy.copy``, which leaves the memory as it is."""
+        """``copy.copy``, which shares the memory."""
         with private.no_torch_functions():
             if id(tensor) in self.sources and type(tensor) is Tensor and not self.asks(tensor):
                 return self.called(Tensor.detach, (tensor,), {})
@@ -617,7 +616,7 @@ class Step(TorchFunctionMode):
         return True
 
     def _of_generator(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The state of torch's generator is read or set: a call like others, for the graph draws what came before."""
+        """Reading or setting the state of torch's generator is a noted call: the graph draws the numbers before it."""
         with private.no_torch_functions():
             values = (*args, *kwargs.values())
             if name == "get_rng_state":
@@ -640,7 +639,7 @@ class Step(TorchFunctionMode):
         return source
 
     def concerns(self, tensor: Tensor) -> bool:
-        """Whether a call with this tensor is the step's, and not one beside it on tensors of its own."""
+        """Whether a call with this tensor belongs to the step, and not to computation beside it."""
         return id(tensor) in self.sources or tensor.requires_grad
 
     def tensor_of(self, source: Given | Outside) -> Tensor:
@@ -650,7 +649,7 @@ class Step(TorchFunctionMode):
         return self.outside[source.number]  # type: ignore[union-attr]
 
     def live_of(self, source: Source) -> Tensor | None:
-        """The live tensor that a graph works on; None of what only stands for one."""
+        """The live tensor that a graph works on; None for a stand-in."""
         if type(source) is Outside:
             return self.outside[source.number]
         is_given = type(source) is Given and self.whole is None and source.position not in self.stand_ins
@@ -699,7 +698,7 @@ class Step(TorchFunctionMode):
         return self.here.children
 
     def tensor_now(self, source: Source) -> Tensor:
-        """The user's tensor that comes from there."""
+        """The tensor of a source in this step."""
         return self.notes[source.depth].handed[source.index] if type(source) is Made else self.tensor_of(source)  # type: ignore[arg-type]
 
     def is_leaf(self, tensor: Tensor) -> bool:
@@ -708,13 +707,13 @@ class Step(TorchFunctionMode):
         return (self.fake_of(source) if type(source) is Made else tensor).is_leaf
 
     def recorded_tensors(self) -> list[Tensor]:
-        """What the calls so far made, on fake tensors."""
+        """The results of the calls so far, on fake tensors."""
         return [] if self._recording is None else list(self._recording.values.made.values())
 
     def recorded_leaves(
         self, roots: Sequence[Any], leaves_of: Callable[[list[Tensor]], list[Tensor]]
     ) -> list[Tensor] | None:
-        """The tensors on which others depend; None if there are some that the step does not know.
+        """The leaves of autograd's graph; None if some are unknown to the step.
 
         Args:
             roots: where the others come from.
@@ -767,12 +766,12 @@ class Step(TorchFunctionMode):
         return self.called(func, args, kwargs) if kind == "call" else self._otherwise(kind, func, args, kwargs)
 
     def _is_under_hooks(self, func: Any) -> bool:
-        """Whether hooks of the user's see what autograd saves for a call."""
+        """Whether the user's saved-tensor hooks apply to a call."""
         return bool(self.saved.hooks and self.follower.kinds.get(func) == "call" and not isinstance(func, EngineCall))
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """What is called inside is none of the user's calls."""
+        """A context in which calls are not the user's."""
         before, self.is_apart = self.is_apart, True
         try:
             yield
@@ -780,7 +779,7 @@ class Step(TorchFunctionMode):
             self.is_apart = before
 
     def _kind_of(self, func: Any) -> str:
-        """What is to be done with calls of a function: known ones at once, of others the first call shows it."""
+        """How to treat calls of a function, found at its first call."""
         name = getattr(func, "__name__", "")
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if self.by_hand is not None and self.by_hand.handles(name, owner):
@@ -830,7 +829,7 @@ class Step(TorchFunctionMode):
 
     # ------------------------------------------------------------------ following and recording
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call that a graph will make."""
+        """Follow or record a call."""
         if func in _INDEXING:
             args = (args[0], self._index(args[1]), *args[2:])
             if self.is_eager:
@@ -893,7 +892,7 @@ class Step(TorchFunctionMode):
         return self.take(note, args, kwargs)
 
     def viewed_in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A result of the step becomes a view of itself: a call gives the view, and the result is that from now on."""
+        """A result becomes a view of itself (``transpose_``): a call makes the view, and the result is the view now."""
         tensor = args[0]
         before = self.sources.get(id(tensor))
         if type(before) is not Made:
@@ -911,13 +910,13 @@ class Step(TorchFunctionMode):
         return tensor
 
     def _takes_the_size_of(self, out: Any, args: Any, kwargs: Any) -> bool:
-        """Whether ``out=`` of a call is an empty result of the step, which becomes as large as what is computed."""
+        """Whether ``out=`` of a call is an empty result of the step, which gets the size of the values."""
         if not isinstance(out, Tensor) or out.numel() or type(self.sources.get(id(out))) is not Made:
             return False
         return not any(self.asks(t) for t in tensors_in((args, kwargs)))  # with them it is an error
 
     def _made_as(self, out: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call with ``out=`` is one without: what it gives is that tensor from now on."""
+        """Make a call without ``out=``; the given tensor is its result from now on."""
         words = {name: value for name, value in kwargs.items() if name != "out"}
         if not tensors_in((args, words)):  # of functions that make tensors it says dtype and device as well
             words = {"dtype": out.dtype, "device": out.device, **words}
@@ -942,13 +941,13 @@ class Step(TorchFunctionMode):
         return index
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Arguments in which tensors that torch takes as numbers are read."""
+        """The arguments; tensors that torch takes as numbers are read."""
         places = self.follower.numbers[func]
         found = [(p, v) for p, v in leaves_by_place((args, kwargs)) if p in places and isinstance(v, Tensor)]
         return with_numbers((args, kwargs), {p: self.read(Tensor.item, (v,), {}) for p, v in found})
 
     def _unmet(self, known: int) -> None:
-        """A call was not made: of the tensors from outside so many have been met."""
+        """Take back a call that failed: keep this many outside tensors."""
         for number in range(known, len(self.outside)):
             del self.sources[id(self.outside[number])]
             if self._recording is not None:
@@ -956,7 +955,7 @@ class Step(TorchFunctionMode):
         del self.outside[known:]
 
     def for_good(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call of a step that runs for good."""
+        """A call of a step that runs eagerly."""
         self.memory.sync()
         try:
             if self._live is None or not isinstance(func, EngineCall):
@@ -967,7 +966,7 @@ class Step(TorchFunctionMode):
             self.memory.sync()
 
     def asks(self, tensor: Tensor) -> bool:
-        """Whether a tensor asks for gradients."""
+        """Whether a tensor requires gradients."""
         source = self.sources.get(id(tensor))
         if type(source) is not Made:
             return tensor.requires_grad
@@ -981,12 +980,12 @@ class Step(TorchFunctionMode):
         return self.called(func, args, kwargs)
 
     def _knows_too_many(self) -> bool:
-        """Whether so many calls have come next, in steps with batches as large, that more are no use."""
+        """Whether too many different calls are known to follow here for more to be of use."""
         known = self.here.children
         return len(known) >= MOST_NEXT and sum(n.for_all is not None or n.at is self._at for n in known) >= MOST_NEXT
 
     def _is_as_large(self, note: Note, args: Any, kwargs: Any) -> bool:
-        """Whether what a call gives with other numbers is of the kind that was noted."""
+        """Whether the results of a call with other numbers have the noted sizes."""
         if keeps_shapes(note.func):
             return True
         recording = _Recording(self)
@@ -1010,13 +1009,13 @@ class Step(TorchFunctionMode):
         return [TensorSpec.of(t) for t in made] == note.specs
 
     def _is_trained(self, source: Made) -> bool:
-        """Whether a result asks for gradients."""
+        """Whether a result requires gradients."""
         note = self.notes[source.depth]
         own = note.fakes_at is note.at
         return note.fakes[source.index].requires_grad if own else note.trained[source.index]
 
     def _recorded_so_far(self) -> _Recording | None:
-        """The path so far on fake tensors; anew where a step leaves a known path, for calls may write in place."""
+        """The path so far on fake tensors, made again where a step leaves a known path: calls may write in place."""
         recording = _Recording(self) if self._recording is None else self._recording
         try:
             with self.beside():
@@ -1031,10 +1030,10 @@ class Step(TorchFunctionMode):
         return self._recording
 
     def fits(self, given: Sequence[Tensor]) -> bool:
-        """Whether a batch of other sizes would do for the calls so far, and for one that could not be recorded.
+        """Whether a batch of other sizes fits the calls so far, and one that could not be recorded.
 
         Args:
-            given: its tensors.
+            given: the batch's tensors.
         """
         recording = _Recording(self, given)
 
@@ -1056,7 +1055,7 @@ class Step(TorchFunctionMode):
         return True
 
     def fake_of(self, source: Made) -> Tensor:
-        """A result as it was recorded, with its history; of other sizes of the batch all are recorded again."""
+        """A result as recorded, with its autograd history. For other sizes of the batch all are recorded again."""
         note = self.notes[source.depth]
         if note.fakes_at is not note.at:
             recording = self._recorded_so_far()
@@ -1066,18 +1065,18 @@ class Step(TorchFunctionMode):
         return note.fakes[source.index]
 
     def fake_now(self, source: Made) -> Tensor:
-        """A result with the history that it has behind the calls so far: later ones may write into it."""
+        """A result with its autograd history after the calls so far, which may have written into it."""
         if self._recording is None and source.index not in self.notes[source.depth].written:
             return self.fake_of(source)
         recording = self._recorded_so_far()
         return self.fake_of(source) if recording is None else recording.values.made[source]
 
     def fake_made(self, placeholder: Tensor) -> Tensor:
-        """A result that nobody writes into, as it was recorded."""
+        """A result as recorded, if no call writes into it."""
         return self.fake_of(self.sources[id(placeholder)])  # type: ignore[arg-type]
 
     def live_node(self, token: Tensor) -> Any:
-        """The node of autograd's graph for which this stands, of a step that runs for good."""
+        """The node of autograd's graph behind a token, in a step that runs eagerly."""
         if self._live is None:
             raise RuntimeError("the step does not run for good")
         return self._live.engine.nodes[id(token)][1]
@@ -1090,7 +1089,7 @@ class Step(TorchFunctionMode):
         return recording.values.of(source)
 
     def _record(self, func: Any, args: Any, kwargs: Any, around: Any) -> Note | None:
-        """A new call behind the path so far; None of a question that computes nothing."""
+        """Record a new call after the path so far; None for a question that computes nothing."""
         recording = self._recorded_so_far()
         if recording is None:
             raise CannotBeFollowed("nothing is recorded")
@@ -1180,7 +1179,7 @@ class Step(TorchFunctionMode):
         return note
 
     def _complete(self, note: Note, known: int) -> None:
-        """What is known of a new call beside its arguments.
+        """Complete the note of a new call.
 
         Args:
             note: the call.
@@ -1194,11 +1193,11 @@ class Step(TorchFunctionMode):
                 self.on_given(source.position)
 
     def above_autograd(self) -> contextlib.AbstractContextManager[Any]:
-        """Calls inside have a history, also where autograd has been passed already."""
+        """A context in which calls have an autograd history, although the dispatcher is below autograd."""
         return private.layers_as(self._layers) if self.is_below else contextlib.nullcontext()
 
     def fresh(self, out: Any) -> Any:
-        """Results for the dispatcher: autograd above may make views of them, once."""
+        """Placeholders for the dispatcher. Autograd above may make views of them, once."""
         note = self.notes[-1]
         replaced: dict[int, Tensor] = {}
         for index, mould in enumerate(note.moulds):
@@ -1209,11 +1208,11 @@ class Step(TorchFunctionMode):
 
     # ------------------------------------------------------------------ results as large as the data say
     def is_pinned(self, note: Note) -> bool:
-        """Whether a call is for the counts of this step."""
+        """Whether this step has the counts that a call requires."""
         return not note.pins or all(self.counts[i] == count for i, count in note.pins.items())
 
     def _counts_first(self, note: Note, args: Any, kwargs: Any) -> Told:
-        """The numbers that a call asks for which is not in the notes yet."""
+        """The counts of a call that is not noted yet."""
         if isinstance(note.func, EngineCall):
             raise CannotBeFollowed("something as large as the data say is made in a backward pass")
         before = self.here
@@ -1238,7 +1237,7 @@ class Step(TorchFunctionMode):
             return counted(note.func, args, kwargs)
 
     def _count(self, note: Note, args: Any, kwargs: Any) -> None:
-        """Python is told how large the results of a known call are, which is the last one of the path now."""
+        """Give Python the data-dependent sizes of the results of a known call, now the last of the path."""
         told, self._just_told = self._just_told, None
         if told is None:
             with self.beside():
@@ -1258,14 +1257,14 @@ class Step(TorchFunctionMode):
 
     @property
     def fewest(self) -> int:
-        """The least of the counts that may be others."""
+        """The smallest of the counts that may differ in other steps."""
         if self._fewest is None:
             pins = self.pins
             self._fewest = min((count for i, count in enumerate(self.counts) if i not in pins), default=1 << 62)
         return self._fewest
 
     def _fit(self, note: Note) -> None:
-        """A known call is the note's for the counts of this step, and its results have their sizes.
+        """Fit a known call to the counts of this step, and size its results.
 
         Raises:
             CannotBeFollowed: it is not.
@@ -1280,7 +1279,7 @@ class Step(TorchFunctionMode):
             self.resize(note)
 
     def resize(self, note: Note) -> None:
-        """The results of a known call have the sizes of this step."""
+        """Size the results of a known call for this step."""
         if note.sizes is None:
             raise ValueError("results whose sizes do not depend on counts")
         wanted = tuple([self.counts[i] for i in note.needs])
@@ -1323,7 +1322,7 @@ class Step(TorchFunctionMode):
                 return
 
     def _find_sizes_of(self, note: Note, rows: Sequence[Any], few: Sequence[Any], fits: CountFits) -> str | None:
-        """The sizes of what one call gives; why there are none.
+        """Find formulas for the results of one call. Returns why there are none, or None.
 
         Args:
             note: the call.
@@ -1353,7 +1352,7 @@ class Step(TorchFunctionMode):
 
     @property
     def pins(self) -> dict[int, int]:
-        """The counts for which alone the calls of the path are made."""
+        """The counts that must be equal in other steps on the path."""
         return {i: count for note in self.notes for i, count in note.pins.items()}
 
     def _with_pins(self, counts: Sequence[int]) -> list[int]:
@@ -1362,12 +1361,12 @@ class Step(TorchFunctionMode):
 
     @property
     def samples(self) -> list[tuple[int, ...]]:
-        """Counts for which graphs of the path are made."""
+        """The sample counts for graphs of the path."""
         number = len(self.counts)
         return [tuple(self._with_pins(sample)) for sample in samples_of(number, range(number))]
 
     def _specs_with(self, counts: Sequence[int]) -> tuple[list[list[TensorSpec]], str | None]:
-        """What the calls of the path make with other counts, up to one that cannot be made, and why it cannot."""
+        """The specs of results on the path with other counts, up to a call that fails, and why it fails."""
         recording, found = _Recording(self), list[list[TensorSpec]]()
         try:
             with self.beside():
@@ -1391,7 +1390,7 @@ class Step(TorchFunctionMode):
         return self.source_of(value) if isinstance(value, Tensor) else value
 
     def may_draw(self) -> bool:
-        """Whether a known call that draws is what comes next; the state of the generator comes before it."""
+        """Whether a known call that draws comes next; the state of the generator is noted before it."""
         if self._draws and self._random is not None:
             may_differ = private.host_seed() != self._seed or len(self.here.children) > 1
             return not (may_differ and self._watch_generator())
@@ -1400,17 +1399,17 @@ class Step(TorchFunctionMode):
         return True
 
     def takes(self, note: Note, tensor: Any, number: int) -> bool:
-        """Whether an object that is another one in each step is what a note meets under this number."""
+        """Whether an object that is new in each step may be the note's operand of this number."""
         is_new = isinstance(tensor, Tensor) and id(tensor) not in self.sources and not is_foreign(tensor)
         return is_new and self.accepts(note, tensor, number)
 
     def hand_out(self, note: Note) -> None:
-        """Make placeholders for those that are not there, or that somebody has kept."""
+        """Make new placeholders for results whose placeholder is missing or still referenced."""
         with self.beside():
             placeholders.handed_out(note)
 
     def take(self, note: Note, args: Any, kwargs: Any) -> Any:
-        """A call is this note's; what is compiled for a note does the same."""
+        """Take a call for this note. A note's compiled function does the same."""
         if self.memory.refuses(note):
             self.eagerly(f"{note.name} writes into memory that may be an array's as well")
             return self.for_good(note.func, args, kwargs)
@@ -1449,7 +1448,7 @@ class Step(TorchFunctionMode):
         return self.results(note, args, kwargs)
 
     def results(self, note: Note, args: Any, kwargs: Any) -> Any:
-        """What a call gives."""
+        """The results of a call."""
         handed = note.handed
         operands: list[Tensor] | None = None
 
@@ -1465,11 +1464,11 @@ class Step(TorchFunctionMode):
         return mapped(leaf, note.results)
 
     def numbers_between(self, begin: int, end: int) -> dict[tuple[int, Place], Any]:
-        """The numbers, so far, of the calls from one depth to another that are others in other steps."""
+        """The numbers between two depths that differ in other steps, so far."""
         return {(n.depth, p): v for n in self.notes[begin:end] if n.free for p, v in self._numbers_of(n).items()}
 
     def _numbers_of(self, note: Note) -> dict[Place, Any]:
-        """The numbers of a call in this step that are others in other steps."""
+        """The numbers of a call in this step that differ in other steps."""
         if not note.free:
             return {}
         if self._numbers is not None:
@@ -1479,7 +1478,7 @@ class Step(TorchFunctionMode):
 
     # ------------------------------------------------------------------ other things than calls
     def _about_history(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A question about how a tensor came about: asked of the recorded one, for a placeholder has no history."""
+        """A question about a tensor's autograd history, answered by the recorded tensor: a placeholder has none."""
         source = self.sources.get(id(args[0])) if args else None
         of = getattr(getattr(func, "__self__", None), "__name__", "")
         if of == "requires_grad" and type(source) is Made:
@@ -1526,7 +1525,7 @@ class Step(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _can_be_written(self, tensor: Tensor, value: Any) -> bool:
-        """Whether ``tensor.data = value`` is a write of a result into the tensor: nobody can tell its memory apart.
+        """Whether ``tensor.data = value`` may be a write into the tensor: no one else sees its memory.
 
         Nothing else has the memory of either, and both are alike but for their values.
         """
@@ -1546,7 +1545,7 @@ class Step(TorchFunctionMode):
         return aliases is not None and not any(self._is_had(handed, index) for handed, index in aliases)
 
     def _aliases(self, tensor: Source | None, value: Made) -> list[tuple[list[Tensor], int]] | None:
-        """Where placeholders are that share memory with one of both; None if autograd may have saved the tensor."""
+        """Where placeholders are that share memory with one of the two; None if autograd may have saved the tensor."""
 
         def root_of(source: Source) -> Source:
             return self.notes[source.depth].roots[source.index][0] if type(source) is Made else source
@@ -1562,12 +1561,12 @@ class Step(TorchFunctionMode):
         ]
 
     def _is_had(self, handed: list[Tensor], index: int) -> bool:
-        """Whether Python has a placeholder, beside the calls that are still to be compiled."""
+        """Whether Python references a placeholder, apart from calls that are still to be compiled."""
         others = sys.getrefcount(handed[index]) - placeholders.OURS
         return others > 0 and others > sum(t is handed[index] for held in self.held.values() for t in tensors_in(held))
 
     def _write_data(self, tensor: Tensor, value: Tensor) -> None:
-        """A tensor has the values of a result from here on, which has the tensor's memory."""
+        """The tensor gets the values of a result; the result has the tensor's memory from now on."""
         self.called(Tensor.copy_, (self.called(Tensor.detach, (tensor,), {}), value), {})
         alias = value if self.is_eager else self.called(Tensor.detach, (tensor,), {})
         if self.is_eager:
@@ -1576,7 +1575,7 @@ class Step(TorchFunctionMode):
         self._becomes(value, alias)
 
     def _becomes(self, tensor: Tensor, other: Tensor) -> None:
-        """A result is from now on what another one is, which has just been made, and which nobody has."""
+        """A result becomes another one, which is new and not referenced elsewhere."""
         before: Any = self.sources[id(tensor)]
         after: Any = self.sources.pop(id(other))
         with self.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
@@ -1587,7 +1586,7 @@ class Step(TorchFunctionMode):
         self.sources[id(tensor)] = after
 
     def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Tensors made of Python's data are the user's own; of a placeholder it is a call."""
+        """Tensors made of Python's data are the user's own; made of a placeholder they are a call."""
         if args and isinstance(args[0], Tensor):
             return self.called(func, args, kwargs)
         is_number = args and type(args[0]) in (int, float, bool)
@@ -1602,7 +1601,7 @@ class Step(TorchFunctionMode):
             self.is_apart = False
 
     def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``copy.deepcopy``, which keeps what it copied in a dictionary: a copy is a call of the graph's."""
+        """``copy.deepcopy``, which keeps copies in a dictionary. The copy of a result is a call."""
         tensor, memo = args
         if id(tensor) in memo:
             return memo[id(tensor)]
@@ -1626,7 +1625,7 @@ class Step(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Python gets values: what was called so far is run, by a graph that goes on later, or on copies."""
+        """Python reads values: run the calls so far, by a graph that goes on later, or on copies."""
         mine = tensors_in((args, kwargs))
         if self.memory.look():
             return self.for_good(func, args, kwargs)
@@ -1663,7 +1662,7 @@ class Step(TorchFunctionMode):
         return found
 
     def leaves_path(self, calls: int, told: Mapping[Source, Tensor]) -> Sequence[Tensor]:
-        """Python reads what it has called for itself: that is no part of the step. Gives the values.
+        """Python reads results of calls that are only for itself; they leave the step. Returns the values.
 
         Args:
             calls: so many calls of the step are before that.
@@ -1679,7 +1678,7 @@ class Step(TorchFunctionMode):
         return [values.of(source) for source in sources_in((read.args, read.kwargs))]
 
     def _take_out(self) -> bool:
-        """Calls that Python made for itself are taken out; what they gave are tensors like any others."""
+        """Take calls that Python made for itself out of the path; their results become plain tensors."""
         if self._own_calls is None:
             return False
         (calls, values), self._own_calls = self._own_calls, None
@@ -1725,7 +1724,7 @@ class Step(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def current(self, value: Any) -> Any:
-        """What a tensor is, of a step that runs for good."""
+        """The tensor behind a placeholder, in a step that runs eagerly."""
         found = self.stale.get(id(value))
         return value if found is None else found[1]
 
@@ -1802,7 +1801,7 @@ class Step(TorchFunctionMode):
 
     # ------------------------------------------------------------------ the other end: for good, as eager training
     def eagerly(self, why: str, place: str | None = None) -> None:
-        """Run what was called so far for good; from here on the step is eager training's.
+        """Run the calls so far eagerly, and continue the step eagerly.
 
         Args:
             why: for the user.
@@ -1847,7 +1846,7 @@ class Step(TorchFunctionMode):
         self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
 
     def _forget(self) -> None:
-        """Recordings and copies are needed no more."""
+        """Release recordings and copies."""
         made = {} if self._recording is None else self._recording.values.made
         for source, fake in made.items():
             note = self.notes[source.depth] if source.depth < len(self.notes) else None  # the user's code raised
@@ -1861,7 +1860,7 @@ class Step(TorchFunctionMode):
 
     @property
     def gradients(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Of a step that ran for good, gradients of its loss, if they have been computed; asked once."""
+        """The gradients of an eager step's loss, if they have been computed. They are given once."""
         found = None if self._live is None else self._live.engine.gradients
         for parameter in () if found is None else self.parameters():
             if parameter.grad is not None:
@@ -1870,7 +1869,7 @@ class Step(TorchFunctionMode):
         return found
 
     def of_loss(self, loss: Tensor, divisor: int) -> None:
-        """Run the user's Python that runs in the backward pass of the loss."""
+        """Run the user's Python in the backward pass of the loss."""
         if self.by_hand is not None:
             self.by_hand.zero()
         self.functions.of_loss(loss, divisor)
@@ -1879,7 +1878,7 @@ class Step(TorchFunctionMode):
             self.added = [(of, added) for of, added in pairs if of is not None and added is not None]
 
     def settle(self) -> None:
-        """What ``.grad`` is in the step it is now for all."""
+        """Write the step's gradients into ``.grad``."""
         if self.by_hand is not None:
             self.by_hand.settle()
         self.functions.settle()
@@ -1895,11 +1894,11 @@ class Step(TorchFunctionMode):
 
     # ------------------------------------------------------------------ what one rank of several keeps alone
     def is_open_for(self, note: Note) -> bool:
-        """Whether a call does for all sizes for which its path may."""
+        """Whether a call holds for all sizes of its path."""
         return self.tree is None or note.for_all is not None
 
     def leave_out(self, calls: int) -> None:
-        """Python is done, and the calls behind the first so many are none of the step's: they are made behind it."""
+        """Leave out the calls after the first ones of this number; they run after the step."""
         own, before = self.notes[calls:], self.path
         if not own:
             return
@@ -1916,7 +1915,7 @@ class Step(TorchFunctionMode):
             self.tree.shortened(self.path, before)
 
     def left_out(self, told: Mapping[Source, Tensor]) -> dict[Made, Tensor]:
-        """Make the calls that were left out, and part of the step again; gives what they give.
+        """Perform the calls that were left out, and put them back into the step. Returns their results.
 
         Args:
             told: values of what the step gave.
@@ -1940,7 +1939,7 @@ class Step(TorchFunctionMode):
         return values.made
 
     def _put_back(self) -> None:
-        """Calls that were left out are part of the step again."""
+        """Put calls that were left out back into the step."""
         own, self._left_out = self._left_out, None
         if own is not None:
             self.notes, self.outside = [*self.notes, *own.notes], [*self.outside, *own.outside]
@@ -1949,11 +1948,11 @@ class Step(TorchFunctionMode):
     # ------------------------------------------------------------------ the end
     @property
     def numbers(self) -> dict[tuple[int, Place], Any]:
-        """The numbers of calls, once Python is done, that are others in other steps."""
+        """The numbers of calls that differ in other steps, once Python is done."""
         return self._numbers or {}
 
     def end(self) -> None:
-        """Python is done: what it showed is compiled, so that the next step follows fast."""
+        """End the step: its calls are compiled, so that the next step follows fast."""
         if self._preview is not None and self._generators is not None:
             _put(self._generators)
         self._forget()
@@ -1986,12 +1985,12 @@ class Step(TorchFunctionMode):
         self.memory.let_go()
 
     def source_if_known(self, tensor: Tensor) -> Source | None:
-        """Where a tensor comes from that the step made, was given or met; None for others."""
+        """The source of a tensor of the step; None for other tensors."""
         return self.sources.get(id(tensor))
 
     @property
     def apart(self) -> str | None:
-        """Why the path is for the counts of this step alone, or is not even for these; None if it is for all."""
+        """Why the path is for the counts of this step alone, or not even for them; None if it is for all."""
         reason = next((note.apart for note in self.notes if note.apart is not None), None)
         least = max((note.least or 0 for note in self.notes), default=0)
         if reason is None and self.counts and self.fewest < least:
@@ -2005,17 +2004,17 @@ class Step(TorchFunctionMode):
 
     @property
     def mark(self) -> int:
-        """A hash of the path so far, and of the numbers in it that are others in other steps."""
+        """A hash of the path so far, and of its numbers that differ in other steps."""
         numbers = self.numbers_between(0, len(self.notes)) if self._numbers is None else self._numbers
         return stable_hash((self.here.mark, sorted(numbers.items(), key=repr))) if numbers else self.here.mark
 
     @property
     def is_first(self) -> bool:
-        """Whether no step before showed anything."""
+        """Whether no path is known yet."""
         return not self.here.children
 
     def kept(self) -> list[Made | Given]:
-        """The results that somebody still has, and on several ranks what stands for tensors of the batch."""
+        """The results that are still referenced, and on several ranks the stand-ins of batch tensors."""
         self.held.clear()
         self.functions.forget()
         retained = self._retained()
@@ -2031,13 +2030,13 @@ class Step(TorchFunctionMode):
         return given + list(dict.fromkeys(made))
 
     def _retained(self) -> list[tuple[Made | Given, Made]]:
-        """Retained gradients, and of what."""
+        """The retained gradients with their tensors."""
         pairs = [(self.sources.get(id(t)), self.sources.get(id(g))) for t, g in self.functions.retained.values()]
         self.functions.retained.clear()
         return [(of, g) for of, g in pairs if isinstance(of, (Made, Given)) and isinstance(g, Made)]
 
     def fill(self, source: Made | Given, value: Tensor) -> None:
-        """Give a result that somebody has, or what stands for a tensor of the batch, its value."""
+        """Give a kept result, or the stand-in of a batch tensor, its value."""
         if isinstance(source, Given):
             given = self.follower.given[source.position]
             placeholders.fill(given, value, trained=given.requires_grad)
@@ -2053,7 +2052,7 @@ class Step(TorchFunctionMode):
 
 
 class _LeftOut(NamedTuple):
-    """Calls of one rank that are none of its step's.
+    """Calls of one rank that do not belong to its step.
 
     Args:
         notes: they.
@@ -2069,16 +2068,16 @@ class _LeftOut(NamedTuple):
 
 
 def _told(note: Note, counts: Sequence[int]) -> Told:
-    """The numbers that a call asks for, given those of its path."""
+    """The counts of a call, given those of its path."""
     return {note.slot: [counts[i] for i in note.counts]} if note.counts else {}
 
 
 class Abandoned(BaseException):
-    """Control flow: Python must run again, for what it was told it would not be told again."""
+    """Control flow: a step cannot go on eagerly within a transform, so its Python must run again from the start."""
 
 
 def _class_of(tensor: Tensor) -> type:
-    """The class of a tensor from outside, whether it is in parts or not."""
+    """The class of an outside tensor, sharded or not."""
     if isinstance(tensor, DTensor):
         return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     return placeholders.WithoutHistory if placeholders.place_of_gone(tensor) is not None else type(tensor)
@@ -2093,14 +2092,14 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an answer is one for good, and nothing through which anything can be changed."""
+    """Whether an answer is a plain value that cannot change and through which nothing can be changed."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
 
 
 def _as_python(value: Any) -> Any:
-    """Numbers of NumPy as Python's, as which torch takes them; what poses as a tensor as the tensor."""
+    """Numbers of NumPy as Python's; an object that stands in for a tensor as the tensor."""
     if hasattr(type(value), "is_tree_leaf"):
         return known(value)
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
