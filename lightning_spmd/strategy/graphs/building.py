@@ -45,7 +45,7 @@ from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext, S
 from lightning_spmd.strategy.notices.builds import BuildNotices
 from lightning_spmd.strategy.state.memory import check_writes
 from lightning_spmd.strategy.state.replaced_tensors import check_used
-from lightning_spmd.strategy.steps.reading import Beginnings
+from lightning_spmd.strategy.steps.beginnings import Beginnings
 
 
 def samples_of(request: StepRequest) -> Sequence[tuple[int, ...]]:

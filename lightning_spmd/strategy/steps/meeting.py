@@ -32,7 +32,7 @@ from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
 from lightning_spmd.strategy.graphs.graph_table import Found
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, CallSummary, KeptAlone, helped, kept_alone
-from lightning_spmd.strategy.steps.reading import whole_batch
+from lightning_spmd.strategy.steps.beginnings import whole_batch
 from lightning_spmd.strategy.steps.replay import log_global
 from lightning_spmd.strategy.steps.same_draws import as_on_rank_zero
 from lightning_spmd.strategy.steps.shared_leaves import find_shared
