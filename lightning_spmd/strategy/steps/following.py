@@ -42,7 +42,7 @@ from lightning_spmd.stages.capture.record.packing import parameter_names
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.stages.runtime.value_reads import Conversation
 from lightning_spmd.strategy.graphs.run_context import RunContext
-from lightning_spmd.strategy.steps.alone import Alone, KeptAlone, program_for, read_alone, told_by
+from lightning_spmd.strategy.steps.alone import Alone, KeptAlone, program_for, read_alone
 from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs
 from lightning_spmd.strategy.steps.meeting import Call, Fingerprints, LookedAtRows, Meeting
 from lightning_spmd.strategy.steps.own_meeting import logs_of, of_all_ranks
@@ -551,15 +551,8 @@ class Following:
         del given
         self._has_own_batch = meeting is not None and meeting.is_own
         step.draws_as_eager = context.mesh is None
-        step.whole = None if meeting is None or meeting.is_own else meeting.whole
         if meeting is not None:
-            step.draws_elsewhere = True
-            step.stand_ins, step.on_given = meeting.stand_ins, meeting.look_at
-            meeting.calls = lambda: self._calls_of(step)
-            meeting.was_told_draws = lambda: step.was_told_draws
-            meeting.fits, meeting.beside = step.fits, step.beside
-            if not (meeting.is_own or self._evaluates):
-                meeting.helps = (lambda: (step.here.mark, step.needed)), (lambda: told_by(step))
+            meeting.follow(step, lambda: self._calls_of(step), helps=not (meeting.is_own or self._evaluates))
         step.on_values, step.scaled = self._flush, self._scaled
         step.parameters = context.module.parameters
         step.must_be_graph = must_be_graphs(context) and not self._evaluates

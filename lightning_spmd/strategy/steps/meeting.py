@@ -13,7 +13,7 @@ import functools
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -24,14 +24,14 @@ from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementErro
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
+from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Step
 from lightning_spmd.stages.capture.follow.memory import array_of
 from lightning_spmd.stages.capture.follow.tripwires import Tripwires
 from lightning_spmd.stages.capture.record.inputs import global_spec
 from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
 from lightning_spmd.strategy.graphs.graph_table import Found
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
-from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, CallSummary, KeptAlone, helped, kept_alone
+from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, KeptAlone, helped, kept_alone, told_by
 from lightning_spmd.strategy.steps.beginnings import whole_batch
 from lightning_spmd.strategy.steps.replay import log_global
 from lightning_spmd.strategy.steps.same_draws import as_on_rank_zero
@@ -62,17 +62,11 @@ class Meeting:
         is_new: whether no batch of this kind came before in the run.
         is_eager: the ranks have agreed to go on eagerly.
         reason: the reason, of the first rank that has one.
-        calls: returns the step's calls so far.
-        was_told_draws: returns whether Python has read a value computed from random numbers.
-        runs_again: some rank has read such a value, and the step cannot continue: each rank has drawn its part of the
-            numbers, and they cannot be drawn again.
+        runs_again: some rank has read a value computed from random numbers, and the step cannot continue: each rank has
+            drawn its part of the numbers, and they cannot be drawn again.
         wires: detect that Python looks at lists or counts of one rank.
         looked: some rank's Python has looked, and at what.
-        fits: returns whether the step so far could be one on a batch of other sizes.
-        beside: a context for calls that are not the user's.
         shared: paths of batch tensors that turned out to be the same for every sample: Python must run again.
-        helps: ranks that read or keep alone are helped by the others (``alone.py``); gives the path and how many of its
-            calls give all that the step needs, and tells its calls.
         is_apart: the ranks have met at different places of the step, and one of them needs help.
     """
 
@@ -94,12 +88,10 @@ class Meeting:
             raise ValueError("a step without a batch has no Python that runs")
         self.is_eager, self._is_first = False, is_first
         self.reason = ""
-        self.calls: Callable[[], list[Call]] = list
-        self.was_told_draws: Callable[[], bool] = bool
+        self._step: Step | None = None
+        self._calls: Callable[[], list[Call]] = list
+        self._helps = False
         self.runs_again, self.looked, self.shared = False, "", set[str]()
-        self.fits: Callable[[Sequence[Tensor]], bool] = lambda _: True
-        self.beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self.helps: tuple[Callable[[], tuple[int, int]], Callable[[], list[CallSummary]]] | None = None
         self.is_apart, self._reads = False, False
         self.is_new = self._searches = is_new
         self._raised = False
@@ -116,6 +108,22 @@ class Meeting:
         """A context that restores torch's generators, whatever a step that went on eagerly drew."""
         with self._streams:
             yield
+
+    def follow(self, step: Step, calls: Callable[[], list[Call]], *, helps: bool) -> None:
+        """Begin the Python of the step.
+
+        Args:
+            step: the step as this rank follows it.
+            calls: returns its calls so far, for messages.
+            helps: whether ranks that read or keep alone are helped by the others (``alone.py``).
+        """
+        self._step, self._calls, self._helps = step, calls, helps
+        step.draws_elsewhere, step.stand_ins, step.on_given = True, self.stand_ins, self.look_at
+        step.whole = None if self.is_own else self.whole
+
+    def _beside(self) -> contextlib.AbstractContextManager[None]:
+        """A context for calls that are not the user's."""
+        return contextlib.nullcontext() if self._step is None else self._step.beside()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -182,7 +190,8 @@ class Meeting:
             if self._raised and not shared:
                 raise CaptureError("the user's code raises an error")
             batch = Batch(self._batch.tree, {*self._batch.shared, *shared}, part=True)
-            if not self.fits(for_all_ranks(batch, self.rows, self.wires)[1]):
+            given = for_all_ranks(batch, self.rows, self.wires)[1]
+            if self._step is not None and not self._step.fits(given):
                 raise CaptureError("the step does not fit")
 
         return find_shared(self._control, self._batch, tried)
@@ -196,7 +205,7 @@ class Meeting:
         if not self._searches or self.is_eager or isinstance(error, StopIteration):
             return
         self._raised = True
-        with self.beside():
+        with self._beside():
             self.goes_eagerly(type(error).__name__)
         if self.shared:
             raise Abandoned(self.reason) from None
@@ -259,7 +268,7 @@ class Meeting:
             LookedAtRows: always.
         """
         what = what if place is None else f"{what}\n  at {place}"
-        with self.beside():
+        with self._beside():
             self.cast(_EAGER, 0, None)
             self._meet_eagerly(None, what)
         raise LookedAtRows(self.looked)
@@ -296,7 +305,7 @@ class Meeting:
         if fewest == most == DONE and vote.shape[0] != vote.shape[1]:
             self._context.update_numbers.check(self._control)
         self.is_apart = fewest != most or vote.shape[0] != vote.shape[1]
-        if most == _EAGER or (self.is_apart and self.helps is None):
+        if most == _EAGER or (self.is_apart and not self._helps):
             raise self._ended()
         return not self.is_apart and not vote.missing and vote.graph[0] == vote.graph[1]
 
@@ -309,14 +318,14 @@ class Meeting:
         Raises:
             CannotBeFollowed: on all ranks, because their steps are different.
         """
-        if self.helps is None:
+        step = self._step
+        if step is None or not self._helps:
             raise ValueError("no rank reads alone")
-        path, calls = self.helps
-        places = tuple(self._control.gather((self._reads, path())))
+        places = tuple(self._control.gather((self._reads, (step.here.mark, step.needed))))
         if places not in known:
             while len(known) >= MOST_KNOWN:
                 del known[first(known, "meeting")]
-            its = self._control.gather(calls())
+            its = self._control.gather(told_by(step))
             if any(reads for reads, _ in places):
                 known[places] = helped([(reads, side) for (reads, _), side in zip(places, its, strict=True)])
             else:
@@ -333,7 +342,8 @@ class Meeting:
     def _meet_eagerly(self, reason: str | None, looked: str = "") -> str:
         """All ranks are here and learn why one of them cannot be followed."""
         self.is_eager = True
-        mine = reason, zlib.crc32(torch.get_rng_state().numpy().tobytes()), self.was_told_draws(), looked
+        was_told_draws = self._step is not None and self._step.was_told_draws
+        mine = reason, zlib.crc32(torch.get_rng_state().numpy().tobytes()), was_told_draws, looked
         sides = self._control.gather(mine)
         self.runs_again = any(told for _, _, told, _ in sides)
         self.looked = max(looked for _, _, _, looked in sides)
@@ -358,7 +368,7 @@ class Meeting:
         Raises:
             RankDisagreementError: on every rank; it is a number of one and the same call.
         """
-        sides = self._control.gather(self.calls())
+        sides = self._control.gather(self._calls())
         for rank, side in enumerate(sides):
             for mine, its in itertools.zip_longest(sides[0], side):
                 if mine == its:
