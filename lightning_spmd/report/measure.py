@@ -91,7 +91,7 @@ class SideResult:
         rows: samples of one global batch.
         memory: by round, the highest bytes of any rank; see :class:`PeakMemory`. Empty where it cannot be measured.
         losses: by round, the last batch's loss, the mean of the ranks. Empty where training_step returns none.
-        sent: by round, bytes that rank 0 sent a step. Empty where nobody counts them.
+        sent: by round, bytes that rank 0 sent a step. Empty if they are not counted.
         notes: what the strategy said about itself, such as the reason to run eagerly.
         reason: why it could not run, or None.
     """

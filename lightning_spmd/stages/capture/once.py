@@ -1,7 +1,7 @@
 """One step, followed on its own: its Python runs once, nothing is computed, and its graphs are captured from the notes.
 
-For whoever wants a graph and trains nothing: a plan, whose parameters have no memory, and the search for layers that
-ranks may share. What Python reads is not known here.
+Two callers want a graph without training: a plan, whose parameters have no memory, and the search for layers that ranks
+may share. Values that Python reads are unknown here.
 """
 
 from __future__ import annotations

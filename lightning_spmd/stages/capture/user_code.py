@@ -1,6 +1,6 @@
 """Whose code a frame is: the user's, or a library's whose own state is known (torch, Lightning, the standard library).
 
-What is installed beside them (transformers, timm) counts as the user's: nobody else looks at the state that it keeps.
+Other installed packages (transformers, timm) count as the user's code: the state that they keep is unknown here.
 """
 
 from __future__ import annotations

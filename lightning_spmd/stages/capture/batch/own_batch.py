@@ -1,13 +1,13 @@
-"""A rank's own batch: what of it goes to all ranks, and with which weight.
+"""A rank's own batch: the values that it contributes to all ranks, and their weights.
 
-The step is captured on the rank's own batch as one device would run it. Then the loss is multiplied by this rank's
-share of all ranks' batches, counted in rows, before its backward pass: so the sum over the ranks of its gradients is
-that of the mean over all rows. Gradients, loss and logged values are marked as terms of reductions over the ranks
-(:class:`~lightning_spmd.ir.node_info.Term`), which expansion writes; on one rank they are what they are. Everything
-else that the batch gives stays with its rank: metrics' inputs, outputs, buffers.
+The step is captured on the rank's own batch, as one device would run it. Then the loss is multiplied, before its
+backward pass, by this rank's share of all ranks' rows; so the sum of the ranks' gradients is the gradient of the mean
+over all rows. Gradients, loss and logged values are marked as terms of reductions over the ranks
+(:class:`~lightning_spmd.ir.node_info.Term`), which expansion writes; on one rank a term is its own sum. All other
+results stay with their rank: inputs of metrics, outputs, buffers.
 
-What a batch counts is said by ``batch_size=`` of the first ``self.log`` of the step that has it, else by the first
-tensor of the batch, as Lightning takes it; a batch without tensors counts 1.
+The rows of a batch are the ``batch_size=`` of the step's first ``self.log`` that has one, else those of the batch's
+first tensor, as in Lightning; a batch without tensors counts 1.
 """
 
 from __future__ import annotations

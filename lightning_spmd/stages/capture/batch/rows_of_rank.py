@@ -1,8 +1,8 @@
-"""What in a batch counts this rank's rows although it is no tensor of rows.
+"""Parts of a batch that count or list this rank's rows, and are no tensors of rows.
 
-``{"x": ..., "names": [...], "count": len(samples)}``: a step sees the rows of all ranks in tensors, and of a list the
-entries of its own rank alone. A loss divided by ``len(names)`` or ``count`` is too large by the number of ranks, on all
-of them alike, so that nothing would show it. A step that looks at such a value cannot be captured.
+``{"x": ..., "names": [...], "count": len(samples)}``: a step sees the rows of all ranks in tensors, but only its own
+rank's entries of a list. A loss divided by ``len(names)`` or ``count`` would be too large by the number of ranks, on
+all of them alike, and nothing would show it. A step that looks at such a value cannot be captured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Steps that optimize manually, followed: ``.grad`` of a step under way, ``backward`` and ``step`` as noted calls.
+"""Manual optimization in a followed step: ``.grad``, ``backward`` and ``optimizer.step()`` become calls and a table.
 
-Until Python is done ``.grad`` of live tensors is as it was before the step; what the step sees of them, and puts there,
-is kept here. A backward pass is one noted call, which gives what ``.grad`` of its leaves is then. So is a step of an
-optimizer of torch's own: its settings are numbers of the call, its state is not looked at.
+Until Python is done, ``.grad`` of live tensors stays as it was before the step. The gradients that the step sees and
+sets are kept here. A backward pass is one noted call, whose results are the new ``.grad`` of its leaves. A step of one
+of torch's optimizers is one noted call too: its settings are numbers of the call, and its state is no operand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sees every torch call of a step. It follows known paths, records new calls, and computes nothing.
 
 A call that torch functions do not show (``jit.script``) reaches the dispatcher, where it is followed or recorded like
-others. What cannot be followed is run for good, up to there and from there on, as eager training would have done it.
+others. A step that cannot be followed runs eagerly: first the calls up to there, then the rest.
 """
 
 from __future__ import annotations
@@ -597,7 +597,7 @@ class Step(TorchFunctionMode):
             self._random, self._seed = private.host_random_state(), private.host_seed()
 
     def _watch_generator(self) -> bool:
-        """Note what has been done to torch's generator by its own methods, which nobody sees; whether something has.
+        """Note changes of torch's generator by its own methods, which no mode sees. Returns whether there are any.
 
         The graph draws what it has drawn so far from the state before. Asked before new calls, when a call draws and
         torch has another seed or there are several ways to go on, where Python reads, and behind the step.
@@ -1500,7 +1500,7 @@ class Step(TorchFunctionMode):
         return found
 
     def _set(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Something is hung on a tensor, or its history used: of the user's own at once, of placeholders for good."""
+        """Hooks, ``requires_grad_`` and the like: at once on the user's own tensors, else a noted call or eager."""
         name = getattr(func, "__name__", "")
         if name in ("grad",):
             return self.of_engine(func, args, kwargs, create=args[4] if len(args) > 4 else kwargs.get("create_graph"))

@@ -1,13 +1,13 @@
-"""Memory of a step's tensors that Python has as well: as an array of NumPy's, or by what else lies outside of torch.
+"""Memory of a step's tensors that Python sees as well: as a NumPy array, or through something else outside of torch.
 
-Python may write there between two calls, and read there what a call has written; a graph runs later. So such memory is
-compared with what it was, before calls that use it and wherever a graph runs, and a step in which it has changed behind
-a call goes on eagerly, as does one whose calls write into it. The array of a result is a copy; in a step that goes on
-eagerly it and the tensor are kept alike.
+Python may write into this memory between two calls, and read there what a call has written; but a graph runs later. So
+the memory is compared with its last known content, before calls that use it and wherever a graph runs. The step goes on
+eagerly if the content changed after a call used it, or if a call writes into it. The array of a result is a copy; in an
+eager step it and the tensor are kept equal.
 
-torch marks memory that it does not own, or has once given to NumPy: it cannot be resized. Where a step uses such a
-tensor of the module, Python's objects are looked through, once for all of the module's, for those that have the memory;
-what none has becomes torch's.
+torch marks memory that it does not own or has given to NumPy: it cannot be resized. Where a step uses such a tensor of
+the module, Python's objects are searched, once for all of the module's tensors, for those that share the memory. A
+tensor that shares with none moves to memory of torch's own.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class Memory:
 
         Args:
             source: the result.
-            value: the copy, which nobody else has.
+            value: the copy; nothing else references it.
             args: of ``numpy``, but for the tensor.
             kwargs: likewise.
         """

@@ -1,4 +1,4 @@
-"""What is known of the calls of a step: a tree, for steps may take different paths; a path in it is a program."""
+"""Notes: the known calls of a module's steps. They form a tree, because steps may differ; a path in it is a program."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""``self.log`` and metric calls of a step: queued with placeholders, made once the graph ran.
+"""``self.log`` and metric calls of a step: queued with placeholders, executed when the graph has run.
 
 ``log`` of every LightningModule and ``update``, ``forward``, ``compute``, ``reset`` of every metric are shadowed on the
-*instances* for the length of a step, so no class is patched and callbacks, which hold their own ``log``, are untouched.
-What a metric gives for this batch is computed in the graph where the step uses it.
+*instances* for the length of a step. No class is patched, and callbacks, which hold their own ``log``, are untouched.
+If the step uses a metric's value for this batch, the graph computes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which reads of a step would tell Python what other ranks' rows gave, where a rank keeps its own rows alone.
+"""Reads that depend on other ranks' rows, in steps after which each rank keeps its own rows alone.
 
-What ``predict_step`` returns, and what a validation appends to a list, are a rank's own rows. A tensor is cut to them
-once the graph ran; numbers that Python has are not. So a step that reads numbers of single rows runs on its own rows.
+Results of ``predict_step``, and tensors that a validation appends to a list, are a rank's own rows: a tensor is cut to
+them when the graph has run. Numbers that Python has read cannot be cut. So a step that reads numbers of single rows
+runs on its own rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Masks that are the same because they are computed in the same way: ``logits[y > 0], y[y > 0]``.
+"""Masks that are equal because they are computed in the same way: ``logits[y > 0], y[y > 0]``.
 
-Two calls give the same if they are the same function of the same, and nothing in between writes into what they are
-given. What masks choose is then as large, and where it is, is found once.
+Two calls give equal results if they are the same function of equal operands, and no call in between writes into these.
+The rows that such masks choose, and their number, are then found once.
 """
 
 from __future__ import annotations

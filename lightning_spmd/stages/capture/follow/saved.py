@@ -1,7 +1,7 @@
-"""What autograd saves for the backward pass: hooks of the user's on it, and checkpointed parts, which save nothing.
+"""Saved-tensor hooks of the user's, and checkpointed parts, which save nothing.
 
-Under such hooks a call is noted with what autograd saves for it as further results. These go through the hooks where
-the call is, and back where the backward pass arrives at them; so what a checkpointed part computes again is noted, too.
+Under such hooks a call is noted with the tensors that autograd saves as further results. They pass the hooks at the
+call, and again where the backward pass needs them. So the calls that compute a checkpointed part again are noted, too.
 """
 
 from __future__ import annotations

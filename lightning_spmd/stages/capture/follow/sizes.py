@@ -1,7 +1,7 @@
-"""Steps of batches whose sizes vary: one tree of notes for all sizes, in which integers are formulas of these.
+"""Steps of batches whose sizes vary: one tree of notes for all sizes, in which integers are formulas of the sizes.
 
-Python runs with the true sizes, so a formula is never trusted: what it gives for a step's sizes is compared with what
-Python gives, and a call that does not fit is another call. Only sizes of results are told to Python: these come from
+Python runs with the true sizes, so a formula is never trusted: its value for a step is compared with what Python
+passes, and a call that does not fit is another call. Only the sizes of results are given to Python. They come from
 torch itself, which runs the noted calls with symbols for sizes, and hold under the conditions that it names.
 """
 

@@ -1,9 +1,9 @@
-"""What stands for what in a batch is a rank's own, while its tensors have the rows of all ranks.
+"""Tripwires replace parts of a batch that one rank alone has, while the batch's tensors have the rows of all ranks.
 
-``{"x": ..., "names": [...], "count": len(samples)}``: a step sees the rows of all ranks in tensors, and of a list the
-entries of its own rank alone. A loss divided by ``len(names)`` or ``count`` is too large by the number of ranks, on all
-of them alike, so that nothing would show it. So any use of such a value is told; it may be handed on and returned. Once
-the step is over what stands for a value does what the value does.
+``{"x": ..., "names": [...], "count": len(samples)}``: a step sees the rows of all ranks in tensors, but only its own
+rank's entries of a list. A loss divided by ``len(names)`` or ``count`` would be too large by the number of ranks, on
+all of them alike, and nothing would show it. So any use of such a value is reported; it may be passed on and returned.
+When the step is over, a tripwire behaves as its value.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Tripwires:
             path: of it in the batch.
             value: a leaf of the batch, or a list of such.
             position: of its first leaf among those of the batch.
-            refusal: why nobody may look at it.
+            refusal: why the step must not look at it.
         """
         self._handed_out[path] = refusal
         return _stands_for(path)(self, value, position, refusal)
@@ -94,7 +94,7 @@ class Tripwire:
         wires: those of the step.
         value: it.
         position: of its first leaf.
-        refusal: why nobody may look at it.
+        refusal: why the step must not look at it.
     """
 
     is_tree_leaf = True

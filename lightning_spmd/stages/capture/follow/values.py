@@ -1,4 +1,4 @@
-"""Notes made true: the calls of a path on tensors that are given, fake or real, one after the other."""
+"""Runs the calls of a path, one after the other, on given tensors: fake, copied or live."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Calls of manual optimization, each noted as one, and the worlds in which they are made true.
+"""Calls of manual optimization, each noted as one, and the four worlds in which they are executed.
 
-What ``backward`` and ``optimizer.step()`` do depends on where: on fake tensors nothing of a step is computed, on copies
-an optimizer's state must be one too, in a graph the optimizer works on what is recorded, and for good it is the
+What ``backward`` and ``optimizer.step()`` do depends on the world. On fake tensors a step computes nothing; on copies
+it works on a copy of the optimizer's state; under the recorder the swapped optimizer runs; eagerly it is the user's
 optimizer.
 """
 

@@ -22,7 +22,7 @@ def accumulated(leaf: Tensor, held: Tensor | None, gradient: Tensor, taken: set[
         leaf: whose gradient it is.
         held: what was there before.
         gradient: what the pass gives.
-        taken: storages that are somebody's; the result's is one from here on.
+        taken: storages that are in use; the result's is one from here on.
         in_place: what was there is written into.
     """
     if held is not None:
@@ -51,7 +51,7 @@ def gradients_behind(
         weights: gradients of the roots.
         leaves: whose gradients are asked for.
         held: what their ``.grad`` is before.
-        taken: storages that are somebody's.
+        taken: storages that are in use.
         retain: the graph is used again.
         create: the gradients have a history of their own.
     """

@@ -4,13 +4,13 @@ A weight of bfloat16 has eight bits: an update of less than 1/256 of it is lost.
 tensors instead, whatever optimizer it is; its state is float32 too, for it follows these::
 
     plain          weight -= lr * gradient
-    master         master = float32 of the weight, where somebody changed that; master -= lr * float32(gradient)
+    master         master = float32 of the weight, where that was changed; master -= lr * float32(gradient)
                    weight = bfloat16(master)                              rounded to nearest
     stochastic     wide = float32(weight); wide -= lr * float32(gradient)
                    weight = bfloat16(wide)                                up or down, by a draw: right on average
 
 The master is an entry of the optimizer's state. It follows its weight: an element that is not the weight rounded was
-changed by somebody else (a callback, a checkpoint of weights alone), and begins anew as the weight.
+changed from outside (by a callback, a checkpoint of weights alone), and begins anew as the weight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Functions with a backward of their own that no parameter is behind: ``loss.backward()`` would run them all the same.
+"""Functions with a backward of their own that lead to no parameter: ``loss.backward()`` would run them all the same.
 
-Gradients are asked of the parameters alone, so such a backward is left out. ``torch.utils.checkpoint`` in its reentrant
-form is one where nothing but the data asks for gradients (``x.requires_grad_()``, ``enable_input_require_grads()``):
-inside its backward it runs another one, which gives the parameters theirs.
+Capture asks for the gradients of parameters alone, so such a backward would be left out. One case is the reentrant form
+of ``torch.utils.checkpoint`` if only the data requires gradients (``x.requires_grad_()``,
+``enable_input_require_grads()``): its backward runs another backward pass, which gives the parameters theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Takes back what an optimizer's step wrote where it should not have run, without asking on the host.
+"""Takes back the writes of an optimizer's step that should not have run, without reading a value on the host.
 
 Before, as the optimizer runs::
 

@@ -1,4 +1,4 @@
-"""What is around a trace: the mode of gradients, random state, the module that runs, how errors are explained."""
+"""Contexts around a trace: mode of gradients, random state, and explanations of errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``torch.equal`` and ``torch.allclose``: a comparison of all elements in the graph, and one yes or no that is read.
+"""``torch.equal`` and ``torch.allclose``: a comparison of all elements in the graph, and one boolean that is read.
 
-``torch.cov`` and ``torch.corrcoef`` ask so inside whether there are enough observations: of numbers that are known.
+``torch.cov`` and ``torch.corrcoef`` use them to check for enough observations; these numbers are known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a factory without ``dtype`` makes is decided by torch's default, which some precisions change around the step.
+"""torch's default dtype, which some precisions change around a step, decides the result of a factory without ``dtype``.
 
-A graph runs outside of that: ``torch.rand(n)`` under ``precision="64-true"`` would be single precision there, and other
-numbers.
+A graph runs outside of such a context: ``torch.rand(n)`` under ``precision="64-true"`` would be single precision there,
+with other numbers. So the recorded call gets the dtype.
 """
 
 from __future__ import annotations

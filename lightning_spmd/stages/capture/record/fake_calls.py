@@ -1,7 +1,7 @@
-"""What calls give at capture, on fake tensors: by ``FakeTensorMode`` where a call is new, else from what is known.
+"""Calls on fake tensors at capture: by ``FakeTensorMode`` if a call is new, else with known results.
 
-A known call gives what torch's own cache of shapes would give, in a fifth of its time: tensors of their own, views into
-the storage of the operand, or the operand that it wrote into.
+A known call has the results that torch's own cache of shapes would give, in a fifth of the time: fresh tensors, views
+into the storage of the operand, or the operand that it wrote into.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trace is packed of: outputs, names of parameters, gradients in their layout, a graph without dead nodes."""
+"""Packs a trace: its outputs, names of parameters, gradients in their memory order, a graph without dead nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every step depends on, whatever its code names: submodules, kinds of parameters, hooks, torch's switches."""
+"""Guards on what every step depends on: submodules, kinds of parameters, hooks, torch's switches."""
 
 from __future__ import annotations
 

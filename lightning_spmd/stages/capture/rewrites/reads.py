@@ -1,4 +1,4 @@
-"""Graphs that Python reads from: until the last read a run changes nothing that outlives it, for it may be none."""
+"""Graphs with reads: a run changes nothing that outlives it until the last read, because it may be abandoned there."""
 
 from __future__ import annotations
 

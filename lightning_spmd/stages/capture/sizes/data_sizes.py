@@ -1,9 +1,9 @@
-"""Operators whose results are as large as their data say: ``nonzero``, ``x[mask]``, ``unique``, ``bincount``, CTC.
+"""Operators whose results have data-dependent sizes: ``nonzero``, ``x[mask]``, ``unique``, ``bincount``, CTC.
 
-The size is a number that is read from a tensor (``reads``), for which the graph then holds, and the operator is
-recorded in a form that has this size as an argument. Eager goes the same way: it counts, makes room, and ``x[mask]`` is
-``x[positions]``; so values are the same bits. The gradient asks for the same positions and finds them. What compares
-whole tensors (``comparisons``) is read in the same way.
+The size is read from a tensor (``reads``), and the graph then holds for it. The operator is recorded in a form that has
+this size as an argument. Eager goes the same way: it counts, allocates, and ``x[mask]`` is ``x[positions]``; so values
+are equal bit for bit. The gradient uses the same positions. Comparisons of whole tensors (``comparisons``) are read in
+the same way.
 """
 
 from __future__ import annotations

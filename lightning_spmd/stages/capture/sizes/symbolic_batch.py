@@ -1,7 +1,7 @@
-"""Sizes of a batch as symbols: what one look at a step says of all the sizes that are treated alike.
+"""Sizes of a batch as symbols: one trace serves all sizes that the step treats alike.
 
-The step is traced as always, but some sizes of the batch are symbols of torch's ShapeEnv that have this step's values.
-So sizes in the arguments of operators come out as formulas, and every decision on a size, the user's or torch's own,
+The step is traced as always, but some sizes of the batch are symbols of torch's ShapeEnv with this step's values. So
+sizes in the arguments of operators come out as formulas, and every decision on a size, the user's or torch's own,
 becomes a condition on the sizes for which the formulas hold.
 """
 

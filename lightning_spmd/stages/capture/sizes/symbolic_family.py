@@ -1,4 +1,4 @@
-"""What a trace with symbols for sizes gives: the captured steps of batches of all sizes that are treated alike."""
+"""Captured steps for batches of all sizes that a trace with symbols treats alike."""
 
 from __future__ import annotations
 
