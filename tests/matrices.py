@@ -129,6 +129,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 """By file, what the ids of such rows contain."""
 
 LONG: dict[str, tuple[str, ...]] = {
+    "tests/cli/test_plan.py": ("test_two_processes_tell_where_they_wait",),
     "tests/cli/test_compare.py": ("test_two_processes_train_under_each_strategy_in_turn",),
     "tests/cli/test_recipe_mistakes.py": (
         "test_a_checkpoint_of_another_model_is_named",

@@ -96,7 +96,7 @@ def test_other_implementations_of_experts_equal_one_device(two_ranks: RankPool, 
 
 
 @pytest.mark.parametrize("data", ["replicate", pytest.param("zero3", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("mixtral", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_two_rows_of_two_ranks_equal_one_device(four_ranks: RankPool, name: str, data: str) -> None:
     results = [result for result, _ in four_ranks.run(_train, name, {**STYLE, "data_parallel": data}, 4)]
     assert_compiled(*results)
@@ -118,6 +118,6 @@ def _interrupted(name: str, folder: str, first_plan: Any, second_plan: Any, devi
 
 
 def test_a_checkpoint_is_read_without_the_style(two_ranks: RankPool, tmp_path: Path) -> None:
-    results = two_ranks.run(_interrupted, "gpt_oss", str(tmp_path), STYLE, {"data_parallel": "zero2"}, 2)
+    results = two_ranks.run(_interrupted, "mixtral", str(tmp_path), STYLE, {"data_parallel": "zero2"}, 2)
     assert_compiled(*results)
-    assert_equals_one_device(results, _interrupted("gpt_oss", str(tmp_path), "auto", "auto", 1))
+    assert_equals_one_device(results, _interrupted("mixtral", str(tmp_path), "auto", "auto", 1))
