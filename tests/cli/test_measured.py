@@ -60,17 +60,23 @@ def timed_rank() -> tuple[Result, Any, Result]:
         return _trained(lines), lines.facts, _trained()
 
 
+@pytest.fixture(scope="module")
+def timed(two_ranks: RankPool) -> list[tuple[Result, Any, Result]]:
+    """What each rank gives."""
+    return two_ranks.run(timed_rank)
+
+
 @pytest.mark.matrix
-def test_clocks_between_the_lines_change_no_bit(two_ranks: RankPool) -> None:
-    for found, facts, plain in two_ranks.run(timed_rank):
+def test_clocks_between_the_lines_change_no_bit(timed: list[tuple[Result, Any, Result]]) -> None:
+    for found, facts, plain in timed:
         assert_bitwise(found, plain)
         assert set(facts["seconds"]) == {"computing", "exposed", "communicating", "between"}
 
 
 @pytest.mark.matrix
-def test_the_picture_of_overlapped_iterations(two_ranks: RankPool) -> None:
+def test_the_picture_of_overlapped_iterations(timed: list[tuple[Result, Any, Result]]) -> None:
     """What is under way at the end of an iteration is waited for in the next one."""
-    for _, facts, _ in two_ranks.run(timed_rank):
+    for _, facts, _ in timed:
         assert_one_after_the_other(facts)
 
 
