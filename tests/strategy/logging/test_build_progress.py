@@ -100,7 +100,8 @@ def test_other_ranks_and_bars_that_show_it_themselves_are_left_alone() -> None:
 
 def test_compiling_regions_is_counted_and_ends() -> None:
     events: list[BuildEvent] = []
-    context = SimpleNamespace(listeners=[events.append], control=None, steps_left=lambda _method: 1.0)
+    settings = SimpleNamespace(listeners=[events.append])
+    context = SimpleNamespace(settings=settings, control=None, steps_left=lambda _method: 1.0)
     lowering = RunContext.lowering_context(context, "training_step", lambda _stage, _step: None)  # type: ignore[arg-type]
     for number in (0, 1, 2):
         lowering.on_region(number, 2)
