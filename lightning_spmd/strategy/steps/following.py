@@ -599,6 +599,7 @@ class Following:
         if meeting is not None:
             queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own
             queue.has_ranks = True
+            meeting.metrics = queue.waiting
         step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
         hand = self._by_hand.of(step)
         with contextlib.ExitStack() as around:

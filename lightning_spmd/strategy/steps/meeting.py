@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementError
 from lightning_spmd.ir.first import first
+from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Step
@@ -90,6 +91,8 @@ class Meeting:
         self.reason = ""
         self._step: Step | None = None
         self._calls: Callable[[], list[Call]] = list
+        self.metrics: Callable[[], tuple[tuple[str, str], ...]] = tuple
+        """Gives the step's calls of metrics in which ranks wait for each other, by metric and method."""
         self._helps = False
         self.runs_again, self.looked, self.shared = False, "", set[str]()
         self.is_apart, self._reads = False, False
@@ -288,6 +291,7 @@ class Meeting:
         self._reason = reason
         if why == DONE:
             mark ^= self._context.update_numbers.hash()
+            mark ^= stable_hash(metrics) if (metrics := self.metrics()) else 0
         return self._control.cast(self._place, graph, why, mark)
 
     def met(self, count: Callable[[], Any]) -> bool:
@@ -304,10 +308,29 @@ class Meeting:
         fewest, most = vote.rows
         if fewest == most == DONE and vote.shape[0] != vote.shape[1]:
             self._context.update_numbers.check(self._control)
+            self._check_metrics()
         self.is_apart = fewest != most or vote.shape[0] != vote.shape[1]
         if most == _EAGER or (self.is_apart and not self._helps):
             raise self._ended()
         return not self.is_apart and not vote.missing and vote.graph[0] == vote.graph[1]
+
+    def _check_metrics(self) -> None:
+        """All ranks call the same metrics, or they would wait for each other.
+
+        Raises:
+            RankDisagreementError: on all ranks; they do not.
+        """
+        sides = self._control.gather(self.metrics())
+        for rank, side in enumerate(sides):
+            for mine, its in itertools.zip_longest(sides[0], side):
+                if mine != its:
+                    name, method = mine or its or ("", "")
+                    one, other = (f"calls {c[0]}.{c[1]}" if c else "does not" for c in (mine, its))
+                    raise RankDisagreementError(
+                        f"metric {name!r}: rank 0 {one}, rank {rank} {other}. What {method!r} gives is of all ranks' "
+                        "rows, so training_step must call it on all ranks, in the same order; use the value on one "
+                        "of them (`update` alone may be called on any)"
+                    )
 
     def alone(self, known: dict[Any, Alone | KeptAlone | None]) -> Alone | KeptAlone:
         """The ranks have come apart: decide which rank is helped. No rank keeps alone as long as one reads.

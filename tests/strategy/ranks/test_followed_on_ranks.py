@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import MeanMetric
 
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
@@ -231,3 +232,43 @@ def test_numbers_of_updates_that_differ_are_named(key: str, strategy: str, two_r
     with pytest.raises(RankError, match=rf"{name} is .* on rank 0 and 0.25 on rank 1") as caught:
         two_ranks.run(run, functools.partial(OtherNumbers, key), strategy, 2)
     assert caught.value.type_names == ["RankDisagreementError"] * 2
+
+
+class MetricAlone(Quiet):
+    """Calls a metric on one rank alone."""
+
+    def __init__(self, method: str = "forward") -> None:
+        super().__init__()
+        self.mean, self.method = MeanMetric(), method
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            getattr(self.mean, self.method)(loss)
+        return loss
+
+
+def test_a_metric_that_one_rank_alone_waits_in_is_named(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="metric 'mean': rank 0 calls mean.forward, rank 1 does not") as caught:
+        two_ranks.run(run, MetricAlone, "spmd", 2)
+    assert caught.value.type_names == ["RankDisagreementError"] * 2
+
+
+def test_a_metric_that_one_rank_alone_updates_is_a_graph(two_ranks: RankPool) -> None:
+    results = two_ranks.run(run, functools.partial(MetricAlone, "update"), "spmd", 2)
+    assert_compiled(*results)
+    assert_equals_one_device(results, run(Quiet, "auto", data=lambda: InOrder(rows(), ROWS)))
+
+
+class SeesItsLog(Quiet):
+    """Asks in the same step for what it has just logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("share", 0.25 + batch_idx)
+        return super().training_step(batch, batch_idx) * float(self.trainer.callback_metrics["share"])
+
+
+def test_a_number_that_is_logged_is_there_in_the_same_step(two_ranks: RankPool) -> None:
+    results = two_ranks.run(run, SeesItsLog, "spmd", 2)
+    assert_compiled(*results)
+    assert_equals_one_device(results, run(SeesItsLog, "auto", data=lambda: InOrder(rows(), ROWS)))

@@ -171,6 +171,16 @@ class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[m
     keys, values, items, get = Mapping.keys, Mapping.values, Mapping.items, Mapping.get
 
 
+@contextlib.contextmanager
+def _metrics_unseen() -> Iterator[None]:
+    """Metrics made inside are not the step's: Lightning keeps each logged value in one of its own."""
+    before, private.UNSEEN.on_metric = private.UNSEEN.on_metric, None
+    try:
+        yield
+    finally:
+        private.UNSEEN.on_metric = before
+
+
 class Queue:
     """The calls of one step.
 
@@ -249,6 +259,14 @@ class Queue:
         self.is_open, calls, self.calls = False, self.calls, []
         return calls
 
+    def waiting(self) -> tuple[tuple[str, str], ...]:
+        """The calls of metrics in which ranks wait for each other, by metric and method."""
+        return tuple(
+            (call.target if isinstance(call.target, str) else type(call.target).__name__, call.method)
+            for call in self.calls
+            if call.method in ("forward", "compute")
+        )
+
     def let_go(self) -> None:
         """Python is done. Arguments of metrics that were kept for early values are released."""
         for result in self._results:
@@ -279,7 +297,8 @@ class Queue:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             self.rows = kwargs.get("batch_size") if self.rows is None else self.rows
             if not self.is_open:
-                self.log_now(module, (name, known(value), *args), kwargs)
+                with _metrics_unseen():
+                    self.log_now(module, (name, known(value), *args), kwargs)
                 return
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(
@@ -287,7 +306,7 @@ class Queue:
                 )
             at_once = self.logs_at_once and not self.calls and not self.is_own  # the step may ask for it
             if at_once and not isinstance(value, (Tensor, MetricResult, Metric)):
-                with self._beside():
+                with self._beside(), _metrics_unseen():
                     self.log_now(module, (name, value, *args), kwargs)
                 return
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
