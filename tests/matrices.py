@@ -380,7 +380,10 @@ LONG: dict[str, tuple[str, ...]] = {
         "move_no_activation_more[tp2]",
     ),
     "tests/strategy/batches/test_followed_local_batches.py": ("every_step[Gathering-replicate]",),
-    "tests/strategy/logging/test_metric_collections.py": ("no_graph_can[formatted]", "no_graph_can[subtracted]"),
+    "tests/strategy/logging/test_metric_collections.py": (
+        "computes_in_the_step[formatted]",
+        "computes_in_the_step[subtracted]",
+    ),
     "tests/untidy/test_untidy.py": (
         "eagerly[Attention]",
         "eagerly[BestSoFar]",
