@@ -98,11 +98,20 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         (FOLLOWED, "tests/strategy/following/test_python_in_training_step.py"),
     ),
     Mutant(
-        "what Python makes of a value that it reads is what it made in the step before",
+        "a number before the first read is that of the step before",
         CAPTURE,
         "strategy/steps/following.py",
         "        self._numbers |= numbers\n",
         "        self._numbers |= {key: self._live.numbers.get(key, value) for key, value in numbers.items()}\n",
+        ("tests/strategy/reads_and_sizes/test_reads.py::test_numbers_before_and_behind_a_read",),
+    ),
+    Mutant(
+        "what Python makes of a value that it reads is what it made in the step before",
+        CAPTURE,
+        "strategy/steps/following.py",
+        "        return [self._numbers[key] for key in self._likely.program.numbers_before(depth)]\n",
+        "        kept = vars(self._live).setdefault('kept', {})\n"
+        "        return [kept.setdefault(k, self._numbers[k]) for k in self._likely.program.numbers_before(depth)]\n",
         (FOLLOWED,),
     ),
     Mutant(

@@ -205,3 +205,20 @@ def test_graphs_tell_values_in_all_precisions(precision: Any, monkeypatch: pytes
     monkeypatch.setattr(Step, "_values_so_far", lambda step: copies.append(1) or original(step))
     assert_as_eager(ReadsLoss, precision=precision)
     assert len(copies) <= 4  # for the paths that are new
+
+
+class CountsItsSteps(Quiet):
+    """A number that is another one in each step, before and behind the read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        loss = self.loss(batch) * (1 + 0.01 * self.steps)
+        return loss * (1 + 0.01 * min(loss.item(), 2.0))
+
+
+def test_numbers_before_and_behind_a_read() -> None:
+    assert assert_as_eager(CountsItsSteps).captures <= 3
