@@ -10,26 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_spmd.ir.verify import activation_collectives
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
-from tests.strategy.small import ROWS, Quiet, assert_as_eager, rows, run
-
-TOLD: list[Any] = []
-"""What Python was told in the run before."""
-MOVED: list[Any] = []
-"""(collectives that move activations, operators that run on gathered ones) of each graph of the run before."""
-
-
-class Watched(Quiet):
-    def on_train_start(self) -> None:
-        TOLD.clear()
-
-    def on_train_end(self) -> None:
-        training = getattr(self.trainer.strategy, "_training", None)
-        executables = [] if training is None else training.iteration.table.executables
-        graphs = [executable.graphs.main for executable in executables]
-        MOVED[:] = [([node.name for node in activation_collectives(graph)], graph.fallbacks) for graph in graphs]
+from tests.strategy.reads_and_sizes.watched import MOVED, TOLD, Watched
+from tests.strategy.small import ROWS, assert_as_eager, rows, run
 
 
 class Twice(Watched):
