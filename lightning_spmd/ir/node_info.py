@@ -22,6 +22,9 @@ SUBJECT = "subject"
 SHARE = "share"
 """Key in ``node.meta`` of a grouped product: the share of rows that a rank multiplies if experts get equally many."""
 
+BALANCED = "balanced"
+"""Key in ``node.meta``: the value has as many rows as its spec says if experts get equally many. Else it has others."""
+
 
 class Section(enum.StrEnum):
     """Part of the training iteration that a node belongs to."""

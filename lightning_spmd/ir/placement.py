@@ -12,6 +12,7 @@ A *placement* describes one (tensor, mesh axis) pair; a tensor on an n-axis mesh
                                queries
 ``Shard(dim, outer=Chosen)``   rows that values choose (``x[mask]``): each rank holds those that its own rows give,
                                perhaps none, in an order of its own
+``Shard(dim, outer=Brought)``  rows that neighbours bring to their experts: each rank has room for all of theirs
 ``Chunk(dim)``                 rank r holds the r-th of ``torch.chunk``'s pieces of ``dim``, whatever the batch's split:
                                how sharded state (ZeRO) lies; the last ranks may hold less, or nothing
 ``Partial("sum")``             the tensor is the sum over the ranks of what they hold
@@ -52,9 +53,22 @@ class Chosen:
         return f"count {self.count}"
 
 
-Blocks: TypeAlias = int | tuple[int, ...] | Chosen
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """Rows that the ranks of a neighbourhood (:attr:`ShardAxis.chunks`) bring to the one of them that has their expert.
+
+    Each rank has room for the rows of all of them, since all may go to one. Those that came are in front, in an order
+    that the experts say; nothing gathers them, and nothing takes a rank's part of a whole.
+    """
+
+    def __str__(self) -> str:
+        return "brought"
+
+
+Blocks: TypeAlias = int | tuple[int, ...] | Chosen | Brought
 """How a dimension is split: in so many equal consecutive blocks, or in some with these proportions (not all equal, no
-divisor), of each of which every rank holds a piece; or into the rows that each rank has of those that values choose."""
+divisor), of each of which every rank holds a piece; or into the rows that each rank has of those that values choose, or
+room for those that are brought to its experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +133,7 @@ def block_sizes(size: int, blocks: Blocks) -> tuple[int, ...] | None:
     """Sizes of the blocks of a dimension of ``size``; None if it does not consist of such blocks."""
     if isinstance(blocks, int):
         return (size // blocks,) * blocks if size % blocks == 0 else None
-    if isinstance(blocks, Chosen):
+    if isinstance(blocks, (Chosen, Brought)):
         return None
     total = sum(blocks)
     return tuple(size // total * part for part in blocks) if size % total == 0 else None
@@ -131,14 +145,15 @@ REPLICATE = Replicate()
 PARTIAL = Partial()
 CHUNK = Chunk()
 OWN = Own()
+BROUGHT = Brought()
 
 
 @dataclass(frozen=True)
 class ShardAxis:
     """One axis of the device mesh, as this rank sees it.
 
-    Under hybrid sharding (HYBRID_SHARD of arXiv:2304.11277) chunks lie on the ranks of ``within``, and the ranks of
-    ``across`` hold the same chunk each; coordinates on ``within`` vary fastest.
+    Under hybrid sharding (HYBRID_SHARD of arXiv:2304.11277), and where ranks share experts, chunks lie on the ranks of
+    ``within``, and the ranks of ``across`` hold the same chunk each; coordinates on ``within`` vary fastest.
 
     Args:
         name: the axis' name, e.g. ``"data_parallel"``.
@@ -209,6 +224,8 @@ class ShardAxis:
             return size % blocks == 0 and self.divides(size // blocks)
         if isinstance(blocks, Chosen):
             return size > 0 and size % blocks.rows == 0
+        if isinstance(blocks, Brought):
+            return self.divides(size)
         sizes = block_sizes(size, blocks)
         return sizes is not None and all(self.divides(block) for block in sizes)
 
@@ -218,6 +235,10 @@ class ShardAxis:
             return blocks * self.local_size(size // blocks, rank)
         if isinstance(blocks, Chosen):
             return size // blocks.rows * self.chosen[blocks.count]
+        if isinstance(blocks, Brought):
+            neighbours, at = self.chunks.size, self.rank if rank is None else rank
+            first = at // neighbours * neighbours
+            return sum(self.local_size(size, other) for other in range(first, first + neighbours))
         return sum(self.local_size(size // sum(blocks) * part, rank) for part in blocks)
 
     def shard_sizes(self, sizes: Iterable[int], blocks: Blocks) -> set[int]:

@@ -7,7 +7,7 @@ ZeRO's, ``tensor_parallel.TensorParallelPlan`` splits layers, ``context_parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -206,6 +206,73 @@ def data_parallel_plan(name: str, *, reduce_gradients: bool) -> ParallelPlan:
 
 
 @runtime_checkable
+class HoldsExperts(Protocol):
+    """Additional questions for axes whose ranks have some of the experts each, and tokens of their own."""
+
+    def experts_over(self, axis: ShardAxis) -> Collection[str]:
+        """Names of the parameters that are in chunks by expert over ``axis``."""
+        ...
+
+
+def experts_over(plan: ParallelPlan, axis: ShardAxis) -> Collection[str]:
+    """Names of the parameters that the plan has in chunks by expert over ``axis``."""
+    return plan.experts_over(axis) if isinstance(plan, HoldsExperts) else ()
+
+
+@dataclass(frozen=True)
+class ExpertParallelPlan:
+    """Experts are in chunks over the data axis, the other state is as in the given plan.
+
+    Args:
+        plan: the plan of everything else.
+        experts: shapes of the stacked parameters of experts, one entry an expert, by name.
+    """
+
+    plan: ParallelPlan
+    experts: Mapping[str, tuple[int, ...]]
+
+    @property
+    def needs_graphs(self) -> bool:
+        """No rank has all experts."""
+        return True
+
+    @property
+    def shards_parameters(self) -> bool:
+        """No rank has all experts."""
+        return True
+
+    def input_placement(self, axis: ShardAxis, entry: GraphInput) -> Placement:
+        """State of experts in chunks."""
+        return CHUNK if self._is_of_experts(entry) else self.plan.input_placement(axis, entry)
+
+    def output_placement(self, axis: ShardAxis, entry: GraphOutput, current: Placement) -> Placement:
+        """As the inputs of the same role."""
+        return CHUNK if self._is_of_experts(entry) else self.plan.output_placement(axis, entry, current)
+
+    def shards_state(self, axis: ShardAxis) -> bool:
+        """As the other plan."""
+        return self.plan.shards_state(axis)
+
+    def experts_over(self, axis: ShardAxis) -> Collection[str]:
+        """All of them."""
+        return self.experts
+
+    def _is_of_experts(self, entry: GraphInput | GraphOutput) -> bool:
+        name = str(entry.key[0]) if entry.key else None
+        of_state = entry.role in _STATE_INPUTS or entry.role in _STATE_OUTPUTS
+        return (
+            of_state
+            and isinstance(entry.value, TensorSpec)
+            and name in self.experts
+            and entry.value.shape == self.experts[name]
+        )
+
+
+_STATE_INPUTS = (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE, InputRole.GRADIENT)
+_STATE_OUTPUTS = (OutputRole.OPTIMIZER_STATE, OutputRole.GRADIENT, OutputRole.SHOWN_GRADIENT)
+
+
+@runtime_checkable
 class HasOwnBatches(Protocol):
     """Additional questions for axes whose ranks have local batches."""
 
@@ -300,6 +367,10 @@ class MeshPlan:
     def between_blocks(self, axis: ShardAxis) -> Placement | None:
         """Asks the plan of the axis."""
         return activations_between(self.axes[axis.name], axis)
+
+    def experts_over(self, axis: ShardAxis) -> Collection[str]:
+        """Asks the plan of the axis."""
+        return experts_over(self.axes[axis.name], axis)
 
     def splits_sequence(self, axis: ShardAxis) -> int | None:
         """Asks the plan of the axis."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd.ir.layout import has_layout
-from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.node_info import BALANCED, TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Chunk, Partial, Placement, Shard, ShardAxis, block_sizes
 from lightning_spmd.ir.signature import GraphInput
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
@@ -95,8 +95,9 @@ class RankInterpreter(LayoutCheck):
     def run_node(self, n: fx.Node) -> Any:
         value, spec = super().run_node(n), n.meta.get("val")
         if isinstance(value, Tensor) and isinstance(spec, TensorSpec):
-            assert value.shape == spec.shape, f"{n.name}: {tuple(value.shape)} where {spec.shape} is written"
-            assert has_layout(value, spec), f"{n.name}: strides {value.stride()} where {spec.stride} is written"
+            shape = spec.shape[BALANCED in n.meta :], value.shape[BALANCED in n.meta :]
+            assert shape[0] == shape[1], f"{n.name}: {tuple(value.shape)} where {spec.shape} is written"
+            assert BALANCED in n.meta or has_layout(value, spec), f"{n.name}: strides {value.stride()} where {spec.stride} is written"
         return value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

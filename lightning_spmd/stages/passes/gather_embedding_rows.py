@@ -38,7 +38,7 @@ from torch import fx
 from lightning_spmd.cost.collectives import gathering_rows_is_faster, link_of
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import NodeInfo, Section, info_of, spec_of
-from lightning_spmd.ir.placement import Chosen, Replicate, Shard, ShardAxis
+from lightning_spmd.ir.placement import Brought, Chosen, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState
 from lightning_spmd.stages.passes.flat_buffers import Memory, aten, call, contiguous, is_contiguous
@@ -101,7 +101,7 @@ def _lookup(step: ShardedStep, start: fx.Node) -> _Lookup | None:
     for i, placement in enumerate(rows):
         if not isinstance(placement, Shard if i == position else Replicate):
             return None
-        if isinstance(placement, Shard) and isinstance(placement.outer, Chosen):  # ranks have different numbers of rows
+        if isinstance(placement, Shard) and isinstance(placement.outer, (Chosen, Brought)):  # each has so many rows
             return None
     return _Lookup(table, start, wait, step.axes[position])
 

@@ -40,6 +40,7 @@ from lightning_spmd.ir.placement import (
     PARTIAL,
     REPLICATE,
     Blocks,
+    Brought,
     Chosen,
     Chunk,
     Partial,
@@ -80,6 +81,8 @@ def cost(spec: TensorSpec, have: Placement, want: Placement, section: Section, a
         return 0.0
     size = spec.bytes
     if any(isinstance(p, Shard) and isinstance(p.outer, Chosen) for p in (have, want)) and have != REPLICATE:
+        return math.inf
+    if any(isinstance(p, Shard) and isinstance(p.outer, Brought) for p in (have, want)):
         return math.inf
     if isinstance(have, Replicate):
         if isinstance(want, (Shard, Chunk)):
@@ -270,6 +273,8 @@ def _slice(program: LocalProgram, node: fx.Node, target: Shard, outer: Blocks, a
         size = axis.shard_size(shape[dim], outer)
         one = program.call(aten.slice.Tensor, node, dim, 0, 1)
         return program.call(aten.expand.default, one, [*shape[:dim], size, *shape[dim + 1 :]])
+    if isinstance(outer, Brought):
+        raise TypeError(f"cannot take a piece as {target}")
     if isinstance(outer, tuple):
         pieces, before = [], 0
         for block in block_sizes(shape[dim], outer) or ():
@@ -316,7 +321,7 @@ def _gather(
         raise TypeError(f"cannot gather {placement}")
     local = program.shape(node)
     dim, outer = placement.dim, _local_blocks(placement, now, position, program.axes)
-    if isinstance(outer, Chosen):
+    if isinstance(outer, (Chosen, Brought)):
         raise TypeError(f"cannot gather {placement}")
     whole = _unsharded_size(shape, now, position, program.axes)
     if isinstance(outer, tuple):

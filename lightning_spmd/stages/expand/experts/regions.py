@@ -38,7 +38,7 @@ from lightning_spmd.ir.layout import row_major
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Placement, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, Signature
-from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between
+from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between, experts_over
 from lightning_spmd.stages.expand.axis_plan import Aliasing
 from lightning_spmd.stages.expand.call import OpCall, bind_arguments
 from lightning_spmd.stages.expand.rules import layouts_of
@@ -47,6 +47,9 @@ aten = torch.ops.aten
 
 BY_EXPERT = "by_expert"
 """Key in ``node.meta``: the operator reads, or sums up, entries of what has one entry an expert; the axis' name."""
+
+EXPERT_WEIGHTS = "expert_weights"
+"""Key in ``node.meta``: a view or a cast of weights by expert, which lies as these do; the name of the axis."""
 
 _GROUPED = aten._grouped_mm
 _WEIGHT_VIEWS = (aten.transpose, aten.permute, aten._to_copy, aten.clone, aten.alias, aten.detach)
@@ -90,26 +93,30 @@ class _Regions:
         entering: (reader, operand) → (owner, dimension): rows to be brought to their experts.
         leaving: the same for values to be brought back; before they enter another region, where both are wanted.
         by_expert: readers and gradients of what has one entry an expert.
+        weights: through which views and casts of weights they are read.
     """
 
     owners: dict[fx.Node, tuple[_Owner, _Dims]] = field(default_factory=dict[fx.Node, tuple[_Owner, _Dims]])
     entering: _Changes = field(default_factory=dict[tuple[fx.Node, fx.Node], tuple[_Owner, "int | None"]])
     leaving: _Changes = field(default_factory=dict[tuple[fx.Node, fx.Node], tuple[_Owner, "int | None"]])
     by_expert: set[fx.Node] = field(default_factory=set[fx.Node])
+    weights: set[fx.Node] = field(default_factory=set[fx.Node])
 
 
 def mark_experts(graph: fx.Graph, signature: Signature, axes: Sequence[ShardAxis], plan: ParallelPlan) -> fx.Graph:
     """The graph, or a copy of it with marks where rows go to split experts and values come back."""
     for axis in axes:
-        if activations_between(plan, axis) is None:
+        shares_tokens, exchanged = activations_between(plan, axis) is not None, experts_over(plan, axis)
+        if not shares_tokens and not exchanged:
             continue
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
         split = {
             node
             for node, entry in zip(placeholders, signature.inputs, strict=True)
-            if entry.role is InputRole.PARAMETER and plan.input_placement(axis, entry) == Shard(0)
+            if entry.role is InputRole.PARAMETER
+            and (plan.input_placement(axis, entry) == Shard(0) if shares_tokens else entry.key[0] in exchanged)
         }
-        regions = _regions(graph, split) if split else _Regions()
+        regions = _regions(graph, split, rows_go=not shares_tokens) if split else _Regions()
         if regions.by_expert or regions.entering:
             graph = _marked(graph, regions, axis)
     return graph
@@ -123,12 +130,12 @@ class _Refused(Exception):
         self.owner = owner
 
 
-def _regions(graph: fx.Graph, split: set[fx.Node]) -> _Regions:
+def _regions(graph: fx.Graph, split: set[fx.Node], *, rows_go: bool) -> _Regions:
     """What can stay with the experts; where something writes into it from outside, weights are gathered instead."""
     refused: set[_Owner] = set()
     while True:
         try:
-            return _Search(graph, split, refused).run()
+            return _Search(graph, split, refused, rows_go).run()
         except _Refused as error:
             refused.add(error.owner)
 
@@ -140,10 +147,12 @@ class _Search:
         graph: the graph.
         split: the parameters that the plan splits by their first dimension.
         refused: of whose values no region must be made.
+        rows_go: only regions of sorted rows, for ranks that have rows of their own.
     """
 
-    def __init__(self, graph: fx.Graph, split: set[fx.Node], refused: set[_Owner]) -> None:
+    def __init__(self, graph: fx.Graph, split: set[fx.Node], refused: set[_Owner], rows_go: bool) -> None:
         self.graph = graph
+        self.rows_go = rows_go
         self.split = split
         self.refused = refused
         self.storage = Aliasing.of(graph)
@@ -220,6 +229,11 @@ class _Search:
             node = node.args[0]
         return isinstance(node, fx.Node)
 
+    def _note_weights(self, node: fx.Node) -> None:
+        while node not in self.split:
+            self.found.weights.add(node)
+            node = node.args[0]  # type: ignore[assignment]
+
     # ------------------------------------------------------------------ where regions begin and end
     def _product(self, node: fx.Node, rows: fx.Node, other: fx.Node, ends: object) -> bool:
         owner = self.sorted.get(ends) if isinstance(ends, fx.Node) else None
@@ -228,6 +242,7 @@ class _Search:
             return False
         self._enter(node, rows, owner, 0 if dims == (2, 3) else 1)
         if dims == (2, 3):
+            self._note_weights(other)
             self.found.owners[node] = (owner, (0,))
         else:
             self._enter(node, other, owner, 0)
@@ -245,6 +260,7 @@ class _Search:
         if owner.ends is not None:
             self._enter(node, chosen, owner, 0)
         self.found.by_expert.add(node)
+        self._note_weights(table)
         by_row = isinstance(chosen, fx.Node) and isinstance(chosen.meta["val"], TensorSpec) and chosen.meta["val"].shape
         self.found.owners[node] = (owner, (0 if by_row else None,))
         return True
@@ -280,6 +296,8 @@ class _Search:
 
     def _chosen(self, chosen: Any, experts: int) -> _Owner | None:
         """Whose the values of these experts are: one expert, or one a row."""
+        if self.rows_go:
+            return None
         if isinstance(chosen, int):
             owner = _Owner(experts, chosen=chosen % experts)
         elif isinstance(chosen, fx.Node) and isinstance(chosen.meta["val"], TensorSpec):
@@ -403,20 +421,81 @@ def _marked(graph: fx.Graph, regions: _Regions, axis: ShardAxis) -> fx.Graph:
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, copies))
     copies[graph.output_node()] = copy.output_node()
+    marks = _Marks(copies, Aliasing.of(graph), axis)
     now = {(reader, operand): copies[operand] for reader, operand in [*regions.leaving, *regions.entering]}
     for comes_back, changes in ((True, regions.leaving), (False, regions.entering)):
         for (reader, operand), (owner, dim) in changes.items():
-            source, spec = now[reader, operand], operand.meta["val"]
+            source = now[reader, operand]
             with copy.inserting_before(copies[reader]):
-                target, arguments = _mark(owner, dim, operand, copies, comes_back=comes_back)
-                mark = copy.call_function(target, (source, *arguments, axis.name))
-            value = TensorSpec(spec.shape, row_major(spec.shape), spec.dtype, spec.device)
-            mark.meta.update(info=info_of(operand if comes_back else reader), val=value)
+                mark = marks.of(source, operand, owner, dim, reader, comes_back=comes_back)
             copies[reader].replace_input_with(source, mark)
             now[reader, operand] = mark
-    for node in regions.by_expert:
-        copies[node].meta[BY_EXPERT] = axis.name
+    for key, nodes in ((BY_EXPERT, regions.by_expert), (EXPERT_WEIGHTS, regions.weights)):
+        for node in nodes:
+            copies[node].meta[key] = axis.name
     return copy
+
+
+@dataclass
+class _Marks:
+    """The marks of a graph. What goes to the same experts again, or follows from what is there, does not go twice.
+
+    Args:
+        copies: the nodes of the copied graph by those of the first.
+        storage: what is known of the first graph's storages.
+        axis: for which the marks are.
+    """
+
+    copies: dict[fx.Node, fx.Node]
+    storage: Aliasing
+    axis: ShardAxis
+    made: dict[tuple[fx.Node, _Owner, int | None, bool], fx.Node] = field(
+        default_factory=dict[tuple[fx.Node, _Owner, "int | None", bool], fx.Node]
+    )
+
+    def of(
+        self, source: fx.Node, operand: fx.Node, owner: _Owner, dim: int | None, reader: fx.Node, *, comes_back: bool
+    ) -> fx.Node:
+        """The mark of ``source``, which is ``operand`` in the first graph or was made of it."""
+        lasts = source is self.copies[operand] and self.storage.roots[operand] not in self.storage.written
+        known = self._known(operand, owner, dim, comes_back=comes_back) if lasts else None
+        if known is None:
+            target, arguments = _mark(owner, dim, operand, self.copies, comes_back=comes_back)
+            known = source.graph.call_function(target, (source, *arguments, self.axis.name))
+            spec = operand.meta["val"]
+            value = TensorSpec(spec.shape, row_major(spec.shape), spec.dtype, spec.device)
+            known.meta.update(info=info_of(operand if comes_back else reader), val=value)
+            if lasts:
+                self.made[operand, owner, dim, comes_back] = known
+        return known
+
+    def _known(self, operand: fx.Node, owner: _Owner, dim: int | None, *, comes_back: bool) -> fx.Node | None:
+        known = self.made.get((operand, owner, dim, comes_back))
+        if known is not None or comes_back or dim is None or owner.ends is None:
+            return known
+        if operand.target is aten.transpose.int and len(operand.meta["val"].shape) == 2:
+            other = self._known(operand.args[0], owner, 1 - dim, comes_back=False)  # type: ignore[arg-type]
+            return None if other is None else self._made_again(operand, owner, dim, {operand.args[0]: other})  # type: ignore[dict-item]
+        tags = set(getattr(operand.target, "tags", ()))
+        if torch.Tag.pointwise not in tags or not tags.isdisjoint(_UNFIT) or written_arguments(operand):
+            return None
+        rows = len(operand.meta["val"].shape), operand.meta["val"].shape[dim]
+        there: dict[fx.Node, fx.Node] = {}
+        for given in operand.all_input_nodes:
+            spec = given.meta["val"]
+            is_rows = isinstance(spec, TensorSpec) and len(spec.shape) == rows[0] and spec.shape[dim] == rows[1]
+            other = self._known(given, owner, dim, comes_back=False) if is_rows else None
+            if other is None or self.storage.roots[given] in self.storage.written:
+                return None
+            there[given] = other
+        return self._made_again(operand, owner, dim, there) if there else None
+
+    def _made_again(self, operand: fx.Node, owner: _Owner, dim: int, there: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The same operator on what is with the experts."""
+        again = next(iter(there.values())).graph.node_copy(operand, there.__getitem__)
+        again.meta = dict(operand.meta)
+        self.made[operand, owner, dim, False] = again
+        return again
 
 
 def _mark(

@@ -45,6 +45,8 @@ class LocalProgram:
         """by value, the one whose storage it may share"""
         self.class_sums: dict[fx.Node, fx.Node] = {}
         """gradient of scores whose classes are split → its sum over all classes, if known without a collective"""
+        self.trips: dict[tuple[fx.Node, str], Any] = {}
+        """(ends of rows by expert, axis) → what its ranks know of where these rows go (``experts``)"""
         self.info: NodeInfo | None = None
         self.subject = ""
         """what the next collective moves"""
@@ -98,8 +100,8 @@ class LocalProgram:
             return None
         return self.call(op, *args, **kwargs) if self.agreed(True) else None
 
-    def number(self, op: Any, operands: Sequence[fx.Node], value: Any) -> fx.Node:
-        """Append a call that reads a number out of tensors (``.item()``); it was ``value`` at capture."""
+    def number(self, op: Any, operands: Sequence[Any], value: Any) -> fx.Node:
+        """Append a call that reads numbers out of tensors (``.item()``); they were ``value`` at capture."""
         return self._append(op, tuple(operands), {}, value)
 
     def dense(self, node: fx.Node) -> fx.Node:

@@ -35,12 +35,13 @@ from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
-from lightning_spmd.ir.placement import OWN, PARTIAL, REPLICATE, Chosen, Partial, Placement, Replicate, Shard
+from lightning_spmd.ir.placement import CHUNK, OWN, PARTIAL, REPLICATE, Chosen, Partial, Placement, Replicate, Shard
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is_tensor
 from lightning_spmd.stages.expand.collectives.redistribute import goes_through_whole
+from lightning_spmd.stages.expand.experts.regions import EXPERT_WEIGHTS
 from lightning_spmd.stages.expand.experts.split_experts import layout_by_expert
 from lightning_spmd.stages.expand.propagation.own_batches import layout_of_own
 from lightning_spmd.stages.expand.propagation.placing import UPDATE, Placing, StartAgain, is_read_by_update_alone
@@ -125,6 +126,9 @@ class Propagation(Placing):
         if self.own_batches and self._place_own(call):
             return
         if self.activations is not None and self._place_by_expert(call):
+            return
+        if self.activations is None and node.meta.get(EXPERT_WEIGHTS) == self.axis.name:
+            self._choose(call, Layout((CHUNK,), (CHUNK,)))
             return
         everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))
         written = written_arguments(node)

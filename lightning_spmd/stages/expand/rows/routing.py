@@ -25,8 +25,16 @@ from torch import fx
 
 from lightning_spmd.ir.expert_rows import FROM_EXPERTS, TO_EXPERTS
 from lightning_spmd.ir.first import first
-from lightning_spmd.ir.placement import PARTIAL, REPLICATE, Placement, Shard
+from lightning_spmd.ir.placement import BROUGHT, PARTIAL, REPLICATE, Placement, Shard
 from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall
+from lightning_spmd.stages.expand.experts.exchanged_experts import (
+    layout_of_coming_back,
+    layout_of_entries,
+    layout_of_going,
+    layout_of_product,
+    layout_of_sums,
+    reads_entries,
+)
 from lightning_spmd.stages.expand.rules import layouts_of
 from lightning_spmd.stages.expand.rules.indexing import is_row_numbers
 
@@ -63,6 +71,7 @@ class Routed:
         where: how the rows lie: split over the axis, perhaps in blocks (positions of sequences, by sequence).
         into: how that lies which positions of chosen rows point into, as its first dimension.
         column: which column has these positions.
+        home: of rows that are with their experts, how they lie when they are back.
     """
 
     order: Order
@@ -71,6 +80,7 @@ class Routed:
     where: Shard
     into: Shard | None = None
     column: int = 0
+    home: Shard | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,8 @@ def route(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
     if "grouped_mm" in name:
         return _grouped(call, known)
     if call.op in (TO_EXPERTS, FROM_EXPERTS):
-        return _to_other_ranks(call, known)
+        mine = call["axis"] == call.axis.name
+        return _to_experts_and_back(call, known) if mine else _to_other_ranks(call, known)
     first = known.get(0)
     if first is not None and first.order is Order.POSITIONS:
         return _positions(call, first)
@@ -158,6 +169,9 @@ def _read(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
         return Route(Layout((where, where), (where,)), (bag,))
     if index.order is Order.INVERSE and source is not None and source.order is Order.BAG and own:
         return Route(Layout((where, where), (where,)), (None,))
+    if index.home is not None:
+        fits = index.order is Order.BAG and source is None and reads_entries(call)
+        return Route(layout_of_entries(call), (bag,)) if fits else None
     if index.order is Order.BAG and source is None and call.current[0] == REPLICATE:
         return Route(Layout((REPLICATE, where), (where,)), (bag,))
     return None
@@ -180,6 +194,8 @@ def _write(call: OpCall, known: Mapping[int, Routed], sort: fx.Node) -> Route | 
     count, where = call.specs[at].shape[0], index.where
     if index.order is Order.BAG:  # the gradient of a table that each row reads at its own entry
         both = values is not None and values.order is Order.BAG and target is None and call["accumulate"]
+        if index.home is not None:
+            return Route(layout_of_sums(call), (None,)) if both and reads_entries(call) else None
         return Route(Layout((PARTIAL, where, where), (PARTIAL,)), (None,)) if both else None
     if call.specs[0].shape[0] != index.rows or call.specs[source].shape[:1] != (count,):
         return None
@@ -204,11 +220,15 @@ def _grouped(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
     bags = all(r.order is Order.BAG for r in known.values())
     if ends is None or call.current[ends] != PARTIAL or not bags:
         return None
+    bag = first(known.values(), "bag of rows")
+    if bag.home is not None:
+        gives_weights = len(call.shape) == 3
+        fits = call.op.overloadpacket is aten._grouped_mm and set(known) == ({0, 1} if gives_weights else {0})
+        return Route(layout_of_product(call, set(known)), (None if gives_weights else bag,)) if fits else None
     inputs: list[Placement] = [REPLICATE] * len(call.operands)
     inputs[ends] = PARTIAL
     for i in known:
         inputs[i] = call.current[i]
-    bag = first(known.values(), "bag of rows")
     outputs: list[Placement] = []
     for spec in call.outputs:
         grouped = len(spec.shape) == 3  # a gradient of the weights: one matrix a group, summed over the rows
@@ -227,9 +247,23 @@ def _to_other_ranks(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
     """A bag whose rows go to the experts of another axis, as many as this rank's own counts say."""
     bag = known.get(0)
     known_rows = bag is not None and set(known) == {0} and bag.order is Order.BAG
-    if not known_rows or call.current[1] != PARTIAL or call["axis"] == call.axis.name:
+    if not known_rows or call.current[1] != PARTIAL:
         return None
     return Route(Layout((call.current[0], PARTIAL), (call.current[0],)), (bag,))
+
+
+def _to_experts_and_back(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
+    """A bag of this axis' ranks goes to the ranks that have its experts, and what becomes of it comes back."""
+    bag = known.get(0)
+    if bag is None or set(known) != {0} or bag.order is not Order.BAG or call.current[1] != PARTIAL:
+        return None
+    if call.op is TO_EXPERTS:
+        if bag.home is not None:
+            return None
+        return Route(layout_of_going(call), (replace(bag, where=Shard(0, BROUGHT), home=bag.where),))
+    if bag.home is None:
+        return None
+    return Route(layout_of_coming_back(call, bag.home), (replace(bag, where=bag.home, home=None),))
 
 
 def _inside(call: OpCall, known: Mapping[int, Routed]) -> Route | None:
