@@ -58,21 +58,39 @@ def mesh_sizes(options: ParallelOptions, world_size: int) -> dict[str, int]:
     return {name: world_size // others if name == DATA.name else int(size) for name, size in wanted.items()}
 
 
-def shard_size(wanted: int | Literal["auto", "node"], sizes: Mapping[str, int], ranks_per_node: int) -> int:
+def shard_size(
+    wanted: int | Literal["auto", "node"], sizes: Mapping[str, int], ranks_per_node: int, experts: int = 1
+) -> int:
     """Among how many neighbours on the data axis state is split.
+
+    Args:
+        wanted: as the user says.
+        sizes: of the axes by name.
+        ranks_per_node: number of them.
+        experts: among how many neighbours experts are split; if they are, all state is.
 
     Raises:
         ConfigurationError: if these do not fill the data axis.
     """
     data = sizes[DATA.name]
+    if data % experts:
+        raise ConfigurationError(
+            f"expert_parallel_size={experts} does not divide the {data} data-parallel ranks of this run: choose a "
+            "divisor, or another number of devices or nodes"
+        )
     if wanted == "auto":
-        return data
+        return experts if experts > 1 else data
     others = math.prod(sizes.values()) // data
     size = max(ranks_per_node // others, 1) if wanted == "node" else wanted
     if size < 1 or data % size:
         raise ConfigurationError(
             f"data_parallel_shard_size={wanted!r} is {size} ranks, which do not divide the {data} data-parallel ranks: "
             "choose a divisor, or 'auto' to shard over all of them"
+        )
+    if experts not in (1, size):
+        raise ConfigurationError(
+            f"data_parallel_shard_size={wanted!r} is {size} ranks and expert_parallel_size={experts}: state is split "
+            "among the same ranks as experts; leave data_parallel_shard_size out"
         )
     return size
 
@@ -87,7 +105,7 @@ class Mesh:
         device_mesh: torch's mesh with the same axes; its groups are communicators of their own.
         state_mesh: the same with the axes in the order of graphs, in which DTensor nests placements as they do; under
             hybrid sharding the data axis is two of them, ``replica`` and ``shard``.
-        shard: number of data-parallel ranks that share state; all of them without hybrid sharding.
+        shard: number of data-parallel ranks that share state; all of them without hybrid sharding and experts.
     """
 
     sizes: Mapping[str, int]

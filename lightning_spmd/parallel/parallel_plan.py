@@ -189,9 +189,14 @@ def check_data_parallel(name: str, shard_size: object) -> None:
 
 def options_in_parts(plan: ParallelPlan) -> str:
     """The options to change so that every rank has whole layers and state; empty if it has."""
-    axes = plan.axes if isinstance(plan, MeshPlan) else {"data_parallel": plan}
+    axes = dict(plan.axes) if isinstance(plan, MeshPlan) else {"data_parallel": plan}
+    words: list[str] = []
+    data = axes["data_parallel"]
+    if isinstance(data, ExpertParallelPlan):
+        words.append("expert_parallel_size=1")
+        axes["data_parallel"] = data.plan
     needed = [name for name, own in axes.items() if own.needs_graphs]
-    words = ["data_parallel='replicate'" if name == "data_parallel" else f"{name}_size=1" for name in needed]
+    words += ["data_parallel='replicate'" if name == "data_parallel" else f"{name}_size=1" for name in needed]
     return " and ".join(words)
 
 
@@ -238,8 +243,8 @@ class ExpertParallelPlan:
 
     @property
     def shards_parameters(self) -> bool:
-        """No rank has all experts."""
-        return True
+        """As soon as it is known which parameters are experts, no rank has all of them."""
+        return bool(self.experts) or self.plan.shards_parameters
 
     def input_placement(self, axis: ShardAxis, entry: GraphInput) -> Placement:
         """State of experts in chunks."""

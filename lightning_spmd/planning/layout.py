@@ -92,7 +92,7 @@ class Layout:
         if self.ranks == 1:
             return None
         sizes, wanted = self.sizes, self.options.get("data_parallel_shard_size", "auto")
-        shard = shard_size(wanted, sizes, self.devices)
+        shard = shard_size(wanted, sizes, self.devices, self.options.get("expert_parallel_size", 1))
         kept = {name: size for name, size in sizes.items() if size > 1 or name == DATA.name}
         nowhere: Any = None
         return PaperMesh(kept, 0, nowhere, nowhere, shard)
@@ -169,6 +169,7 @@ def build_layout(
         if sharing.is_sought:
             sharing.find(capture.parts[0].captured, capture.module, lambda found: found)
         sharing.resolve(capture.module)
+    strategy.expert_sharing.resolve(capture.module)
     ranks = Ranks(options, "auto", None)
     with decided_for(kind):
         return [_build_part(part, axes, strategy, ranks, seconds_of, on_stage) for part in capture.parts]

@@ -40,6 +40,7 @@ from lightning_spmd.strategy.ranks.boundary import names_lost_ranks
 from lightning_spmd.strategy.ranks.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.ranks.requeue import begin_requests, end_requests
+from lightning_spmd.strategy.state.expert_sharing import ExpertSharing
 from lightning_spmd.strategy.state.layer_sharing import LayerSharing
 from lightning_spmd.strategy.state.memory import begin_alike, check_initialized
 from lightning_spmd.strategy.state.mixed_placements import mixed_placements_allowed
@@ -85,6 +86,12 @@ class SPMDStrategy(SavingStrategy):
         tensor_parallel_plan: how layers are shared: a mapping of patterns on module paths (``fnmatch``; the last match
             counts) to a style, or to a mapping with ``style`` and its options. ``"auto"``: found in the first batch's
             graph.
+        expert_parallel_size: number of neighbouring data-parallel ranks among which experts are split: each holds and
+            updates its part of every stack of expert weights, and tokens go to the ranks of their experts and come back
+            (all-to-all). Under ``"zero2"`` and ``"zero3"`` other state is split among the same ranks.
+        expert_parallel_plan: patterns on the paths of modules with stacked expert weights, shape (experts, in, out) or
+            (experts, out, in). ``"auto"``: every module with a three-dimensional parameter of its own that the ranks
+            divide.
         sequence_parallel: between shared layers each rank works on a piece of the sequence (dimension 1).
         bucket_size_mb: largest communication bucket in MiB (2**20 bytes); ``"auto"`` derives it from the graph. A
             gradient is never split, so a larger one makes a larger bucket.
@@ -142,6 +149,8 @@ class SPMDStrategy(SavingStrategy):
         context_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         tensor_parallel_plan: dict[str, Any] | Literal["auto"] | None = None,
+        expert_parallel_size: int = 1,
+        expert_parallel_plan: list[str] | Literal["auto"] = "auto",
         sequence_parallel: bool = False,
         bucket_size_mb: float | Literal["auto"] = "auto",
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
@@ -159,10 +168,17 @@ class SPMDStrategy(SavingStrategy):
         check_data_parallel(data_parallel, data_parallel_shard_size)
         check_processes(process_group_backend, timeout)
         check_switches(sequence_parallel=sequence_parallel, save_distributed_checkpoint=save_distributed_checkpoint)
-        check_sizes(context_parallel_size=context_parallel_size, tensor_parallel_size=tensor_parallel_size)
+        check_sizes(
+            context_parallel_size=context_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+        )
         self.layer_sharing = LayerSharing(tensor_parallel_plan, tensor_parallel_size, sequence_parallel)
         sizes = (data_parallel_size, context_parallel_size, tensor_parallel_size)
-        self.parallel_options = ParallelOptions(data_parallel, *sizes, self.layer_sharing.plan)
+        self.expert_sharing = ExpertSharing(expert_parallel_plan, expert_parallel_size)
+        self.parallel_options = ParallelOptions(
+            data_parallel, *sizes, self.layer_sharing.plan, expert_parallel_size, self.expert_sharing.shapes
+        )
         ranks = Ranks(self.parallel_options, data_parallel_shard_size, timeout)
         super().__init__(
             ranks,
@@ -205,6 +221,7 @@ class SPMDStrategy(SavingStrategy):
             begin_alike(self.model)
             if self.layer_sharing.size > 1:
                 self.layer_sharing.resolve(self.model)
+            self.expert_sharing.resolve(self.model)
             self._ranks.sync_metrics(self.model)
         self._layout.shard(self.model)
         if trainer.state.fn == TrainerFn.FITTING:

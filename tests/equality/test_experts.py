@@ -1,4 +1,4 @@
-"""Hugging Face's mixtures of experts, trained with experts split over a tensor axis: one device's run."""
+"""Hugging Face's mixtures of experts, trained with experts split over ranks that share tokens or do not: one device's run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.helpers.training import InOrder, Result, assert_compiled, assert_equa
 
 STEPS, EPOCH, ROWS = 8, 3, 4
 STYLE: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"*mlp.experts": "experts"}}
+SPLIT: dict[str, Any] = {"expert_parallel_size": 2}
 
 
 class Language(L.LightningModule):
@@ -119,5 +120,47 @@ def _interrupted(name: str, folder: str, first_plan: Any, second_plan: Any, devi
 
 def test_a_checkpoint_is_read_without_the_style(two_ranks: RankPool, tmp_path: Path) -> None:
     results = two_ranks.run(_interrupted, "mixtral", str(tmp_path), STYLE, {"data_parallel": "zero2"}, 2)
+    assert_compiled(*results)
+    assert_equals_one_device(results, _interrupted("mixtral", str(tmp_path), "auto", "auto", 1))
+
+
+# ---------------------------------------------------------------- ranks with tokens of their own
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("gpt_oss", "deepseek_v3") else pytest.mark.long) for name in zoo.EXPERTS],
+)
+def test_experts_of_two_data_ranks_equal_one_device(two_ranks: RankPool, name: str) -> None:
+    found = two_ranks.run(_train, name, SPLIT, 2)
+    results = [result for result, _ in found]
+    assert_compiled(*results)
+    assert_equals_one_device(results, _alone(name))
+    for _, shares in found:
+        assert shares
+        assert all(share == {0.5} for share in shares.values()), shares
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mixtral", SPLIT),
+        pytest.param("gpt_oss", SPLIT, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", SPLIT, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", SPLIT, marks=pytest.mark.long),
+        pytest.param("gpt_oss", {**SPLIT, "data_parallel": "zero2"}, marks=pytest.mark.long),
+        pytest.param("mixtral", {**SPLIT, "data_parallel": "zero3"}, marks=pytest.mark.long),
+        pytest.param("mixtral", {"expert_parallel_size": 4}, marks=pytest.mark.long),
+    ],
+)
+def test_experts_of_four_data_ranks_equal_one_device(four_ranks: RankPool, name: str, options: Any) -> None:
+    found = four_ranks.run(_train, name, options, 4)
+    results = [result for result, _ in found]
+    assert_compiled(*results)
+    assert_equals_one_device(results, _alone(name))
+    share = 1 / options["expert_parallel_size"]
+    assert all(kept == {share} for _, shares in found for kept in shares.values())
+
+
+def test_a_checkpoint_of_split_experts_is_read_under_another_plan(two_ranks: RankPool, tmp_path: Path) -> None:
+    results = two_ranks.run(_interrupted, "mixtral", str(tmp_path), SPLIT, STYLE, 2)
     assert_compiled(*results)
     assert_equals_one_device(results, _interrupted("mixtral", str(tmp_path), "auto", "auto", 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,8 @@ class ParallelOptions:
         context_parallel_size: ranks that share each sequence.
         tensor_parallel_size: ranks that share each layer.
         layers: returns the tensor axis' plan.
+        expert_parallel_size: neighbours on the data axis among which experts are split.
+        experts: returns the shapes of their parameters by name.
     """
 
     data_parallel: str
@@ -26,6 +28,8 @@ class ParallelOptions:
     context_parallel_size: int
     tensor_parallel_size: int
     layers: Callable[[], ParallelPlan]
+    expert_parallel_size: int = 1
+    experts: Callable[[], Mapping[str, tuple[int, ...]]] = dict
 
 
 @dataclass(frozen=True)

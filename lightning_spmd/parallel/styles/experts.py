@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lightning_spmd.parallel.styles.target import PlacementsByName, Target
 
-_STACK = 3
+STACK = 3
 """Dimensions of one matrix an expert."""
 
 
@@ -16,7 +16,7 @@ def place(target: Target) -> PlacementsByName:
     """Placements of all parameters by expert."""
     target.known_options()
     own = dict(target.module.named_parameters(recurse=False))
-    stacks = {name: weight for name, weight in own.items() if weight.ndim == _STACK}
+    stacks = {name: weight for name, weight in own.items() if weight.ndim == STACK}
     if not stacks:
         raise target.error(
             "it has no parameter of its own with one matrix an expert, shape (experts, in, out); choose the module "

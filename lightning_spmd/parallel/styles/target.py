@@ -27,6 +27,7 @@ class Target:
         style: name of the style.
         size: number of ranks of the axis.
         options: the other keys of the plan's entry.
+        axis: name of the axis.
     """
 
     path: str
@@ -34,13 +35,14 @@ class Target:
     style: str
     size: int
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    axis: str = "tensor_parallel"
 
     def error(self, reason: str) -> ConfigurationError:
         """An error about this module."""
         kind = type(self.module).__name__
         return ConfigurationError(
-            f"tensor_parallel_plan: style {self.style!r} cannot be applied to {self.path!r} ({kind}) "
-            f"with tensor_parallel_size={self.size}: {reason}"
+            f"{self.axis}_plan: style {self.style!r} cannot be applied to {self.path!r} ({kind}) "
+            f"with {self.axis}_size={self.size}: {reason}"
         )
 
     def known_options(self, *names: str) -> None:

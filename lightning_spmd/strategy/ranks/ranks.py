@@ -78,16 +78,19 @@ class Ranks:
         Raises:
             ConfigurationError: naming the wrong option.
         """
-        shard_size(self.shard_size, mesh_sizes(self.options, count), on_node)
+        self._shard_size(mesh_sizes(self.options, count), on_node)
 
     def begin(self, processes: Processes) -> None:
         """Acquire process groups; all ranks together, under a default process group."""
         self.end()  # those of a Trainer that was never torn down
         self._processes = processes
         sizes = mesh_sizes(self.options, processes.count)
-        key, make = self._mesh_wanted(sizes, shard_size(self.shard_size, sizes, processes.on_node))
+        key, make = self._mesh_wanted(sizes, self._shard_size(sizes, processes.on_node))
         host, self.mesh = self._lease({"host": make_host_group, key: make})
         self.control = ControlPlane(host.group, self.timeout)
+
+    def _shard_size(self, sizes: Mapping[str, int], on_node: int) -> int:
+        return shard_size(self.shard_size, sizes, on_node, self.options.expert_parallel_size)
 
     def end(self) -> None:
         """Release the process groups to the next Trainer."""
@@ -187,7 +190,9 @@ class Ranks:
             return {"mesh": "one device"}
         options = self.options
         plan = f"data_parallel='{options.data_parallel}'"
-        if self.mesh.shard != self.mesh.size(DATA.name):
+        if options.expert_parallel_size > 1:
+            plan += f", experts on {options.expert_parallel_size} ranks each"
+        elif self.mesh.shard != self.mesh.size(DATA.name):
             plan += f", chunks on {self.mesh.shard} ranks each"
         return {"mesh": ", ".join(f"{name} {size}" for name, size in self.mesh.sizes.items()), "plan": plan}
 
