@@ -8,19 +8,17 @@
 
 On one device all are copies: every expert is there. ``stages/expand/experts/regions`` writes them into graphs of steps
 whose experts are split over ``axis``, and expansion writes what they are on a rank. Where ranks have tokens of their
-own, that is an exchange between these. ``counts[source, expert]`` of all of them is in the host's memory; its last column
-counts rows of no expert, which go to the last rank::
+own, that is an exchange between these. ``counts[source, expert]`` of all of them is in the host's memory; its last
+column counts rows of no expert, which go to the last rank::
 
     sizes = rows_by_rank(counts, rank, sent)            how many rows a rank sends to each, or gets from each
-    rows = rows_by_expert(got, counts, rank, room)      what came, in the order of experts, zeros (of integers: -1) behind
-    sent = rows_by_source(rows, counts, rank, most)     the inverse: in the order of the ranks that they came from
+    rows = rows_by_expert(got, counts, rank, room)      what came, by expert; zeros (of integers: -1) behind it
+    sent = rows_by_source(rows, counts, rank, most)     the inverse: by the ranks that they came from
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,50 +41,50 @@ for _signature in (
     _LIBRARY.impl(_signature.partition("(")[0], _copy, "CompositeExplicitAutograd")
 
 
-
-def _parts(counts: Tensor, rank: int) -> Tensor:
+def _parts(counts: Tensor, rank: int) -> list[list[int]]:
     """Rows that each rank brings to each expert of one rank."""
     ranks, here = counts.shape[0], (counts.shape[1] - 1) // counts.shape[0]
-    return counts[:, rank * here : None if rank + 1 == ranks else (rank + 1) * here]
+    part: Any = counts[:, rank * here : None if rank + 1 == ranks else (rank + 1) * here]
+    return part.tolist()
 
 
-def _rows_by_rank(counts: Tensor, rank: int, sent: bool) -> Sequence[int]:
-    ranks = counts.shape[0]
-    if not sent:
-        return _parts(counts, rank).sum(-1).tolist()
-    return [int(_parts(counts, other)[rank].sum()) for other in range(ranks)]
+def _split(rows: Tensor, sizes: list[int]) -> list[Tensor]:
+    return list(torch.split(rows, sizes))
+
+
+def _rows_by_rank(counts: Tensor, rank: int, sent: bool) -> list[int]:
+    if sent:
+        return [sum(_parts(counts, other)[rank]) for other in range(counts.shape[0])]
+    return [sum(source) for source in _parts(counts, rank)]
 
 
 def _rows_by_expert(rows: Tensor, counts: Tensor, rank: int, room: int) -> Tensor:
-    parts = _parts(counts, rank)
-    sources, experts = parts.shape
-    pieces = rows.split(parts.flatten().tolist())
+    parts, count = _parts(counts, rank), rows.shape[0]
+    experts = len(parts[0])
+    pieces = _split(rows, [size for source in parts for size in source])
     whole = rows.new_empty((room, *rows.shape[1:]))
-    ordered = [pieces[source * experts + expert] for expert in range(experts) for source in range(sources)]
-    torch.cat(ordered, out=whole[: rows.shape[0]])
-    whole[rows.shape[0] :] = 0 if rows.dtype.is_floating_point else -1
+    torch.cat([piece for expert in range(experts) for piece in pieces[expert::experts]], out=whole[:count])
+    whole[count:] = 0 if rows.dtype.is_floating_point else -1
     return whole
 
 
 def _rows_by_source(rows: Tensor, counts: Tensor, rank: int, most: int) -> Tensor:
     parts = _parts(counts, rank)
-    sources, experts = parts.shape
-    pieces = rows[: int(parts.sum())].split(parts.t().flatten().tolist())
-    return torch.cat([pieces[expert * sources + source] for source in range(sources) for expert in range(experts)])
+    sizes = [size for expert in zip(*parts, strict=True) for size in expert]
+    pieces = _split(rows[: sum(sizes)], sizes)
+    return torch.cat([piece for source in range(len(parts)) for piece in pieces[source :: len(parts)]])
 
 
-_EXCHANGED: dict[str, tuple[Any, Any]] = {
-    "rows_by_rank(Tensor counts, int rank, bool sent) -> int[]": (_rows_by_rank, None),
-    "rows_by_expert(Tensor rows, Tensor counts, int rank, int room) -> Tensor": (
-        _rows_by_expert,
-        lambda rows, _counts, _rank, room: rows.new_empty((room, *rows.shape[1:])),
-    ),
-    "rows_by_source(Tensor rows, Tensor counts, int rank, int most) -> Tensor": (
-        _rows_by_source,
-        lambda rows, _counts, _rank, most: rows.new_empty((most, *rows.shape[1:])),
-    ),
-}
-for _signature, (_function, _shape) in _EXCHANGED.items():
+def _with_rows(rows: Tensor, counts: Tensor, rank: int, most: int) -> Tensor:
+    """The shape of a result; of one whose size ``counts`` say, the size where experts get equally many."""
+    return rows.new_empty((most, *rows.shape[1:]))
+
+
+for _signature, _function, _shape in (
+    ("rows_by_rank(Tensor counts, int rank, bool sent) -> int[]", _rows_by_rank, None),
+    ("rows_by_expert(Tensor rows, Tensor counts, int rank, int room) -> Tensor", _rows_by_expert, _with_rows),
+    ("rows_by_source(Tensor rows, Tensor counts, int rank, int most) -> Tensor", _rows_by_source, _with_rows),
+):
     _LIBRARY.define(_signature)
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_signature.partition("(")[0], _function, _key)

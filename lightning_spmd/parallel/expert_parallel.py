@@ -10,8 +10,8 @@
         ▼
     expansion (stages/expand/experts)                    rows go to the ranks of their experts and come back
 
-The ranks among which experts are split are neighbours on the data axis; they have batches of their own. State of experts
-lies in chunks over them, as with ZeRO, and so do checkpoints.
+The ranks among which experts are split are neighbours on the data axis; they have batches of their own. State of
+experts lies in chunks over them, as with ZeRO, and so do checkpoints.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[st
         own = [path for path in matches if next(modules[path].parameters(recurse=False), None) is not None]
         if not own:
             raise ConfigurationError(
-                f"expert_parallel_plan: no module with parameters of its own matches {pattern!r}; choose the module that "
-                "holds the stacked weights of experts, or 'auto'"
+                f"expert_parallel_plan: no module with parameters of its own matches {pattern!r}; choose the module "
+                "that holds the stacked weights of experts, or 'auto'"
             )
         found += own
     return found

@@ -263,14 +263,9 @@ class ExpertParallelPlan:
         return self.experts
 
     def _is_of_experts(self, entry: GraphInput | GraphOutput) -> bool:
-        name = str(entry.key[0]) if entry.key else None
-        of_state = entry.role in _STATE_INPUTS or entry.role in _STATE_OUTPUTS
-        return (
-            of_state
-            and isinstance(entry.value, TensorSpec)
-            and name in self.experts
-            and entry.value.shape == self.experts[name]
-        )
+        if entry.role not in (*_STATE_INPUTS, *_STATE_OUTPUTS) or not isinstance(entry.value, TensorSpec):
+            return False
+        return bool(entry.key) and entry.value.shape == self.experts.get(str(entry.key[0]))
 
 
 _STATE_INPUTS = (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE, InputRole.GRADIENT)
@@ -328,6 +323,10 @@ class OwnBatchPlan:
     def shards_state(self, axis: ShardAxis) -> bool:
         """As the other plan."""
         return self.plan.shards_state(axis)
+
+    def experts_over(self, axis: ShardAxis) -> Collection[str]:
+        """As the other plan."""
+        return experts_over(self.plan, axis)
 
     def has_own_batches(self, axis: ShardAxis) -> bool:
         """That is what it is for."""

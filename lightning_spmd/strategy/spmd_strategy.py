@@ -173,9 +173,11 @@ class SPMDStrategy(SavingStrategy):
             tensor_parallel_size=tensor_parallel_size,
             expert_parallel_size=expert_parallel_size,
         )
-        self.layer_sharing = LayerSharing(tensor_parallel_plan, tensor_parallel_size, sequence_parallel)
-        sizes = (data_parallel_size, context_parallel_size, tensor_parallel_size)
         self.expert_sharing = ExpertSharing(expert_parallel_plan, expert_parallel_size)
+        self.layer_sharing = LayerSharing(
+            tensor_parallel_plan, tensor_parallel_size, sequence_parallel, self.expert_sharing.shapes
+        )
+        sizes = (data_parallel_size, context_parallel_size, tensor_parallel_size)
         self.parallel_options = ParallelOptions(
             data_parallel, *sizes, self.layer_sharing.plan, expert_parallel_size, self.expert_sharing.shapes
         )
@@ -219,9 +221,9 @@ class SPMDStrategy(SavingStrategy):
         if self.is_distributed:
             check_same_tensors(self.model, self._ranks.control)
             begin_alike(self.model)
+            self.expert_sharing.resolve(self.model)
             if self.layer_sharing.size > 1:
                 self.layer_sharing.resolve(self.model)
-            self.expert_sharing.resolve(self.model)
             self._ranks.sync_metrics(self.model)
         self._layout.shard(self.model)
         if trainer.state.fn == TrainerFn.FITTING:

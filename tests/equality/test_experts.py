@@ -1,4 +1,4 @@
-"""Hugging Face's mixtures of experts, trained with experts split over ranks that share tokens or do not: one device's run."""
+"""Hugging Face's mixtures of experts, trained with experts split over a tensor or a data axis: one device's run."""
 
 from __future__ import annotations
 

@@ -17,11 +17,12 @@ from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.ir.verify import stamp_writes
 from lightning_spmd.messages import warn
-from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan, sequence_dim
+from lightning_spmd.parallel.parallel_plan import ParallelPlan, ReplicatedPlan, experts_over, sequence_dim
 from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.attention.kernels import why_whole
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.emit import EmissionError, Emitter
+from lightning_spmd.stages.expand.experts.exchanged_experts import gathered_experts
 from lightning_spmd.stages.expand.experts.regions import mark_experts
 from lightning_spmd.stages.expand.propagation.propagate import Propagation
 from lightning_spmd.stages.expand.propagation.sequences import cut_of, find_sequences, uncut
@@ -84,6 +85,8 @@ def expand(
             _ban(graph, banned, error)
             continue
         stamp_writes(graph_module.graph)
+        for found in plans:
+            whole += gathered_experts(graph, signature, found, experts_over(plan, found.axis))
         fallbacks = _describe(plans, banned, whole)
         for line in {line.split(" ", 1)[0]: line for line in reversed(fallbacks)}.values():
             tell(line)

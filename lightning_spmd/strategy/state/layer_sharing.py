@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.ir.placement import REPLICATE
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.tensor_parallel import ResolvedPlan, TensorParallelPlan, resolve_plan
@@ -21,9 +22,16 @@ class LayerSharing:
         wanted: the user's plan, ``"auto"``, or None.
         size: number of ranks that share each layer.
         sequence: whether activations between shared layers are pieces of the sequence.
+        experts: returns the names of the parameters that are split by expert over another axis.
     """
 
-    def __init__(self, wanted: Mapping[str, Any] | str | None, size: int, sequence: bool) -> None:
+    def __init__(
+        self,
+        wanted: Mapping[str, Any] | str | None,
+        size: int,
+        sequence: bool,
+        experts: Callable[[], Collection[str]] = tuple,
+    ) -> None:
         if isinstance(wanted, str) and wanted != "auto":
             raise ConfigurationError(f"tensor_parallel_plan={wanted!r}: give patterns on module paths, or 'auto'")
         if size > 1 and wanted is None:
@@ -36,6 +44,7 @@ class LayerSharing:
         self.wanted = wanted
         self.size = size
         self.sequence = sequence
+        self.experts = experts
         self.found: dict[str, Any] | None = None
         self._resolved: ResolvedPlan | None = None
 
@@ -51,7 +60,14 @@ class LayerSharing:
             ConfigurationError: naming the pattern or module that does not fit.
         """
         plan: Any = self.found or {} if self.wanted == "auto" else self.wanted or {}
-        self._resolved = resolve_plan(module, plan, self.size, sequence_parallel=self.sequence and bool(plan))
+        resolved = resolve_plan(module, plan, self.size, sequence_parallel=self.sequence and bool(plan))
+        twice = [name for name in self.experts() if resolved.placements[name] != REPLICATE]
+        if twice:
+            raise ConfigurationError(
+                f"tensor_parallel_plan splits {twice[0]!r}, which expert_parallel_size splits by expert already: leave "
+                "its module out of one of tensor_parallel_plan and expert_parallel_plan"
+            )
+        self._resolved = resolved
 
     def find(self, captured: CapturedStep, module: nn.Module, agree: Callable[[Any], Any]) -> None:
         """Find the plan in a graph; ``agree`` gives every rank rank 0's plan.
@@ -59,7 +75,9 @@ class LayerSharing:
         Raises:
             ConfigurationError: no layer of the graph can be shared.
         """
-        self.found = agree(find_plan(captured, self.size))
+        found = find_plan(captured, self.size)
+        owners = {name.rpartition(".")[0] for name in self.experts()}
+        self.found = agree({path: style for path, style in found.items() if path not in owners})
         if not self.found:
             raise ConfigurationError(
                 f"tensor_parallel_plan='auto' found no layers that {self.size} ranks can share; give patterns, or "

@@ -1,4 +1,7 @@
-"""Stacks of experts split over a tensor axis: one device's numbers, a rank's share of the work, one reduction."""
+"""Stacks of experts split over an axis: one device's numbers, a rank's share of the work, what is moved.
+
+Ranks of a tensor axis share tokens, and reduce once; those of a data axis exchange theirs.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,17 @@ from torch import Tensor, nn
 
 from lightning_spmd.cost.operators import work_of
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.placement import Shard
+from lightning_spmd.ir.placement import CHUNK, Shard
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import starts_collective
-from lightning_spmd.parallel.parallel_plan import MeshPlan, ReplicatedPlan, ShardedStatePlan
+from lightning_spmd.parallel.context_parallel import ContextParallelPlan
+from lightning_spmd.parallel.parallel_plan import (
+    ExpertParallelPlan,
+    MeshPlan,
+    ParallelPlan,
+    ReplicatedPlan,
+    ShardedStatePlan,
+)
 from lightning_spmd.stages.expand import expand
 from lightning_spmd.stages.expand.auto_plan import find_plan
 from tests.helpers import zoo
@@ -106,6 +116,82 @@ def test_weights_that_each_row_chooses_are_found_and_split(name: str) -> None:
     assert _moved(steps[0]) == sorted([TOKENS * WIDTH, TOKENS * WIDTH, TOKENS * CHOSEN] * 2)
 
 
+# ---------------------------------------------------------------- ranks with tokens of their own
+REPLICATED = ReplicatedPlan()
+
+
+def _exchange_plan(module: nn.Module, data: ParallelPlan = REPLICATED) -> ExpertParallelPlan:
+    stacks = {n: tuple(p.shape) for n, p in module.named_parameters() if "experts." in n and "shared" not in n}
+    return ExpertParallelPlan(data, stacks)
+
+
+def _exchanged(step: ShardedStep) -> list[int]:
+    """Elements that each exchange of rows sends, its own included."""
+    nodes = step.graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops._c10d_functional.all_to_all_single.default
+    )
+    return sorted(node.args[0].meta["val"].numel for node in nodes)
+
+
+@pytest.mark.parametrize("name", zoo.EXPERTS)
+def test_a_layer_exchanges_its_rows_four_times(name: str) -> None:
+    """Rows and their outputs forward, gradients of both backward; a number a row for the router, and ids for biases."""
+    model, captured, live = _captured(name)
+    steps = assert_equals_one_device(captured, live, (2, 2), plan=_exchange_plan(model), floor=0.1)
+    layers, own = 1 if name == "deepseek_v3" else 2, TOKENS * CHOSEN // 2
+    numbers = [own] * (3 if name == "gpt_oss" else 2)
+    assert _exchanged(steps[0]) == sorted([own * WIDTH] * 4 * layers + numbers * layers)
+    assert steps[0].fallbacks == []
+    placed = {e.name: e for e in steps[0].signature.inputs}
+    split = [e for n, e in placed.items() if "experts." in n and "shared" not in n and isinstance(e.value, TensorSpec)]
+    assert split
+    assert all(e.placements == (CHUNK,) and e.value.shape[0] == 2 for e in split)
+
+
+@pytest.mark.parametrize(
+    ("data", "rows", "among"),
+    [
+        (ReplicatedPlan(), (1, 1, 1, 1), 2),
+        (ReplicatedPlan(), (1, 3, 0, 0), 2),
+        (ReplicatedPlan(), (0, 4), 2),
+        (ShardedStatePlan(parameters=False), (2, 0, 1, 1), 2),
+        (ShardedStatePlan(parameters=True), (1, 1, 1, 1), 4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("mixtral", marks=pytest.mark.long)])
+def test_rows_go_to_neighbours_alone(name: str, data: Any, rows: tuple[int, ...], among: int) -> None:
+    model, captured, live = _captured(name)
+    shard = None if among == len(rows) else among
+    steps = assert_equals_one_device(captured, live, rows, plan=_exchange_plan(model, data), floor=0.1, shard=shard)
+    assert steps[0].fallbacks == []
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel", "sequence_parallel", "context_parallel"])
+def test_rows_are_exchanged_beside_another_axis(axis: str) -> None:
+    model, captured, live = _captured("mixtral")
+    if axis == "context_parallel":
+        other = {axis: ContextParallelPlan()}
+    else:
+        layers = {"*.[qkv]_proj": "colwise", "*.o_proj": "rowwise"}
+        other = tensor_plan(model, layers, 2, sequence=axis == "sequence_parallel").axes
+    plan = MeshPlan({**other, "data_parallel": _exchange_plan(model)})
+    mesh = {next(iter(other), ""): (1, 1), "data_parallel": (2, 2)}
+    step = assert_equals_one_device(captured, live, mesh, plan=plan, floor=0.1)[0]
+    own = TOKENS * CHOSEN // (4 if axis == "context_parallel" else 2)
+    assert _exchanged(step) == sorted([own * WIDTH] * 8 + [own] * 4)
+
+
+def test_experts_that_are_multiplied_otherwise_are_gathered_and_named() -> None:
+    model, captured, live = _captured("mixtral", "batched_mm")
+    with pytest.warns(
+        UserWarning, match=r"reads 'model.layers.0.mlp.experts.gate_up_proj' otherwise than in a grouped"
+    ):
+        steps = assert_equals_one_device(captured, live, (2, 2), plan=_exchange_plan(model), floor=0.1)
+    assert len(steps[0].fallbacks) == 4
+    assert _exchanged(steps[0]) == []
+
+
 # ---------------------------------------------------------------- what lies around grouped products
 ROWS, EXPERTS = 24, 4
 
@@ -131,7 +217,9 @@ class Layer(nn.Module):
 
 
 def _back(y: Tensor, order: Tensor) -> Tensor:
-    return torch.zeros_like(y).index_add(0, order, y)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return y[inverse]
 
 
 def _activated(y: Tensor, x: Tensor, ids: Tensor, order: Tensor, own: Any) -> Tensor:
@@ -171,19 +259,19 @@ def _softmax_over_features(y: Tensor, x: Tensor, ids: Tensor, order: Tensor, own
     return (y.softmax(-1) * y.view(ROWS, 2, 4).sum(1).repeat(1, 2)).square().mean()
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        _activated,
-        _not_zero_at_zero,
-        _mean_of_all,
-        _by_another_order,
-        _written_within,
-        _written_row,
-        _running_sum,
-        _softmax_over_features,
-    ],
-)
+USES = [
+    _activated,
+    _not_zero_at_zero,
+    _mean_of_all,
+    _by_another_order,
+    _written_within,
+    _written_row,
+    _running_sum,
+    _softmax_over_features,
+]
+
+
+@pytest.mark.parametrize("function", USES)
 @pytest.mark.parametrize("busy", [EXPERTS, 1], ids=["spread", "one_expert"])
 def test_any_use_of_rows_by_expert_equals_one_device(function: Any, busy: int) -> None:
     batch = [torch.randn(ROWS, 8), torch.randint(0, busy, (ROWS,)) + (2 if busy == 1 else 0)]
@@ -191,6 +279,38 @@ def test_any_use_of_rows_by_expert_equals_one_device(function: Any, busy: int) -
     captured, live = capture_module(module, lambda m, x, ids: m(x, ids), batch, update=UPDATES["lists"])
     plan = tensor_plan(module, {"experts": "experts"}, 2)
     assert_equals_one_device(captured, live, {"tensor_parallel": (1, 1)}, plan=plan)
+
+
+@pytest.mark.parametrize("function", USES)
+@pytest.mark.parametrize(("rows", "among"), [((12, 12), 2), ((12, 4, 0, 8), 2)], ids=str)
+@pytest.mark.parametrize("busy", [EXPERTS, 1], ids=["spread", "one_expert"])
+def test_any_use_of_exchanged_rows_equals_one_device(function: Any, rows: Any, among: int, busy: int) -> None:
+    batch = [torch.randn(ROWS, 8), torch.randint(0, busy, (ROWS,)) + (2 if busy == 1 else 0)]
+    module = Layer(function)
+    captured, live = capture_module(module, lambda m, x, ids: m(x, ids), batch, update=UPDATES["lists"])
+    shard = None if among == len(rows) else among
+    steps = assert_equals_one_device(captured, live, rows, plan=_exchange_plan(module), shard=shard)
+    assert bool(_exchanged(steps[0])) == (function in (_activated, _not_zero_at_zero))
+
+
+class Dropping(Layer):
+    """The same where tokens may have no expert: they are masked before and after, as the product leaves them undefined."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        ordered, order = ids.sort()
+        dropped = (ordered >= EXPERTS).unsqueeze(1)
+        ends = torch.histc(ordered.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        x = (x * self.scale)[order].masked_fill(dropped, 0.0)
+        y = torch._grouped_mm(x, self.experts["weight"], offs=ends).masked_fill(dropped, 0.0)
+        return _back(y.cos() * x, order).square().mean()
+
+
+def test_rows_of_no_expert_come_back() -> None:
+    module = Dropping(_activated)
+    batch = [torch.randn(ROWS, 8), torch.randint(0, EXPERTS + 2, (ROWS,))]
+    captured, live = capture_module(module, lambda m, x, ids: m(x, ids), batch, update=UPDATES["lists"])
+    steps = assert_equals_one_device(captured, live, (12, 12), plan=_exchange_plan(module))
+    assert _exchanged(steps[0])
 
 
 def test_every_rank_multiplies_its_own_experts_alone() -> None:

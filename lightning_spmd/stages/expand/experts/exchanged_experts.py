@@ -6,9 +6,10 @@
     own rows, by expert ◄──all-to-all────────────────────────────────────────────────────────────────────┘
 
 Neighbours are the data-parallel ranks that together hold all experts once. Each sends as many rows as its router says:
-nothing is dropped, nothing is padded on the way. A rank has room for the rows of all neighbours (``Shard(d, Brought)``),
-since all may go to its experts; what came lies in front. Numbers of rows by expert are gathered once for each routing, and
-read on the host before the first exchange of a layer; its other exchanges, forward and backward, know them.
+nothing is dropped, nothing is padded on the way. A rank has room for the rows of all neighbours
+(``Shard(d, Brought)``), since all may go to its experts; what came lies in front. Numbers of rows by expert are
+gathered once for each routing, and read on the host before the first exchange of a layer; its other exchanges, forward
+and backward, know them.
 
 Weights are chunks by expert. Their gradients are sums over the rows of all neighbours, and are reduced over the other
 ranks with the same experts.
@@ -16,17 +17,20 @@ ranks with the same experts.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from lightning_spmd.ir.expert_rows import ROWS_BY_EXPERT, ROWS_BY_RANK, ROWS_BY_SOURCE
-from lightning_spmd.ir.node_info import BALANCED, SHARE
+from lightning_spmd.ir.node_info import BALANCED, SHARE, Section, info_of, named
 from lightning_spmd.ir.placement import BROUGHT, CHUNK, OWN, PARTIAL, Brought, Placement, Shard, ShardAxis
+from lightning_spmd.ir.signature import InputRole, Signature
+from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.call import Emit, Layout, LocalCall, OpCall
 from lightning_spmd.stages.expand.collectives.reduce_scatter import rank_dependent_slice
-from lightning_spmd.stages.expand.experts.regions import BY_EXPERT
+from lightning_spmd.stages.expand.experts.regions import BY_EXPERT, EXPERT_WEIGHTS
 
 aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -99,6 +103,38 @@ def layout_of_sums(call: OpCall) -> Layout:
     """``zeros[ids] += rows`` of brought rows: a gradient by expert."""
     where = Shard(0, BROUGHT)
     return Layout((CHUNK, where, where), (CHUNK,), _emit_sums)
+
+
+def gathered_experts(graph: fx.Graph, signature: Signature, found: AxisPlan, names: Collection[str]) -> list[str]:
+    """A line for each place that reads experts which must be gathered for it.
+
+    Args:
+        graph: the global graph.
+        signature: its signature.
+        found: the placements along the axis.
+        names: the parameters that are in chunks by expert.
+    """
+    lines: list[str] = []
+    for node, entry in zip(graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
+        if entry.role is not InputRole.PARAMETER or entry.key[0] not in names:
+            continue
+        seen = [node]
+        for value in seen:
+            for reader in value.users:
+                layout = found.layouts.get(reader)
+                if layout is None or info_of(reader).section not in (Section.FORWARD, Section.BACKWARD):
+                    continue
+                if layout.inputs[found.operands[reader].index(value)] == CHUNK:
+                    seen += [reader] if reader.meta.get(EXPERT_WEIGHTS) == found.axis.name else []
+                    continue
+                lines.append(
+                    f"{named(reader)} reads {entry.key[0]!r} where no rows can be brought to their experts: it is "
+                    f"gathered over {found.axis.name}, {entry.value.bytes} bytes a step; sort rows by expert, multiply "
+                    "them by `torch._grouped_mm` and put them back as Hugging Face's 'grouped_mm' does, or leave the "
+                    "module out of expert_parallel_plan"
+                )
+                break
+    return lines
 
 
 # ---------------------------------------------------------------- local programs

@@ -34,11 +34,12 @@ from torch import fx
 
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.expert_rows import FROM_CHOSEN, FROM_EXPERT, FROM_EXPERTS, TO_EXPERTS
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.layout import row_major
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Placement, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, Signature
-from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between, experts_over
+from lightning_spmd.parallel.parallel_plan import ParallelPlan, activations_between, experts_over, own_batches
 from lightning_spmd.stages.expand.axis_plan import Aliasing
 from lightning_spmd.stages.expand.call import OpCall, bind_arguments
 from lightning_spmd.stages.expand.rules import layouts_of
@@ -106,7 +107,8 @@ class _Regions:
 def mark_experts(graph: fx.Graph, signature: Signature, axes: Sequence[ShardAxis], plan: ParallelPlan) -> fx.Graph:
     """The graph, or a copy of it with marks where rows go to split experts and values come back."""
     for axis in axes:
-        shares_tokens, exchanged = activations_between(plan, axis) is not None, experts_over(plan, axis)
+        shares_tokens = activations_between(plan, axis) is not None
+        exchanged = () if own_batches(plan, axis) else experts_over(plan, axis)
         if not shares_tokens and not exchanged:
             continue
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
@@ -492,7 +494,7 @@ class _Marks:
 
     def _made_again(self, operand: fx.Node, owner: _Owner, dim: int, there: dict[fx.Node, fx.Node]) -> fx.Node:
         """The same operator on what is with the experts."""
-        again = next(iter(there.values())).graph.node_copy(operand, there.__getitem__)
+        again = first(there.values(), "value with the experts").graph.node_copy(operand, there.__getitem__)
         again.meta = dict(operand.meta)
         self.made[operand, owner, dim, False] = again
         return again

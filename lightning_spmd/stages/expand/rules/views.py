@@ -32,7 +32,7 @@ def map_view(source: Sequence[int], target: Sequence[int], placement: Shard, axi
         rows = placement.outer.rows
         whole = [d for d, n in enumerate(target) if n and n % rows == 0 and math.prod(target[:d]) == before]
         return Shard(whole[0], placement.outer) if whole else None
-    if isinstance(placement.outer, (tuple, Brought)):  # such blocks stay blocks only where the dimension stays what it is
+    if isinstance(placement.outer, (tuple, Brought)):  # stays where the dimension stays what it is
         same = [d for d, n in enumerate(target) if n == source[placement.dim] and math.prod(target[:d]) == before]
         return Shard(same[0], placement.outer) if same else None
     blocks = before * placement.outer
