@@ -2,6 +2,7 @@
 
     text_bytes.TextBytes            files → windows of bytes
       → gpt_bytes.GPTBytes          windows → loss, bits per byte
+      → mixture_bytes.MixtureBytes  the same with experts
       → sample_text.SampleText      trained module → text on the terminal
       → long_context.LongContextLM  the same for windows of tens of thousands of bytes
     text_tokens.TextTokens          files → windows of a tokenizer's tokens
@@ -25,6 +26,7 @@ from lightning_spmd.examples.gpt_bytes import GPTBytes
 from lightning_spmd.examples.image_classifier import ImageClassifier
 from lightning_spmd.examples.images import Images
 from lightning_spmd.examples.long_context import LongContextLM
+from lightning_spmd.examples.mixture_bytes import MixtureBytes
 from lightning_spmd.examples.progress import SPMDProgressBar
 from lightning_spmd.examples.sample_text import SampleText
 from lightning_spmd.examples.text_bytes import TextBytes
@@ -37,6 +39,7 @@ __all__ = [
     "ImageClassifier",
     "Images",
     "LongContextLM",
+    "MixtureBytes",
     "SPMDProgressBar",
     "SampleText",
     "TextBytes",

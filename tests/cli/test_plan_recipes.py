@@ -16,7 +16,7 @@ BATCH = 4
 """Rows of a step on all ranks together."""
 
 
-def _validation(recipe: str, devices: int, parts: int, text: Path, results: Path) -> float:
+def _validation(recipe: str, devices: int, parts: int, text: Path, results: Path, *more: str) -> float:
     """Train a recipe for four steps; the ``val_bits_per_byte`` it ends with.
 
     Args:
@@ -25,8 +25,9 @@ def _validation(recipe: str, devices: int, parts: int, text: Path, results: Path
         parts: among how many ranks the batch is split.
         text: what to train on.
         results: where to write.
+        *more: other arguments.
     """
-    arguments = ["--data.batch_size", str(BATCH // parts), "--trainer.log_every_n_steps", "1"]
+    arguments = ["--data.batch_size", str(BATCH // parts), "--trainer.log_every_n_steps", "1", *more]
     arguments += ["--trainer.devices", str(devices)] if devices else []
     arguments = ["--config", str(Path(RECIPE).with_name(f"{recipe}.yaml")), *tiny(text, results, *arguments)[2:]]
     command = [sys.executable, "-m", "lightning_spmd.cli.main", "fit", *arguments]
@@ -61,5 +62,14 @@ def test_a_plans_recipe_trains_as_data_parallelism_does(
 ) -> None:
     text, wanted = data_parallel
     found = _validation(recipe, 0, parts, text, tmp_path)
+    assert math.isfinite(wanted)
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.long
+def test_split_experts_train_as_whole_ones(data_parallel: tuple[Path, float], tmp_path: Path) -> None:
+    text, _ = data_parallel
+    whole = ("--trainer.strategy.expert_parallel_size", "1")
+    found, wanted = (_validation("gpt_bytes_ep", 0, 2, text, tmp_path / str(len(more)), *more) for more in ((), whole))
     assert math.isfinite(wanted)
     assert found == pytest.approx(wanted, rel=1e-5)

@@ -184,9 +184,7 @@ def test_rows_are_exchanged_beside_another_axis(axis: str) -> None:
 
 def test_experts_that_are_multiplied_otherwise_are_gathered_and_named() -> None:
     model, captured, live = _captured("mixtral", "batched_mm")
-    with pytest.warns(
-        UserWarning, match=r"reads 'model.layers.0.mlp.experts.gate_up_proj' otherwise than in a grouped"
-    ):
+    with pytest.warns(UserWarning, match=r"reads 'model.layers.0.mlp.experts.gate_up_proj' where no rows"):
         steps = assert_equals_one_device(captured, live, (2, 2), plan=_exchange_plan(model), floor=0.1)
     assert len(steps[0].fallbacks) == 4
     assert _exchanged(steps[0]) == []
@@ -294,7 +292,7 @@ def test_any_use_of_exchanged_rows_equals_one_device(function: Any, rows: Any, a
 
 
 class Dropping(Layer):
-    """The same where tokens may have no expert: they are masked before and after, as the product leaves them undefined."""
+    """The same where tokens may have no expert: masked before and after, because the product leaves them undefined."""
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         ordered, order = ids.sort()
