@@ -25,6 +25,9 @@ SHARE = "share"
 BALANCED = "balanced"
 """Key in ``node.meta``: the value has as many rows as its spec says if experts get equally many. Else it has others."""
 
+TAIL = "tail"
+"""Key in ``node.meta``: index of the deferred tail of the iteration before that a node belongs to."""
+
 
 class Section(enum.StrEnum):
     """Part of the training iteration that a node belongs to."""

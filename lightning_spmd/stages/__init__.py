@@ -11,7 +11,6 @@ from torch import fx
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.operators.packed_sums import sum_as_eager
 from lightning_spmd.ir.placement import ShardAxis
-from lightning_spmd.ir.reads import checks_of
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, ShownGradients
 from lightning_spmd.ir.verify import verify_captured, verify_sharded
@@ -136,9 +135,7 @@ class GraphMaker:
         if shown is not None:
             pausing(arranged)  # or raises
         self.on_result("arranged", arranged)
-        # with work of the iteration before in it a run could not end at a decision as if it had not been
-        overlaps = self.options.overlap_iterations and not checks_of(arranged.graph_module.graph)
-        decision = deferrable(arranged, _guarded(captured)) if overlaps else None
+        decision = deferrable(arranged, _guarded(captured)) if self.options.overlap_iterations else None
         return IterationGraphs(
             main=arranged,
             notes=str(decision or ""),

@@ -9,9 +9,10 @@ After (``main``)::
 
     x = embed(batch); update(p1, wait(r1)); y = x @ p1; ...
 
-Each tail goes in front of its first reader. The iteration may be another graph than the one that the tails come from
-(the next micro-batch of an accumulation, another batch shape). :func:`verify_nothing_stale` proves the result on its
-own: no reader of a value precedes the pending write of it.
+Each tail goes in front of its first reader, and of the first value that Python reads: Python may abandon the run there,
+and then nothing is pending any more and nothing of this iteration is done. The iteration may be another graph than the
+one that the tails come from (the next micro-batch of an accumulation, another shape of a batch).
+:func:`verify_nothing_stale` proves the result on its own: no reader of a value precedes the pending write of it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.aliasing import storage_regions, written_arguments
 from lightning_spmd.ir.first import last
+from lightning_spmd.ir.node_info import TAIL
 from lightning_spmd.ir.signature import GraphInput, InputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, verify_sharded
-from lightning_spmd.stages.phases.split import TAIL
 from lightning_spmd.stages.phases.touch import State, Touch, Touches, first_conflict
 
 

@@ -27,15 +27,12 @@ from torch import fx
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.dependence import Tail
-from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec, info_of
+from lightning_spmd.ir.node_info import TAIL, NodeInfo, Section, TensorSpec, info_of
 from lightning_spmd.ir.placement import REPLICATE, Placement
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, verify_sharded
 from lightning_spmd.stages.phases.touch import LIVE, Touches
-
-TAIL = "tail"
-"""``node.meta`` key: index of the deferred tail that a node belongs to."""
 
 
 def split(step: ShardedStep, deferred: Sequence[Tail]) -> tuple[ShardedStep, ShardedStep]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd.ir.aliasing import storage_regions, written_arguments
+from lightning_spmd.ir.reads import is_check
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import ShardedStep
 
@@ -77,5 +78,8 @@ class Touches:
 
 
 def first_conflict(touch: Touch, touches: Touches, nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """The first of ``nodes`` that must come after a node with this touch."""
-    return next((node for node in nodes if touch.conflicts(touches.of(node))), None)
+    """The first of ``nodes`` that must come after a deferred node with this touch.
+
+    That is the first that touches the same state, or at which Python may end the run.
+    """
+    return next((node for node in nodes if is_check(node) or touch.conflicts(touches.of(node))), None)

@@ -55,7 +55,12 @@ class Program:
         """Whether there is a callable that changes no more."""
         return "run" in vars(self) and is_settled(self.run)
 
-    def hyper_parameters(self) -> dict[fx.Node, Reader]:
+    @functools.cached_property
+    def talk(self) -> Callable[..., Generator[Sequence[Tensor], Any, Sequence[Any]]]:
+        """Makes a generator of a run: it yields what Python reads, and is sent the numbers that Python has then."""
+        return function_of(self.step.graph_module, talks=True, again=self._hyper_parameters())
+
+    def _hyper_parameters(self) -> dict[fx.Node, Reader]:
         """What reads numbers of the optimizer's groups, by placeholder: Python may change them in the step."""
         nodes = self.step.graph_module.graph.find_nodes(op="placeholder")
         found = {nodes[i]: self._readers[i] for i, _ in self.step.signature.inputs_of(InputRole.HYPER_PARAMETER)}
@@ -142,7 +147,6 @@ class Executable:
         if finish is not None:
             self._trials.append(Measurement(graphs, self._form, finish))
         self._question: Callable[[], None] | None = None
-        self._talking: Callable[..., Generator[Sequence[Tensor], Any, Sequence[Any]]] | None = None
 
     def inputs(self, batch: Sequence[Tensor]) -> list[Any]:
         """The inputs of the captured graph for this batch (tensor leaves, in order)."""
@@ -157,7 +161,7 @@ class Executable:
     def can_follow(self, pending: Pending) -> bool:
         """Whether a run can take over the deferred work of another iteration."""
         decided = not isinstance(self._lower, Together) or self._main.is_settled
-        return self.is_final and decided and not self.decides and pending.owner.graphs.cleanup is not None
+        return self.is_final and decided and pending.owner.graphs.cleanup is not None
 
     @property
     def is_final(self) -> bool:
@@ -179,18 +183,19 @@ class Executable:
         """Whether a run draws random numbers."""
         return self._draws
 
-    def talk(self, batch: Sequence[Tensor]) -> Generator[Sequence[Tensor], Any, Sequence[Any]]:
+    def talk(
+        self, batch: Sequence[Tensor], pending: Pending | None = None
+    ) -> Generator[Sequence[Tensor], Any, Sequence[Any]]:
         """Begin a run as a generator: it yields values that Python reads and receives the numbers that Python then has.
 
         Args:
             batch: tensor leaves of the batch, in order.
+            pending: as of :meth:`run`; done when the first values are there.
         """
-        if self._talking is None:
-            step = self._main.step
-            self._talking = function_of(step.graph_module, talks=True, again=self._main.hyper_parameters())
         if self.family is not None:
             self.family.sizes.begin(batch)
-        return self._talking(*self._main.inputs(batch))
+        program, values = self._taking_over(pending)
+        return program.talk(*program.inputs(batch, values))
 
     def ended(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], Pending | None]:
         """Store the results of such a run. Returns the outputs of the captured graph and the deferred work."""
@@ -215,16 +220,14 @@ class Executable:
             the outputs of the captured graph, and what this iteration leaves undone.
 
         Raises:
-            ReadMiss: Python would decide otherwise than at capture; everything is unchanged.
+            ReadMiss: Python would decide otherwise than at capture; the pending work is done, all else is unchanged.
         """
         self._question = question
         if self.family is not None:
             self.family.sizes.begin(batch)
         if self._trials:
             return self._try(self._trials[0], batch), None
-        program, values = self._main, ()
-        if pending is not None:
-            program, values = self._following(pending.owner), pending.values
+        program, values = self._taking_over(pending)
         return self._left_by(self._execute(program, batch, values, program.run))
 
     def forget(self, other: Executable) -> None:
@@ -296,6 +299,10 @@ class Executable:
 
     def _lower_following(self) -> Lowering:
         return self._lower.following if isinstance(self._lower, Together) else self._lower
+
+    def _taking_over(self, pending: Pending | None) -> tuple[Program, tuple[Any, ...]]:
+        """What runs an iteration that begins with such work, and the values of the work."""
+        return (self._main, ()) if pending is None else (self._following(pending.owner), pending.values)
 
     def _following(self, owner: Executable) -> Program:
         """This iteration with the work in it that one of ``owner`` left."""

@@ -1,4 +1,8 @@
-"""A run that is interleaved with the user's Python: it hands over values that Python reads, then goes on."""
+"""A run that is interleaved with the user's Python: it hands over values that Python reads, then goes on.
+
+It begins with the work that the iteration before deferred, which is done when Python reads first: no matter whether
+Python then takes another path, nothing is left of it.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,10 @@ class Conversation:
     Args:
         executable: the graph; it :attr:`~Executable.can_talk`.
         batch: tensor leaves of the batch, in order.
+        pending: work of the iteration before, if the graph :meth:`~Executable.can_follow` it.
     """
 
-    def __init__(self, executable: Executable, batch: Sequence[Tensor]) -> None:
+    def __init__(self, executable: Executable, batch: Sequence[Tensor], pending: Pending | None = None) -> None:
         self.executable = executable
         streams = executable.state.streams
         self._streams = streams
@@ -34,7 +39,7 @@ class Conversation:
         self._stack = contextlib.ExitStack()
         if streams is not None:  # from here to the end torch's generators are the run's
             self._stack.enter_context(streams.active(draws=executable.draws))
-        self._run: Generator[Sequence[Tensor], Any, Sequence[Any]] = executable.talk(batch)
+        self._run: Generator[Sequence[Tensor], Any, Sequence[Any]] = executable.talk(batch, pending)
         self._outputs: Sequence[Any] | None = None
 
     def values(self, numbers: Sequence[Any] | None) -> Sequence[Tensor]:

@@ -262,7 +262,7 @@ class _Talk:
         step: the step.
         known: the graphs that ran last, by the first call that read.
         live: what graphs take of this step.
-        begin: starts one.
+        begin: starts one, and gives what Python reads first.
         tensors: of the batch.
         meeting: of the ranks; None on one device.
         run_beginning: gives what a program that ends where Python reads wants; it is read at ``file:line``.
@@ -277,7 +277,7 @@ class _Talk:
         step: Step,
         known: Mapping[int, Likely],
         live: Live,
-        begin: Callable[[Executable], Conversation],
+        begin: Callable[[Executable], tuple[Conversation, Sequence[Tensor]]],
         tensors: Sequence[Tensor],
         meeting: Meeting | None,
         run_beginning: Callable[[Program, str], Sequence[Tensor]],
@@ -348,8 +348,9 @@ class _Talk:
             self.drop()
             return None if self._meeting is None or self._meeting.is_own else self._of_the_beginning()
         if self.conversation is None:
-            self.conversation = self._begin(self._likely.executable)
-        return self.conversation.values(None if first else self._told(len(self._step.notes) - 1))
+            self.conversation, values = self._begin(self._likely.executable)
+            return values
+        return self.conversation.values(self._told(len(self._step.notes) - 1))
 
     def end(self, program: Program, executable: Executable) -> tuple[Sequence[Any], Pending | None] | None:
         """Python is done: the outputs of the graph, if it is the step's; else it has not run."""
@@ -448,16 +449,19 @@ class Following:
     Args:
         context: of the run.
         flush: does what the last iteration left for the next one.
+        left_for: gives that to a graph that can do it, or does it.
 
     Attributes:
         ended: why steps are no longer followed; None while they are.
         graphs_infer: graphs run in torch's inference mode, whatever mode the user's code is in.
     """
 
-    def __init__(self, context: RunContext, flush: Callable[[], None]) -> None:
+    def __init__(
+        self, context: RunContext, flush: Callable[[], None], left_for: Callable[[Executable], Pending | None]
+    ) -> None:
         self.ended: str | None = None
         self.graphs_infer = False
-        self._context, self._flush = context, flush
+        self._context, self._flush, self._left_for = context, flush, left_for
         self._follower = Follower(self._names, self._is_named)
         optimizer = context.optimizer
         self._evaluates = optimizer is None
@@ -553,7 +557,7 @@ class Following:
         step.draws_as_eager = context.mesh is None
         if meeting is not None:
             meeting.follow(step, lambda: self._calls_of(step), helps=not (meeting.is_own or self._evaluates))
-        step.on_values, step.scaled = self._flush, self._scaled
+        step.on_values, step.scaled = functools.partial(self._flush_beside, step), self._scaled
         step.parameters = context.module.parameters
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
@@ -790,9 +794,22 @@ class Following:
         followed.exchange({id(old): new for old, new in pairs})
         self._follower.forget_objects()
 
-    def _begin(self, executable: Executable, batch: Batch) -> Conversation:
-        self._flush()
-        return Conversation(executable, batch.tensor_values)
+    def _flush_beside(self, step: Step) -> None:
+        """Do what the last iteration left, in the middle of the user's Python."""
+        with step.beside():
+            self._flush()
+
+    def _begin(self, executable: Executable, batch: Batch) -> tuple[Conversation, Sequence[Tensor]]:
+        """A run of a graph, and what Python reads first."""
+        context, pending = self._context, self._left_for(executable)
+        conversation = Conversation(executable, batch.tensor_values, pending)
+        changing = context.whole.changing(context.trainer, updates=False)
+        try:
+            with changing if pending is not None else contextlib.nullcontext():
+                return conversation, conversation.values(None)
+        except BaseException:
+            conversation.drop()
+            raise
 
     def ran(self, program: Program, executable: Executable, part: Any, index: int | None) -> None:
         """A graph was a step's: where the next one reads first, it may begin."""

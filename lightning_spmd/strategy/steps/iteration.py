@@ -78,7 +78,7 @@ class TrainingIteration:
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
         self.own_batches = OwnBatches(context.settings.batch)
-        self._following = Following(context, self.flush)
+        self._following = Following(context, self.flush, self._left_for)
         self._met = self._told_of_sizes = False
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
@@ -529,13 +529,18 @@ class TrainingIteration:
         return found
 
     def _run(self, executable: Executable, tensors: Sequence[Tensor]) -> Sequence[Any]:
-        if self._pending is not None and not executable.can_follow(self._pending):
-            self.flush()
-        pending, self._pending = self._pending, None
+        pending = self._left_for(executable)
         updates = not isinstance(executable, PausingExecutable)
         with self.context.whole.changing(self.context.trainer, updates=updates):
             outputs, self._pending = executable.run(tensors, pending)
         return outputs
+
+    def _left_for(self, executable: Executable) -> Pending | None:
+        """The work that the last iteration deferred, if a graph can do it; otherwise it is done here."""
+        if self._pending is not None and not executable.can_follow(self._pending):
+            self.flush()
+        pending, self._pending = self._pending, None
+        return pending
 
     def _after(self, captured: CapturedStep) -> None:
         if captured.variant.apply and not captured.variant.by_hand and self.context.optimizer is not None:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningR
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_spmd.stages.runtime.executor import Executable
 from tests.helpers.modules import samples
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import (
@@ -209,6 +210,79 @@ def test_batches_of_other_shapes_take_over_pending_work(two_ranks: RankPool) -> 
     for (ours, deferred), (plain, _) in zip(two_ranks.run(ragged, True), two_ranks.run(ragged, False), strict=True):
         assert deferred == 2
         assert all(torch.equal(ours[k], v) for k, v in plain.items())
+
+
+class Reads(Fails):
+    """Keeps or uses values that it reads.
+
+    Args:
+        kind: what it does.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.seen = kind, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.kind == "early":
+            hidden = self.net[:2](batch)
+            self.seen.append(hidden.abs().mean().item())
+            return (self.net[2:](hidden / (1 + self.seen[-1])) - batch).square().mean()
+        if self.kind == "rows" or (self.kind == "late" and batch_idx > 9):
+            batch = batch[batch[:, 0] > 0.3]
+            self.seen.append(len(batch))
+        loss = super().training_step(batch, batch_idx)
+        if (self.kind == "alone" and (self.trainer.global_rank or batch_idx % 3)) or self.kind == "late":
+            return loss
+        self.seen.append(loss.item())
+        if self.kind == "branch" and self.seen[-1] > 1.0:
+            return loss * 0.5
+        return loss * (1 + self.seen[-1]) if self.kind == "number" else loss
+
+
+def reading(kind: str, overlap: bool, **flags: Any) -> tuple[Result, list[float], int, int]:
+    """Result, what was read, graphs that defer, and how often a run that was read from began with deferred work."""
+    L.seed_everything(2)
+    began, talk = list[bool](), Executable.talk
+
+    def watched(self: Executable, batch: Any, pending: Any = None) -> Any:
+        began.append(pending is not None)
+        return talk(self, batch, pending)
+
+    module = Reads(kind)
+    strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executable, "talk", watched)
+        data = DataLoader(torch.randn(160, 32), batch_size=4)  # type: ignore[arg-type]
+        result, trainer = fit(
+            module, data, strategy, 2, [ReadsWeights()] * flags.pop("looks", 0), max_epochs=2, **flags
+        )
+    return result, module.seen, deferring(trainer), sum(began)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("kept", {}),
+        ("branch", {}),
+        ("early", {}),
+        ("rows", {}),
+        ("late", {}),
+        ("alone", {}),
+        ("number", {"looks": 1}),
+        pytest.param("branch", {"accumulate_grad_batches": 2}, marks=pytest.mark.long),
+        pytest.param("kept", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, marks=pytest.mark.long),
+    ],
+)
+def test_steps_that_read_overlap_as_others_do(two_ranks: RankPool, kind: str, flags: dict[str, Any]) -> None:
+    ours, plain = (two_ranks.run(reading, kind, overlap, **flags) for overlap in (True, False))
+    for (result, seen, deferred, began), (wanted, expected, _, never) in zip(ours, plain, strict=True):
+        assert_compiled(result, wanted)
+        assert_bitwise(result, wanted)
+        assert seen == pytest.approx(expected, rel=1e-5)  # by another graph until the step's graphs are final
+        assert never == 0
+        assert deferred > 0
+        assert began >= (0 if kind == "alone" or "looks" in flags else 10), began
 
 
 # ---------------------------------------------------------------- when it is on

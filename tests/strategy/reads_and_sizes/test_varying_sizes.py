@@ -26,8 +26,8 @@ from lightning_spmd.ir.sizes import Formula, Sizes
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.unify import Apart, unified
 from lightning_spmd.stages.runtime.executor import Executable
+from lightning_spmd.strategy.graphs import graph_table
 from lightning_spmd.strategy.graphs.graph_table import GraphTable
-from lightning_spmd.strategy.steps import iteration
 from tests.helpers.modules import Block
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import QUIET
@@ -296,7 +296,7 @@ def test_evaluation_has_few_graphs_for_all_lengths(two_ranks: RankPool) -> None:
 
 
 def test_graphs_that_were_not_used_for_long_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iteration, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(graph_table, "MOST_GRAPHS", 2)
     born = weakref.WeakSet[Executable]()
     add = GraphTable.add
 
