@@ -8,6 +8,7 @@
 
 ``--spmd '{"hooks": "idle"}'`` adds a callback with hooks between batches that look at nothing, ``"six"`` one with all
 six, ``"reads"`` one that takes a weight's norm at the end of each, ``"norms"`` one with six that takes a gradient's.
+``"history"`` is no hook: ``training_step`` keeps ``loss.item()``.
 
 ``sent MiB`` is what a host sends a step, as its interface counts it: two hosts that reduce all gradients send 20.
 ``alone`` is the eager step of one host by itself while the other does the same, ``all-reduce alone`` one reduction of
@@ -88,7 +89,22 @@ class Norms(Six):
         float(torch.zeros(1) if gradient is None else gradient.norm())
 
 
-HOOKS = {"idle": Idle, "six": Six, "reads": Reads, "norms": Norms}
+class History(L.Callback):
+    """Makes ``training_step`` read its loss and keep the number."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put a reading method in the place of the module's."""
+        history, plain = list[float](), pl_module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            loss = plain(batch, batch_idx)
+            history.append(loss.item())
+            return loss
+
+        pl_module.training_step = training_step
+
+
+HOOKS = {"history": History, "idle": Idle, "six": Six, "reads": Reads, "norms": Norms}
 _callbacks: dict[int, L.Callback] = {}  # of strategies, by id
 
 
