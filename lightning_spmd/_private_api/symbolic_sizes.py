@@ -17,6 +17,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_LARGEST = 2**30
+"""No size of a batch is larger; a product of two is below the largest integer, too."""
 _SYMBOLS = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
 
 
@@ -50,6 +52,9 @@ class SymbolicSizes:
         """The next symbol, of a size that has this value now (2 at least)."""
         source = ConstantSource(f"size{len(self._made)}")
         symbol = self.env.create_symbol(value, source, DimDynamic.DYNAMIC)
+        # torch's indexing leaves out a whole slice (the first index of ``x[:, None]``) only if it knows that no size is
+        # greater than the end of ``:``, which is the largest integer
+        self.env.constrain_symbol_range(symbol, compiler_min=2, compiler_max=_LARGEST)
         made: Any = self.env.create_symintnode(symbol, hint=value, source=source)
         self._made.append(made)
         self._symbols.append(symbol)

@@ -153,6 +153,19 @@ class Writes(Model):
         return self.linear(x) * table[f"{x.shape[1]}"]
 
 
+class Indexes(Model):
+    """Whole slices, new dimensions and parts; torch leaves a whole slice out where it is the first index."""
+
+    def body(self, x: Tensor) -> Tensor:
+        count = (x > 0).sum((1, 2))
+        x = self.linear(x) / count[:, None, None].clamp(min=1) + x[:, 0][:, None]
+        flat = x.flatten(0, 1)
+        flat = flat * flat.mean(-1)[:, None] + flat[:, :1]
+        x = flat.view_as(x)[:].clone()
+        x[:, -1] = x[None, :, 0][0]
+        return x
+
+
 class Record(L.Callback):
     """What a run shows at each step."""
 
@@ -206,10 +219,11 @@ def test_a_hundred_lengths_take_two_graphs(told: list[str]) -> None:
 def test_rows_and_lengths_vary_together() -> None:
     sizes = [(4, 37), (4, 52), (3, 41), (7, 33), (2, 64), (5, 17), (3, 90), (8, 8), (6, 128)]
     assert compare(Arithmetic, sizes) <= 3
+    assert compare(Indexes, sizes) <= 3
 
 
 @pytest.mark.parametrize(
-    ("kind", "graphs"), [(Arithmetic, 2), (Threshold, 4), (Convolution, 3), (Asks, 4), (Writes, 2)]
+    ("kind", "graphs"), [(Arithmetic, 2), (Threshold, 4), (Convolution, 3), (Asks, 4), (Writes, 2), (Indexes, 3)]
 )
 def test_what_follows_from_sizes(kind: type[Model], graphs: int) -> None:
     assert compare(kind, [(4, n) for n in LENGTHS]) <= graphs
