@@ -408,6 +408,9 @@ class _Talk:
             return False
         if any(mine is not its for mine, its in zip(notes[begin:], program.notes[begin:end], strict=True)):
             return False
+        counts = self._step.counts
+        if any(i < len(counts) and counts[i] != count for i, count in program.pins.items()):
+            return False  # the next call will be another one, and what comes behind the read fits these counts alone
         # a number that is another one for the first time is a constant of that graph
         numbers = self._step.numbers_between(begin, end)
         self._same = end

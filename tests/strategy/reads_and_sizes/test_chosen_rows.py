@@ -72,6 +72,16 @@ class Speech(Watched):
         return F.ctc_loss(scores, targets, lengths, y, zero_infinity=True)
 
 
+class Repeated(Watched):
+    """Rows written down as often as their labels say, some not at all."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        hidden = self.first(x).repeat_interleave(y, 0)
+        TOLD.append(hidden.shape)
+        return F.cross_entropy(self.last(torch.tanh(hidden)), y.repeat_interleave(y))
+
+
 def _rows(ranks: int) -> list[tuple[Tensor, Tensor]]:
     """Batches in the order of that many ranks, of which the first one has no row above class 0 in each second batch."""
     found: list[tuple[Tensor, Tensor]] = []
@@ -109,7 +119,7 @@ def _assert_stays(pool: RankPool, make: type[L.LightningModule], strategy: str =
         assert told == theirs
 
 
-@pytest.mark.parametrize("make", [MaskedLoss, MaskedMean, Experts, Speech])
+@pytest.mark.parametrize("make", [MaskedLoss, MaskedMean, Repeated, Experts, Speech])
 def test_no_activation_moves(make: type[L.LightningModule], two_ranks: RankPool) -> None:
     _assert_stays(two_ranks, make)
 

@@ -114,6 +114,11 @@ class Program:
         """The calls by which Python gets values."""
         return [note for note in self.notes if note.asks]
 
+    @functools.cached_property
+    def pins(self) -> dict[int, int]:
+        """Counts with which alone a step takes this path, by their number."""
+        return {i: count for note in self.notes for i, count in note.pins.items()}
+
     def handed(self) -> frozenset[int]:
         """The ``id`` of each result that Python was handed, and may have."""
         return frozenset(id(placeholder) for note in self.notes for placeholder in note.handed)

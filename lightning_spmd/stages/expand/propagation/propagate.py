@@ -226,7 +226,7 @@ class Propagation(Placing):
     def _routed_further(self, call: OpCall, known: dict[int, routing.Routed]) -> routing.Route | None:
         if not any(chosen.is_chosen(value.where) for value in known.values()):
             return routing.route(call, known)
-        if call.op is torch.ops.aten.nonzero_static.default:
+        if call.op in chosen.COUNTED_BY:
             return self._choose_rows(call)
         return chosen.route(call, known, lambda layout: self._cost(call, layout), self._is_same_along)
 
@@ -296,7 +296,7 @@ class Propagation(Placing):
         def failed(error: Exception) -> None:
             self.result.failures[node] = f"its rule does not know this call: {type(error).__name__}: {error}"
 
-        if (reader := self.unroutable.get(node)) is not None and call.op is torch.ops.aten.nonzero_static.default:
+        if (reader := self.unroutable.get(node)) is not None and call.op in chosen.COUNTED_BY:
             self.result.failures[node] = f"all that it finds is wanted, in order, by {named(reader)}"
         found = layouts_of(call, failed)
         if found is None and node not in self.result.failures:

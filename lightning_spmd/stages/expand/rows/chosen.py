@@ -11,6 +11,9 @@
     loss = f(h).sum() / count                   a partial sum by the number on all ranks
     out.index_add_(0, rows, h)                  rows in their own places: an ordinary split tensor
 
+Rows that are written down several times, ``x.repeat_interleave(times, 0)``, are chosen in the same way: the count is
+``times.sum()``, and ``repeat_interleave(times)`` gives positions.
+
 The order of a bag is not that of the one-device program (``torch.where(mask.T)`` goes through the rows of all ranks
 once for each column), and no rank knows the number of a row among all rows. Nothing can see either as long as bags meet
 only bags of the same count, values that are the same for all rows, and the operations above. Propagation follows every
@@ -41,6 +44,11 @@ from lightning_spmd.stages.expand.rules.pointwise import is_pointwise
 
 aten = torch.ops.aten
 
+COUNTED_BY: Mapping[Any, Any] = {
+    aten.nonzero_static.default: aten.count_nonzero.default,
+    aten.repeat_interleave.Tensor: aten.sum.default,
+}
+"""Operators that choose rows by the values of their operand, and what counts the rows."""
 _COPIES = (aten.clone, aten.detach, aten.alias, aten._to_copy, aten.lift_fresh)
 _VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten.squeeze)
 _MADE = (
@@ -64,17 +72,17 @@ def is_chosen(placement: Placement) -> bool:
 
 # ---------------------------------------------------------------------- where it begins
 def count_of(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, int] | None:
-    """(the hand-over, the position among its values) of the number of rows that ``nonzero_static`` is asked for.
+    """(the hand-over, the position among its values) of the number of rows that an operator chooses.
 
     Args:
         node: the operator.
         position: of each node in the graph.
     """
-    if node.target is not aten.nonzero_static.default or not isinstance(mask := node.args[0], fx.Node):
+    if (counts := COUNTED_BY.get(node.target)) is None or not isinstance(mask := node.args[0], fx.Node):
         return None
     found: tuple[fx.Node, int] | None = None
     for count in mask.users:
-        if count.target is not aten.count_nonzero.default or len(count.args) != 1:
+        if count.target is not counts or len(count.args) != 1:
             continue
         for user in count.users:
             before = position[user] < position[node] and (found is None or position[user] > position[found[0]])
@@ -87,21 +95,22 @@ def begin(call: OpCall, count: int) -> Route | None:
     """Choose from the rank's own rows.
 
     Args:
-        call: ``nonzero_static``.
+        call: of an operator of ``COUNTED_BY``.
         count: which of the graph's counts says how many there are.
     """
-    where, rows = call.current[0], call["size"]
+    where, rows, finds = call.current[0], call.outputs[0].shape[0], call.op is aten.nonzero_static.default
     if not isinstance(where, Shard) or rows < 1:
         return None
     chosen = Shard(0, Chosen(count, rows))
     into = Shard(0, where.outer)
     size = call.specs[0].shape[where.dim]
-    value = Routed(Order.FOUND, call.node, size, chosen, into, where.dim)
+    value = Routed(Order.FOUND if finds else Order.POSITIONS, call.node, size, chosen, into, where.dim)
     return Route(Layout((where,), (chosen,), _emit_own), (value,))
 
 
 def _emit_own(call: LocalCall) -> list[fx.Node | None]:
-    return [call.default(size=call.output_shape()[0])]
+    rows = call.output_shape()[0]
+    return [call.default(size=rows) if call.op is aten.nonzero_static.default else call.default(output_size=rows)]
 
 
 # ---------------------------------------------------------------------- what follows
