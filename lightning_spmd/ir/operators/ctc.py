@@ -3,7 +3,7 @@
 torch's kernel has a table of two places for each target of the longest sequence, so its size depends on data: a graph
 would need the lengths as numbers, and each set of lengths another graph. Here the table has the width of the padded
 targets. The kernels are torch's own, with lengths that are tensors, so values and gradients are eager's bits; and ranks
-can split the sequences.
+can split the sequences. Targets that are one list without padding are padded first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,21 @@ _LIBRARY.define(
     f"ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, {_LENGTHS}, Tensor neg_log_likelihood, "
     "Tensor log_alpha, int blank, bool zero_infinity) -> Tensor"
 )
+_LIBRARY.define("pad_targets(Tensor targets, Tensor lengths, SymInt width) -> Tensor")
+
+
+def _padded(targets: Tensor, lengths: Tensor, width: int) -> Tensor:
+    wanted = int(lengths.sum())
+    if wanted != targets.shape[0]:
+        raise RuntimeError(f"ctc_loss: target_lengths are {wanted} in all, and there are {targets.shape[0]} targets")
+    padded = _padded_shape(targets, lengths, width).zero_()
+    mine = torch.arange(width) < lengths.cpu().unsqueeze(1)
+    padded[mine.to(padded.device)] = targets
+    return padded
+
+
+def _padded_shape(targets: Tensor, lengths: Tensor, width: int) -> Tensor:
+    return targets.new_empty(lengths.shape[0], width)
 
 
 def _forward(
@@ -72,9 +87,15 @@ def _backward_shapes(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
 
 _LIBRARY.impl("ctc_loss", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("ctc_loss_backward", _backward, "CompositeExplicitAutograd")
-_SHAPES: dict[str, Callable[..., Any]] = {"ctc_loss": _forward_shapes, "ctc_loss_backward": _backward_shapes}
+_LIBRARY.impl("pad_targets", _padded, "CompositeExplicitAutograd")
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "ctc_loss": _forward_shapes,
+    "ctc_loss_backward": _backward_shapes,
+    "pad_targets": _padded_shape,
+}
 for _name, _function in _SHAPES.items():
     torch.library.register_fake(f"lightning_spmd::{_name}", _function, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
 
 CTC_LOSS = torch.ops.lightning_spmd.ctc_loss.default
 CTC_LOSS_BACKWARD = torch.ops.lightning_spmd.ctc_loss_backward.default
+PAD_TARGETS = torch.ops.lightning_spmd.pad_targets.default

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_spmd.ir.operators.ctc import PAD_TARGETS
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.reads_and_sizes.watched import MOVED, TOLD, Watched
@@ -72,6 +73,19 @@ class Speech(Watched):
         return F.ctc_loss(scores, targets, lengths, y, zero_infinity=True)
 
 
+class FlatSpeech(Watched):
+    """The same with targets that are one list without padding, and lengths that differ."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        scores = torch.stack([self(x + t) for t in range(5)]).log_softmax(-1)
+        targets = torch.stack([1 + y % 2, torch.ones_like(y), 1 + y // 2], dim=1)
+        lengths = 3 + (x[:, 1] > 0).long() + (x[:, 2] > 0).long()
+        labels = targets[torch.arange(3) < y[:, None]]
+        TOLD.append(len(labels))
+        return F.ctc_loss(scores, labels, lengths, y, zero_infinity=True)
+
+
 class Repeated(Watched):
     """Rows written down as often as their labels say, some not at all."""
 
@@ -132,6 +146,22 @@ def test_nor_does_one_with_parameters_in_parts(make: type[L.LightningModule], tw
 @pytest.mark.parametrize("make", [MaskedMean, Experts, Speech])
 def test_nor_among_four_ranks(make: type[L.LightningModule], four_ranks: RankPool) -> None:
     _assert_stays(four_ranks, make)
+
+
+def test_of_labels_without_padding_no_activation_moves(two_ranks: RankPool) -> None:
+    found = two_ranks.run(_run, FlatSpeech, "spmd", 2)
+    one, theirs = _on_one_device(FlatSpeech, 2)
+    assert_compiled(found[0][0])
+    assert found[0][0].captures <= 2
+    assert_equals_one_device([result for result, _, _ in found], one)
+    for _, moved, told in found:
+        assert told == theirs
+        assert all(not dtype.is_floating_point for nodes, _ in moved for dtype in nodes.values())
+
+
+def test_labels_and_lengths_that_do_not_fit_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="target_lengths are 4 in all, and there are 5 targets"):
+        PAD_TARGETS(torch.ones(5), torch.tensor([3, 0, 1]), 3)
 
 
 def test_lengths_of_ctc_are_no_numbers_of_its_graph() -> None:

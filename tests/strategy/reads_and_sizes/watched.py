@@ -10,7 +10,7 @@ from tests.strategy.small import Quiet
 TOLD: list[Any] = []
 """What Python was told in the run before."""
 MOVED: list[Any] = []
-"""(collectives that move activations, operators that run on gathered ones) of each graph of the run before."""
+"""Of each graph of the run before: what moves, with types by collective, and operators on gathered activations."""
 
 
 class Watched(Quiet):
@@ -23,4 +23,5 @@ class Watched(Quiet):
         training = getattr(self.trainer.strategy, "_training", None)
         executables = [] if training is None else training.iteration.table.executables
         graphs = [executable.graphs.main for executable in executables]
-        MOVED[:] = [([node.name for node in activation_collectives(graph)], graph.fallbacks) for graph in graphs]
+        moves = [{n.name: n.args[0].meta["val"].dtype for n in activation_collectives(graph)} for graph in graphs]
+        MOVED[:] = [(moved, graph.fallbacks) for moved, graph in zip(moves, graphs, strict=True)]

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from lightning_spmd.ir.operators.ctc import CTC_LOSS, CTC_LOSS_BACKWARD
+from lightning_spmd.ir.operators.ctc import CTC_LOSS, CTC_LOSS_BACKWARD, PAD_TARGETS
 from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar, Number, scalar_of
 from lightning_spmd.stages.capture.record.comparisons import COMPARISONS, close_elements, is_comparable, same_elements
 
 aten = torch.ops.aten
 _UNIQUE = aten._unique2.default  # noqa: SLF001 - an operator's public name
-_CTC, _CTC_OF_TENSORS = aten._ctc_loss.default, aten._ctc_loss.Tensor  # noqa: SLF001 - an operator's public name
+_CTC_OF_TENSORS = aten._ctc_loss.Tensor  # noqa: SLF001 - an operator's public name
 _CTC_BACKWARD = aten._ctc_loss_backward  # noqa: SLF001 - an operator's public name
 _ASKS_FOR_LIBRARY = frozenset(
     getattr(packet, overload)
@@ -73,7 +73,7 @@ class DataSizes:
         self.slot = 0
         self._found: dict[Any, Tensor] = {}
         self._same: dict[Any, tuple[Any, int]] = {}
-        self._lengths: dict[Any, tuple[list[int], list[int]]] = {}
+        self._padded: dict[Any, Tensor] = {}
         self._forms: dict[Any, Callable[..., Any]] = {
             aten.nonzero.default: self._positions,
             aten.masked_select.default: self._masked_select,
@@ -117,7 +117,7 @@ class DataSizes:
             whole = CTC_LOSS if func is _CTC_OF_TENSORS else CTC_LOSS_BACKWARD
             given = _in_order(func, args, kwargs)
             return lambda: self._call(whole, *given)
-        if func is _CTC_BACKWARD.Tensor and self._keys(args[3:5]) not in self._lengths:
+        if func is _CTC_BACKWARD.Tensor and self._keys(args[2:5]) not in self._padded:
             return None
         if func in COMPARISONS and (self._writes or not is_comparable(func, *args[:2])):
             return None
@@ -255,22 +255,18 @@ class DataSizes:
             of_value = call(aten.sub.Tensor, ends, found)
         return values, of_each, of_value
 
-    def _ctc_loss(
-        self, scores: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, *rest: Any, **more: Any
-    ) -> Any:
-        call = self._call
-        entries = [
-            [call(aten.select.int, each, 0, i) for i in range(each.shape[0])] for each in (lengths, target_lengths)
-        ]
+    def _ctc_loss(self, scores: Tensor, targets: Tensor, *lengths_and_rest: Any, **more: Any) -> Any:
+        call, (lengths, target_lengths, *_) = self._call, lengths_and_rest
         self.slot += 1
-        numbers = self.numbers(*entries[0], *entries[1])
-        both = numbers[: len(entries[0])], numbers[len(entries[0]) :]
-        self._lengths[self._keys((lengths, target_lengths))] = both
-        return call(_CTC, scores, targets, *both, *rest, **more)
+        width = self._number(call(aten.clamp_min.default, call(aten.max.default, target_lengths), 1))
+        padded = call(PAD_TARGETS, targets, target_lengths, width)
+        self._padded[self._keys((targets, lengths, target_lengths))] = padded
+        given = _in_order(_CTC_OF_TENSORS, (scores, padded, *lengths_and_rest), more)
+        return call(CTC_LOSS, *given)
 
     def _ctc_loss_backward(self, gradient: Tensor, scores: Tensor, targets: Tensor, *rest: Any, **more: Any) -> Tensor:
-        both = self._lengths[self._keys(rest[:2])]  # nothing is read any more in the backward pass
-        return self._call(_CTC_BACKWARD.default, gradient, scores, targets, *both, *rest[2:], **more)
+        padded = self._padded[self._keys((targets, *rest[:2]))]  # nothing is read any more in the backward pass
+        return self._call(CTC_LOSS_BACKWARD, *_in_order(_CTC_BACKWARD.Tensor, (gradient, scores, padded, *rest), more))
 
     def _keys(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, int] | None, ...]:
         return tuple(map(self._key, tensors))

@@ -27,7 +27,6 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import fx
 
 from lightning_spmd.cost.collectives import LATENCY

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_spmd.ir.operators.ctc import CTC_LOSS, CTC_LOSS_BACKWARD
-from lightning_spmd.ir.placement import PARTIAL
+from lightning_spmd.ir.operators.ctc import CTC_LOSS, CTC_LOSS_BACKWARD, PAD_TARGETS
+from lightning_spmd.ir.placement import PARTIAL, REPLICATE
 from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall, Rule, Where, along
 
 aten = torch.ops.aten
@@ -108,6 +108,11 @@ def _ctc(call: OpCall) -> list[Layout]:
     return along(call, call.named({"log_probs": 1, "targets": 0, "input_lengths": 0, "target_lengths": 0}), [0, 0])
 
 
+def _pad_targets(call: OpCall) -> list[Layout]:
+    """Labels without padding are cut by the lengths of all sequences: they are gathered, scores are not."""
+    return [Layout((REPLICATE, REPLICATE), (REPLICATE,))]
+
+
 def _ctc_backward(call: OpCall) -> list[Layout]:
     """Each sequence has its own gradient."""
     rows = dict.fromkeys(["grad", "targets", "input_lengths", "target_lengths", "neg_log_likelihood", "log_alpha"], 0)
@@ -116,3 +121,4 @@ def _ctc_backward(call: OpCall) -> list[Layout]:
 
 RULES[aten._ctc_loss] = RULES[CTC_LOSS] = _ctc
 RULES[CTC_LOSS_BACKWARD] = _ctc_backward
+RULES[PAD_TARGETS] = _pad_targets
