@@ -52,6 +52,15 @@ def leave_pool(device: int, pool: Any) -> None:
     torch._C._cuda_releasePool(device, pool)
 
 
+def allocations_in(profile: Any) -> list[tuple[int, int]]:
+    """(time, bytes; negative: given back) of all that was allocated while torch's profiler recorded memory.
+
+    Without it ``plan --measured`` cannot say what tensors take on a CPU: the public events have sums alone.
+    """
+    events = profile.profiler.kineto_results.events()
+    return [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds, without autograd's detour; a plain tensor as it is.
 

@@ -28,7 +28,7 @@ from lightning_spmd.planning.outlook import Outlook
 from lightning_spmd.planning.tables import measured_rows, wait_rows
 from lightning_spmd.planning.timed import predicted_waits, timed_facts
 from lightning_spmd.report.measure import Amount, Build, SideResult, measure
-from lightning_spmd.report.peak_memory import PeakMemory
+from lightning_spmd.report.peak_memory import AllocatedMemory
 from lightning_spmd.report.sides import spmd_side
 from lightning_spmd.stages.runtime.stopwatch import Stopwatch
 
@@ -70,7 +70,7 @@ class StepMemory(L.Callback):
     def __init__(self) -> None:
         self.bytes: list[int] = []
         self.processor: list[float] = []
-        self._memory: PeakMemory | None = None
+        self._memory: AllocatedMemory | None = None
         self._batches = 0
         self._begun: float | None = None
 
@@ -90,9 +90,8 @@ class StepMemory(L.Callback):
         if self._begun is not None and self._batches > AMOUNT.warmup + 1:
             self.processor.append(now - self._begun)
         self._begun = now
-        self._memory = PeakMemory() if AMOUNT.warmup - LOOKS <= batch_idx + 1 < AMOUNT.warmup else None
-        if self._memory is not None:
-            self._memory.begin(trainer.strategy.root_device)
+        looks = AMOUNT.warmup - LOOKS <= batch_idx + 1 < AMOUNT.warmup
+        self._memory = AllocatedMemory(trainer.strategy.root_device) if looks else None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

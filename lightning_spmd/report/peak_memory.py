@@ -1,4 +1,4 @@
-"""Highest memory of the measured steps: resident set on CPU, the caching allocator's on CUDA."""
+"""Highest memory of a training: of the process on CPU, of tensors, and the caching allocator's on CUDA."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import gc
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_spmd import _private_api as private
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -48,6 +51,33 @@ class PeakMemory:
             return torch.cuda.max_memory_allocated(self._device) - self._allocated
         highest = _resident("VmHWM")
         return None if highest is None or self._before is None else max(0, highest - self._before)
+
+
+class AllocatedMemory:
+    """What the allocator gave out at most in a part of a training, above what there was before: of tensors alone.
+
+    On CPU torch's profiler tells, which makes the part slower; on CUDA the caching allocator does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = PeakMemory() if device.type == "cuda" else None
+        self._profile = None
+        if self._on_cuda is not None:
+            self._on_cuda.begin(device)
+        else:
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.start()
+
+    def peak(self) -> int | None:
+        """Bytes so far. Ends it."""
+        if self._profile is None:
+            return None if self._on_cuda is None else self._on_cuda.peak()
+        self._profile.stop()
+        now = highest = 0
+        for _, change in sorted(private.allocations_in(self._profile)):
+            now += change
+            highest = max(highest, now)
+        return highest
 
 
 def _resident(name: str) -> int | None:

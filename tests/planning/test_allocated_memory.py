@@ -8,13 +8,13 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_spmd.cost.hardware import DEVICES, LINKS, Machines
 from lightning_spmd.planning.capturing import capture_iteration, without_memory
 from lightning_spmd.planning.layout import Layout
 from lightning_spmd.planning.outlook import outlook_of
+from lightning_spmd.report.peak_memory import AllocatedMemory
 from tests.helpers.training import QUIET
 
 
@@ -44,16 +44,11 @@ class Allocated(L.Callback):
         self.highest: list[int] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self.profile.__enter__()
+        self.memory = AllocatedMemory(torch.device("cpu"))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.profile.__exit__(None, None, None)
-        events = self.profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-        now = highest = 0
-        for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-            now += event.nbytes()
-            highest = max(highest, now)
+        highest = self.memory.peak()
+        assert highest is not None
         self.highest.append(highest)
 
 
