@@ -10,8 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from tests.helpers import zoo
 from tests.helpers.ranks import RankPool
@@ -122,6 +123,59 @@ def test_a_checkpoint_is_read_without_the_style(two_ranks: RankPool, tmp_path: P
     results = two_ranks.run(_interrupted, "mixtral", str(tmp_path), STYLE, {"data_parallel": "zero2"}, 2)
     assert_compiled(*results)
     assert_equals_one_device(results, _interrupted("mixtral", str(tmp_path), "auto", "auto", 1))
+
+
+# ---------------------------------------------------------------- experts in a list
+class Listed(L.LightningModule):
+    """Four experts in a loop, each of which finds its rows by ``torch.where``; some may have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.router = nn.Linear(16, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16)) for _ in range(4))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        x = self.embedding(batch[:, :-1]).flatten(0, 1)
+        shares, which = torch.topk(self.router(x).softmax(1), 2, dim=1)
+        mixed, mask = torch.zeros_like(x), F.one_hot(which, len(self.experts)).permute(2, 1, 0)
+        for e, expert in enumerate(self.experts):
+            places, rows = torch.where(mask[e])
+            mixed.index_add_(0, rows, expert(x[rows]) * shares[rows, places, None])
+        loss = F.cross_entropy(self.head(x + mixed), batch[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5)
+
+
+def _train_list(options: Any, devices: int) -> tuple[Result, set[float]]:
+    """(the run, the shares of the experts' weights that this process keeps)."""
+    torch.manual_seed(1)
+    data = InOrder(torch.randint(32, (ROWS * EPOCH, 9)), ROWS)  # type: ignore[arg-type]
+    module = Listed()
+    result, _ = fit(module, data, options, devices, max_steps=STEPS, gradient_clip_val=1.0)
+    weights = [p for name, p in module.experts.named_parameters() if name.endswith("weight")]
+    return result, {(w.to_local() if isinstance(w, DTensor) else w).numel() / w.numel() for w in weights}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", [{"experts": "experts"}, "auto"], ids=str)
+def test_a_list_of_experts_equals_one_device(two_ranks: RankPool, plan: Any) -> None:
+    found = two_ranks.run(_train_list, {"tensor_parallel_size": 2, "tensor_parallel_plan": plan}, 2)
+    results = [result for result, _ in found]
+    assert_compiled(*results)
+    assert_equals_one_device(results, _train_list("auto", 1)[0])
+    assert all(shares == {0.5} for _, shares in found)
+
+
+@pytest.mark.long
+def test_a_list_of_experts_on_two_axes_equals_one_device(four_ranks: RankPool) -> None:
+    options = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"experts": "experts"}}
+    results = [result for result, _ in four_ranks.run(_train_list, options, 4)]
+    assert_compiled(*results)
+    assert_equals_one_device(results, _train_list("auto", 1)[0])
 
 
 # ---------------------------------------------------------------- ranks with tokens of their own

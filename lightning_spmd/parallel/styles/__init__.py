@@ -7,7 +7,8 @@ style           what is split                                       what the mod
 ``rowwise``     input features of the weight, the bias is whole     split features → partial sum, reduced once
 ``embedding``   rows of the table (the vocabulary)                  indices → partial sum, reduced once
 ``loss``        as ``colwise``, for the projection to the classes   cross-entropy sees split classes, no scores
-``experts``     a stack of experts, by expert                       rows sorted by expert → partial sum of rows
+``experts``     a stack of experts by expert, hidden features of    rows sorted by expert → partial sum of rows;
+                those in a list                                     whole → partial sum, reduced once for all
 ``sequence``    nothing                                             works on its piece of the sequence
 ``replicate``   nothing                                             whole → whole
 ==============  ==================================================  ==========================================

@@ -8,8 +8,9 @@
     x ──► head ──► log-softmax
     rows ──► products with a stack of weights, chosen by row
 
-All linear layers that read one value are one group. If every way from their split outputs leads, without a gather, into
-products that contract the split dimension, the group is colwise and those are rowwise.
+All linear layers that read one value are one group; if that cannot be split, those of each module are. If every way
+from their split outputs leads, without a gather, into products that contract the split dimension, the group is colwise
+and those are rowwise.
 
 "Without a gather" is asked of the sharding rules themselves, on an axis of the wanted size: so heads that the ranks
 cannot share out are left whole, and whatever operators a model has between two layers need no list here. Fused
@@ -84,7 +85,8 @@ class _Finder:
         for linear in self.linears.values():
             groups.setdefault(linear.source, []).append(linear)
         for group in groups.values():
-            self._pair([linear for linear in group if linear.layer not in self.plan])
+            if not self._pair([linear for linear in group if linear.layer not in self.plan]):
+                self._pair_by_module([linear for linear in group if linear.layer not in self.plan])
         self._experts()
         self._ends()
         return self.plan
@@ -117,10 +119,18 @@ class _Finder:
                 source = source.args[0]
             yield _Linear(node, layer, source)
 
-    def _pair(self, group: list[_Linear]) -> None:
+    def _pair_by_module(self, group: list[_Linear]) -> None:
+        """What a router and experts in a list read is one value: the layers of each module are a group of their own."""
+        modules: dict[str, list[_Linear]] = {}
+        for linear in group:
+            modules.setdefault(linear.layer.rpartition(".")[0], []).append(linear)
+        for own in modules.values() if len(modules) > 1 else ():
+            self._pair(own)
+
+    def _pair(self, group: list[_Linear]) -> bool:
         """Give the styles to a group and to what it leads into, if its outputs can stay split all the way."""
         if not group:
-            return
+            return True
         for blocks in self._possible_parts(group):
             if any(not self.axis.splits(g.node.meta["val"].shape[-1], blocks) for g in group):
                 continue
@@ -131,7 +141,8 @@ class _Finder:
                 self.plan[g.layer] = _entry("colwise", g.node.meta["val"].shape[-1], blocks)
             for node, (contracted, size) in ends.items():
                 self.plan[self.linears[node].layer] = _entry("rowwise", size, contracted)
-            return
+            return True
+        return False
 
     def _possible_parts(self, group: list[_Linear]) -> list[Blocks]:
         if len(group) > 1:

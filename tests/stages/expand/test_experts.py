@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_spmd.cost.operators import work_of
+from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import CHUNK, Shard
 from lightning_spmd.ir.steps import ShardedStep
@@ -30,6 +32,7 @@ from lightning_spmd.stages.expand.auto_plan import find_plan
 from tests.helpers import zoo
 from tests.helpers.simulate import assert_equals_one_device, axes_for
 from tests.helpers.tiny_capture import capture_module
+from tests.stages.expand.test_chosen import Chooses
 from tests.stages.expand.test_sharded_state import UPDATES
 from tests.stages.expand.test_tensor_parallel import tensor_plan
 
@@ -408,3 +411,114 @@ def test_other_ways_to_write_experts_equal_one_device(way: Any) -> None:
         weights = {16 * 8 * EXPERTS, 16 * EXPERTS}
         assert weights.isdisjoint(_moved(step)), "weights are gathered"
         assert _moved(step).count(ROWS * 8) <= 2, "tokens are reduced more than once each way"
+
+
+# ---------------------------------------------------------------- experts in a list
+class Gated(nn.Module):
+    """An expert with a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 12, bias=False), nn.GELU(), nn.Linear(12, 8, bias=False))
+
+
+class Listed(nn.Module):
+    """Experts in a list, in one of several ways.
+
+    Args:
+        way: a function of tokens, weights of each token's experts, their numbers, the list, and ``torch.where``.
+        expert: makes one.
+    """
+
+    def __init__(self, way: Callable[..., Tensor], expert: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.where = way, Chooses()
+        self.norm, self.router = nn.LayerNorm(8), nn.Linear(8, EXPERTS)
+        self.experts = nn.ModuleList(expert() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        x = self.norm(x)
+        weights, ids = self.router(x).softmax(-1).topk(CHOSEN, -1)
+        return (self.way(x, weights, ids, self.experts, self.where) + other).square().mean()
+
+
+def _all_tokens(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, where: Any) -> Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        out = out + (weights * (ids == e)).sum(-1, keepdim=True) * expert(x)
+    return out
+
+
+def _all_tokens_in_place(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, where: Any) -> Tensor:
+    out = x.new_zeros(x.shape)
+    for e, expert in enumerate(experts):
+        out += (weights * (ids == e)).sum(-1, keepdim=True) * expert(x)
+    return out
+
+
+def _stacked(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, where: Any) -> Tensor:
+    shares = torch.zeros(ROWS, EXPERTS).scatter(1, ids, weights)
+    return (torch.stack([expert(x) for expert in experts], 1) * shares.unsqueeze(-1)).sum(1)
+
+
+def _found_rows(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, where: Any) -> Tensor:
+    out, mask = torch.zeros_like(x), F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+    for e, expert in enumerate(experts):
+        places, rows = where(mask[e])
+        out.index_add_(0, rows, expert(x[rows]) * weights[rows, places, None])
+    return out
+
+
+def _sum_read_on_the_way(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, where: Any) -> Tensor:
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        out = out + (weights * (ids == e)).sum(-1, keepdim=True) * expert(x) + 1e-2 * out.cos()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("way", "expert", "most"),
+    [
+        (_all_tokens, Gated, 2),
+        (_all_tokens_in_place, _two_layers, 2),
+        (_stacked, Gated, 2),
+        (_found_rows, _two_layers, 4),
+        (_sum_read_on_the_way, _two_layers, 2),
+    ],
+)
+def test_a_list_of_experts_moves_its_tokens_once_each_way(way: Any, expert: Any, most: int) -> None:
+    module, batch = Listed(way, expert), [torch.randn(ROWS, 8), torch.randn(ROWS, 8)]
+    module(*batch)
+    module.where.known = [int(mask.sum()) for mask in module.where.masks]
+    captured, live = capture_module(module, lambda m, x, other: m(x, other), batch, update=UPDATES["lists"])
+    found = find_plan(captured, 2)
+    assert set(found.values()) == {"colwise", "rowwise"}
+    assert len(found) == EXPERTS * (3 if expert is Gated else 2)
+    for ranks in (2, most):
+        plan, same = (tensor_plan(module, p, ranks) for p in ({"experts": "experts"}, found))
+        placements = [p.axes["tensor_parallel"].resolved.placements for p in (plan, same)]  # type: ignore[union-attr]
+        assert placements[0] == placements[1]
+        step = assert_equals_one_device(captured, live, {"tensor_parallel": (1,) * ranks}, plan=plan)[0]
+        tokens = 2 * ROWS * 8 if way is not _sum_read_on_the_way else 5 * ROWS * 8
+        assert sum(size for size in _moved(step) if size % (ROWS * 8) == 0) == tokens
+        assert step.fallbacks == []
+        kept = [e.value.numel for e in step.signature.inputs if e.name.startswith("experts.") and "weight" in e.name]
+        assert set(kept) == {8 * 12 // ranks}
+
+
+def test_other_lists_name_the_layer() -> None:
+    for expert, message in (
+        (lambda: nn.Linear(8, 12), "expert '0' has no linear layers from the width of the model to hidden features"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "layer '0.0' takes 8 and gives 8 features"),
+        (lambda: nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8)), "its 9 output features .* cannot be divided by 2"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            tensor_plan(Listed(_all_tokens, expert), {"experts": "experts"}, 2)

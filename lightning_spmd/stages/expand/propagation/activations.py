@@ -5,14 +5,14 @@ would be expensive: the partial sums are activations, each with several readers.
 activations *between* blocks (``parallel_plan.PlansActivations``), and
 
 * a partial sum takes that placement at its first reader; until then only linear operators that are its only reader may
-  pass it on (views, the sum with another partial sum, the rest of the loss);
+  pass it on (views, the sum with another partial sum, the rest of the loss), and those of which ``late_sums`` says so;
 * a sequence shard is gathered where it enters a product with a weight that is split over the axis, before it is
   flattened into rows: the weight itself never moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,11 +55,13 @@ class ActivationRules:
         axis: the axis.
         between: their placement between blocks.
         weights: the parameters of the graph and their placements.
+        passing: operators that pass partial sums on to where they are reduced later (``late_sums``).
     """
 
     axis: ShardAxis
     between: Placement
     weights: Mapping[fx.Node, Placement]
+    passing: Collection[fx.Node] = ()
 
     def settled(self, spec: TensorSpec) -> Placement:
         """The placement of a reduced activation with this spec."""
@@ -82,7 +84,7 @@ class ActivationRules:
         operands = list(dict.fromkeys(v for v in flatten_values(list(values)) if is_tensor(v)))
         partial = [o for o in operands if current(o) == Partial()]
         reduced: dict[fx.Node, Placement] = {}
-        if partial and not _passes_on(node, operands, partial):
+        if partial and node not in self.passing and not _passes_on(node, operands, partial):
             reduced = {o: self.settled(o.meta["val"]) for o in partial}
         gathered: dict[fx.Node, Placement] = {}
         if isinstance(self.between, Shard):

@@ -97,6 +97,7 @@ class Placing:
         self.versions: dict[fx.Node, list[Placement]] = {}
         self.detached: set[fx.Node] = set()
         self.narrowed = False
+        self.late = False
         self.routed: dict[fx.Node, tuple[routing.Routed | None, ...]] = {}
         self.unroutable: dict[fx.Node, fx.Node] = {}
         self.chosen: dict[int, tuple[routing.Routed | None, ...]] = {}

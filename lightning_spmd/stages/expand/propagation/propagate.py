@@ -42,6 +42,7 @@ from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is
 from lightning_spmd.stages.expand.collectives.redistribute import goes_through_whole
 from lightning_spmd.stages.expand.experts.regions import EXPERT_WEIGHTS
 from lightning_spmd.stages.expand.experts.split_experts import layout_by_expert
+from lightning_spmd.stages.expand.propagation.late_sums import late_sums
 from lightning_spmd.stages.expand.propagation.own_batches import layout_of_own
 from lightning_spmd.stages.expand.propagation.placing import UPDATE, Placing, StartAgain, is_read_by_update_alone
 from lightning_spmd.stages.expand.rows import chosen, routing
@@ -64,6 +65,8 @@ class Propagation(Placing):
             self.versions, self.detached, self.routed, self.updating = {}, set(), {}, False
             try:
                 self._pass()
+                if self._reduces_later():
+                    continue
                 smaller = {} if self.narrowed else self._narrow()
             except StartAgain:
                 continue
@@ -71,6 +74,16 @@ class Propagation(Placing):
                 return self.result
             self.narrowed = True
             self.forced.update(smaller)
+
+    def _reduces_later(self) -> bool:
+        """Whether partial sums are found, once, that are better reduced later than at their first reader."""
+        if self.activations is None or self.late:
+            return False
+        self.late = True
+        found = late_sums(self.graph, self.result, self.aliasing)
+        self.activations = dataclasses.replace(self.activations, passing=found.passing)
+        self.forced.update(dict.fromkeys(found.zeros, PARTIAL))
+        return bool(found.passing)
 
     def _pass(self) -> None:
         inputs = iter(self.signature.inputs)
@@ -128,6 +141,9 @@ class Propagation(Placing):
             return
         if self.activations is None and node.meta.get(EXPERT_WEIGHTS) == self.axis.name:
             self._choose(call, Layout((CHUNK,), (CHUNK,)))
+            return
+        if call.forced == PARTIAL:  # zeros, to which partial sums are added
+            self._choose(call, Layout(tuple(call.current), (PARTIAL,)))
             return
         everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))
         written = written_arguments(node)
