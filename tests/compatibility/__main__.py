@@ -15,7 +15,7 @@ import torch
 from tests.compatibility.all_rows import all_rows
 from tests.compatibility.result import keep, read
 from tests.compatibility.running import results
-from tests.compatibility.table import table
+from tests.compatibility.table import line, page, read_lines, write_lines
 from tests.helpers.ranks import RankPool
 
 
@@ -26,7 +26,7 @@ def main() -> int:
         "--only",
         default="",
         metavar="REGEX",
-        help="models in whose name this is found; with --write the other rows stay",
+        help="models in whose name this is found; the others stay as they were measured",
     )
     parser.add_argument(
         "--results",
@@ -35,7 +35,7 @@ def main() -> int:
         help="keep what was measured here; models that are there already are "
         "not trained again, and packages may be installed in different environments",
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table into this file")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page, and what it is made of")
     options = parser.parse_args()
     torch.set_num_threads(1)
     asked = [row for row in all_rows() if re.search(options.only, row.name)]
@@ -52,11 +52,13 @@ def main() -> int:
         pool.close()
     found = [known[row.name] for row in all_rows() if row.name in known]
     bad = any(result.faults() for result in found)
+    measured = {result.row.name: line(result) for result in found}
     if options.write is None:
-        print(table(found))
+        print(page(list(measured.values())))
     else:
-        before = options.write.read_text() if options.only and options.write.exists() else ""
-        options.write.write_text(table(found, before))
+        lines = (read_lines() if options.only else {}) | measured
+        write_lines(lines)
+        options.write.write_text(page(list(lines.values())))
     if missing:
         print(f"not installed: {', '.join(missing)}", file=sys.stderr)
     return 1 if bad else 0
