@@ -50,8 +50,11 @@ class Dependences:
 
     def _add_hazards(self) -> None:
         histories: dict[fx.Node, _History] = {}
+        writes = {node: set(found) for node in self.order if (found := written_arguments(node))}
+        changed = {self.regions[operand][0] for found in writes.values() for operand in found}
         for node in self.order:
-            written, operands = set(written_arguments(node)), _read_by(node)
+            written = writes.get(node, set[fx.Node]())
+            operands = [operand for operand in _read_by(node) if self.regions[operand][0] in changed]
             for operand in operands:
                 root, piece = self.regions[operand]
                 history = histories.setdefault(root, _History())

@@ -285,10 +285,10 @@ def _roles(output: fx.Node, node: fx.Node, signature: Signature) -> list[OutputR
 def _write_counts(graph: fx.Graph, regions: dict[fx.Node, Region]) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
     writes: dict[fx.Node, Counter[fx.Node | None]] = {}
 
-    def seen(operand: fx.Node) -> int:
-        root, piece = regions[operand]
+    def seen(value: fx.Node) -> int:
+        root, piece = regions[value]
         counts = writes.get(root)
-        if counts is None:
+        if counts is None:  # most storages are never written
             return 0
         return sum(count for other, count in counts.items() if overlapping(piece, other))
 
@@ -296,11 +296,15 @@ def _write_counts(graph: fx.Graph, regions: dict[fx.Node, Region]) -> Iterator[t
     born: dict[fx.Node, int] = {}
     for node in graph.nodes:
         operands = node.all_input_nodes
-        yield node, tuple([seen(operand) - born[operand] for operand in operands])
+        if writes:
+            yield node, tuple([seen(operand) - born.get(operand, 0) for operand in operands])
+        else:
+            yield node, (0,) * len(operands)
         for operand in written_arguments(node):
             root, piece = regions[operand]
             writes.setdefault(root, Counter())[piece] += 1
-        born[node] = seen(node)
+        if writes and (counted := seen(node)):
+            born[node] = counted
 
 
 def _verify_writes(found: list[tuple[fx.Node, tuple[int, ...]]]) -> None:
