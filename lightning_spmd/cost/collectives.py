@@ -26,17 +26,6 @@ import torch
 DeviceKind = Literal["cpu", "cuda"]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
-MIB = 1 << 20
-LARGEST_BUCKET = 25 * MIB
-PIECES = 16
-"""Into how many buckets all bytes of a step are cut where nothing speaks against it.
-
-Enough of them that the first is under way early in the backward pass and that single ones can run beside the next
-iteration's layers.
-"""
-LATENCY_SHARE = 0.1
-"""How much of a bucket's time may be latency."""
-
 LATENCY = 1000.0
 """Bytes that a collective counts before its first one, where placements are chosen: more than any local work."""
 LOCAL_WORK = 1e-3
@@ -111,42 +100,3 @@ def relative_bytes(kind: Kind, ranks: int) -> float:
 def seconds(kind: Kind, size: int, ranks: int, link: Link) -> float:
     """Time of one collective; none on one rank."""
     return 0.0 if ranks == 1 else link.latency + wire_bytes(kind, size, ranks) / link.bandwidth
-
-
-def bucket_bytes(kind: Kind, total: int, ranks: int, link: Link) -> int:
-    """How large a bucket of a step that moves ``total`` bytes should grow.
-
-    A 16th of all bytes, but so many that latency stays a small share of the bucket's time, at least 1 MiB and at most
-    25 MiB. Gathers and scatters are copied into and out of their bucket, which reductions are not: they grow only as
-    long as the copies cost less than the latency that a bucket saves.
-
-    Args:
-        kind: of the collectives.
-        total: bytes of all of them, in the sense of the table above.
-        ranks: of their process group.
-        link: between the ranks.
-    """
-    for_latency = link.latency * link.bandwidth * (1 / LATENCY_SHARE - 1) / max(wire_bytes(kind, 1, ranks), 1e-9)
-    size = min(max(total / PIECES, for_latency, MIB), LARGEST_BUCKET)
-    if kind != "all_reduce":
-        copies = (1 + ranks) if kind == "all_gather" else 1
-        size = min(size, link.latency * link.memory / copies)
-    return int(size)
-
-
-def gathering_rows_is_faster(rows: int, row_bytes: int, index_bytes: int, table: int, ranks: int, link: Link) -> bool:
-    """Whether to gather the rows of an embedding's gradient and their indices rather than to reduce the table.
-
-    Args:
-        rows: that one rank holds.
-        row_bytes: of one row of the gradient.
-        index_bytes: of one index.
-        table: bytes of the table's gradient.
-        ranks: of the process group.
-        link: between the ranks.
-    """
-    gathered = seconds("all_gather", rows * row_bytes, ranks, link)
-    gathered += seconds("all_gather", rows * index_bytes, ranks, link)
-    # every rank then adds up the rows of all, where it added up its own before
-    gathered += 2 * (ranks - 1) * rows * row_bytes / link.memory
-    return gathered < seconds("all_reduce", table, ranks, link)

@@ -21,7 +21,7 @@ once; a value alone in its bucket is reduced where it is if nothing else reads i
 copied in and out, so they stay small; gathers of inputs start when the gather before them is waited, so that not all of
 them are in memory at once. Gathers of the backward pass are buckets of their own for the same reason.
 
-``bucket_size_mb="auto"`` takes the size from ``cost.collectives``: the same on every rank and in every run, for it
+``bucket_size_mb="auto"`` takes the size from ``bucket_size.py``: the same on every rank and in every run, for it
 decides the order of sums. ``reduce_dtype`` casts what only clipping and the optimizer read for the way.
 
 Bitwise on two ranks without ``reduce_dtype``. On more ranks the ring sums the parts of a flat buffer in another order
@@ -40,11 +40,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_spmd.cost.collectives import MIB, Kind, bucket_bytes, link_of
+from lightning_spmd.cost.collectives import Kind, link_of
 from lightning_spmd.ir.node_info import info_of, spec_of
 from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.stages.passes.bucket_operands import is_gradient, loosen, shaping
+from lightning_spmd.stages.passes.bucket_size import MIB, bucket_bytes
 from lightning_spmd.stages.passes.bucket_writing import (
     ALL_GATHER,
     ALL_REDUCE,

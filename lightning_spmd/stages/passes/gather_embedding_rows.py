@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_spmd.cost.collectives import gathering_rows_is_faster, link_of
+from lightning_spmd.cost.collectives import Link, link_of, seconds
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import NodeInfo, Section, info_of, spec_of
 from lightning_spmd.ir.placement import Brought, Chosen, Replicate, Shard, ShardAxis
@@ -151,6 +151,24 @@ def _gather(graph: fx.Graph, info: NodeInfo, value: fx.Node, shape: tuple[int, .
     target: Any = _functional.all_gather_into_tensor.default
     result = contiguous((ranks * shape[0], *shape[1:]), spec)
     return call(graph, info, result, target, value, ranks, lookup.axis.group)
+
+
+def gathering_rows_is_faster(rows: int, row_bytes: int, index_bytes: int, table: int, ranks: int, link: Link) -> bool:
+    """Whether to gather the rows of an embedding's gradient and their indices rather than to reduce the table.
+
+    Args:
+        rows: that one rank holds.
+        row_bytes: of one row of the gradient.
+        index_bytes: of one index.
+        table: bytes of the table's gradient.
+        ranks: of the process group.
+        link: between the ranks.
+    """
+    gathered = seconds("all_gather", rows * row_bytes, ranks, link)
+    gathered += seconds("all_gather", rows * index_bytes, ranks, link)
+    # every rank then adds up the rows of all, where it added up its own before
+    gathered += 2 * (ranks - 1) * rows * row_bytes / link.memory
+    return gathered < seconds("all_reduce", table, ranks, link)
 
 
 PASS = GraphPass("gather_embedding_rows", gather_embedding_rows, changes_numerics=True)
