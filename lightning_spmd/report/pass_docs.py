@@ -12,7 +12,7 @@ from inspect import getfile, getmodule
 from pathlib import Path
 
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.stages.passes import KNOWN_PASSES, GraphPass
+from lightning_spmd.stages.passes import PASSES, GraphPass
 
 _BEGIN, _END = "<!-- passes -->\n", "<!-- end of passes -->\n"
 _MARKED = re.compile(f"{_BEGIN}.*?{_END}", re.DOTALL)
@@ -44,7 +44,7 @@ def with_table(document: str) -> str:
     """
     if not _MARKED.search(document):
         raise ConfigurationError(f"the document has no {_BEGIN.strip()} and {_END.strip()}")
-    return _MARKED.sub(lambda _: _BEGIN + table(KNOWN_PASSES) + _END, document)
+    return _MARKED.sub(lambda _: _BEGIN + table(PASSES) + _END, document)
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.optimizer.bf16_updates import KINDS, Updates
 from lightning_spmd.stages.passes import (
-    KNOWN_PASSES,
     OFFLOAD_ACTIVATIONS,
     PASSES,
     REDUCE_DTYPES,
@@ -61,7 +60,7 @@ def checked_options(
     if not isinstance(passes, (list, tuple, NoneType)):
         example = passes if isinstance(passes, str) else PASSES[0].name
         raise ConfigurationError(f"passes={passes!r}: give a list of names, such as [{example!r}]")
-    chosen = PASSES if passes is None else select(passes, KNOWN_PASSES)
+    chosen = PASSES if passes is None else select(passes, PASSES)
     give_back, move = (
         _of_pass(wanted, asked, chosen)
         for wanted, asked in ((REMATERIALIZE, rematerialize), (OFFLOAD_ACTIVATIONS, offload_activations))

@@ -17,7 +17,7 @@ from lightning_spmd.stages.passes import (
     rematerialize,
 )
 from lightning_spmd.stages.passes.contract import REDUCE_DTYPES, GraphPass, PassState, check_order, select
-from lightning_spmd.stages.passes.optimizer import fuse_optimizer, fused_kernels, split_optimizer
+from lightning_spmd.stages.passes.optimizer import fuse_optimizer, split_optimizer
 from lightning_spmd.stages.passes.runner import run_passes
 
 PASSES: tuple[GraphPass, ...] = (
@@ -34,16 +34,13 @@ PASSES: tuple[GraphPass, ...] = (
     split_optimizer.PASS,
     fuse_optimizer.PASS,
 )
-"""The default passes, in order."""
+"""All passes, in order: the default, and what ``SPMDStrategy(passes=[...])`` knows by name."""
 REMATERIALIZE = rematerialize.PASS
 """The pass that ``SPMDStrategy(rematerialize=...)`` asks for; one device runs it too."""
 OFFLOAD_ACTIVATIONS = offload_activations.PASS
 """The pass that ``SPMDStrategy(offload_activations=...)`` asks for."""
-KNOWN_PASSES: tuple[GraphPass, ...] = (*PASSES, fused_kernels.PASS)
-"""Those that ``SPMDStrategy(passes=[...])`` knows by name: also passes that change numerics."""
 
 __all__ = [
-    "KNOWN_PASSES",
     "OFFLOAD_ACTIVATIONS",
     "PASSES",
     "REDUCE_DTYPES",

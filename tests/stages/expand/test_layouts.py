@@ -20,7 +20,6 @@ from lightning_spmd.parallel.parallel_plan import MeshPlan, data_parallel_plan
 from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.parallel.tensor_parallel import TensorParallelPlan, resolve_plan
 from lightning_spmd.stages import BuildOptions
-from lightning_spmd.stages.passes import KNOWN_PASSES
 from tests.helpers.modules import OPTIMIZERS
 from tests.helpers.odd_layouts import OddLayouts, batches
 from tests.helpers.simulate import meshes_for
@@ -88,8 +87,8 @@ def test_clipping_and_accumulation_equal_one_device(optimizer: str, plan: str, c
 
 @pytest.mark.parametrize(
     "options",
-    [BuildOptions(bucket_size_mb=1e-4), BuildOptions(passes=()), BuildOptions(passes=KNOWN_PASSES)],
-    ids=["small buckets", "no passes", "fused kernels"],
+    [BuildOptions(bucket_size_mb=1e-4), BuildOptions(passes=())],
+    ids=["small buckets", "no passes"],
 )
 @pytest.mark.parametrize("plan", [pytest.param("replicate", marks=pytest.mark.long), "zero2"])
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd_fused", marks=pytest.mark.long)])

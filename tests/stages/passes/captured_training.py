@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.stages.capture.batch.batch import Batch
-from lightning_spmd.stages.passes import KNOWN_PASSES, PassState, run_passes, select
+from lightning_spmd.stages.passes import PASSES, PassState, run_passes, select
 from tests.helpers.modules import samples
 from tests.helpers.simulate import expand_all
 from tests.helpers.training import InOrder, TrainingCase, fit
@@ -54,7 +54,7 @@ def passed(captured: CapturedStep, names: Sequence[str]) -> list[ShardedStep]:
     """Two ranks' programs after these passes, in small buckets."""
     steps = expand_all(captured, ROWS)
     for step in steps:
-        run_passes(step, select(list(names), KNOWN_PASSES), PassState(bucket_size_mb=0.002))
+        run_passes(step, select(list(names), PASSES), PassState(bucket_size_mb=0.002))
     return steps
 
 

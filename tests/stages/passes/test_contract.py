@@ -8,7 +8,7 @@ from lightning_spmd import SPMDStrategy
 from lightning_spmd.errors import ConfigurationError, VerificationError
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import collectives
-from lightning_spmd.stages.passes import KNOWN_PASSES, PASSES, GraphPass, PassState, check_order, run_passes, select
+from lightning_spmd.stages.passes import PASSES, GraphPass, PassState, check_order, run_passes, select
 from tests.helpers.simulate import expand_all
 from tests.stages.expand.test_models import captured_model
 
@@ -56,6 +56,6 @@ def test_a_pass_that_reads_a_gradient_before_it_is_reduced_is_caught_and_named()
         run_passes(step, [GraphPass("forget", forget_to_wait)], PassState())
 
 
-@pytest.mark.parametrize("graph_pass", KNOWN_PASSES, ids=lambda p: p.name)
+@pytest.mark.parametrize("graph_pass", PASSES, ids=lambda p: p.name)
 def test_contracts_name_passes_that_there_are(graph_pass: GraphPass) -> None:
-    assert graph_pass.requires | graph_pass.after <= {p.name for p in KNOWN_PASSES}
+    assert graph_pass.requires | graph_pass.after <= {p.name for p in PASSES}

@@ -1,1 +1,1 @@
-"""Passes over the optimizer's update: joined into operators on lists, into fused kernels, split along buckets."""
+"""Passes over the optimizer's update: joined into operators on lists, split along buckets."""
