@@ -1,6 +1,6 @@
 """The pages of the documentation, and the blocks of code in them with the comment that says how each is run.
 
-``docs/contributing.md`` describes the comments.
+The head of this folder describes the comments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INDENTED = "<!-- indented blocks:"
 
 
 class PageError(AssertionError):
-    """A page is not written as ``docs/contributing.md`` says."""
+    """A page is not written as the head of this folder says."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_every_block_says_how_it_is_run(page: str) -> None:
     complaints = [said for block in blocks_of(page) if (said := complaint(block)) is not None]
     complaints += [f"{page}:{line}: put the indented code between fences" for line in indented_blocks(page)]
-    assert not complaints, "\n".join([*complaints, "docs/contributing.md says how"])
+    assert not complaints, "\n".join([*complaints, "tests/docs/__init__.py says how"])
 
 
 @pytest.mark.parametrize("page", [page for page in page_names() if python_blocks.has_blocks(page, 1)])

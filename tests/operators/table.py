@@ -57,7 +57,7 @@ _SHORT = {
     SLOW: "slow",
     REFUSED: "refused",
     REPLICATED: "equal, gathered",
-    FORMULA: "equal, another formula",
+    FORMULA: "equal by another formula",
     ARBITRARY: "arbitrary, shapes right",
     EQUAL: "equal",
     SKIPPED: "not tried",
@@ -93,9 +93,11 @@ def _counts(by_side: Mapping[Side, Sequence[Result]], names: Sequence[str]) -> s
     """A table of how many operators came out how."""
     members = {side: _members(found, names) for side, found in by_side.items()}
     rows = [["", *(_TITLES[side].lower() for side in by_side)], ["---", *("---:" for _ in by_side)]]
-    rows += [[_SHORT[kind], *(str(len(members[side][kind])) for side in by_side)] for kind in _KINDS]
+    nobody = [kind for kind in _KINDS if not any(members[side][kind] for side in by_side)]
+    rows += [[_SHORT[k], *(str(len(members[side][k])) for side in by_side)] for k in _KINDS if k not in nobody]
     rows += [["checks", *(str(len(found)) for found in by_side.values())]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    none = f"None is {', '.join(_SHORT[kind] for kind in nobody)}.\n\n" if nobody else ""
+    return none + "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _members(results: Sequence[Result], names: Sequence[str]) -> dict[str, list[str]]:
