@@ -2,15 +2,16 @@
 
 import ast
 
-import pytest
-
-from tests.architecture.test_architecture import TREES
+from tests.architecture.test_architecture import FILES, tree_of
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_next_is_given_a_default(name: str) -> None:
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next":
-            assert len(node.args) == 2, f"{name}:{node.lineno}: use lightning_spmd.ir.first, or give a default"
-        called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-        assert called != "__next__", f"{name}:{node.lineno}: the same in other words"
+def test_next_is_given_a_default() -> None:
+    wrong: list[str] = []
+    for name in FILES:
+        for node in ast.walk(tree_of(name)):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name) and called.id == "next" and len(node.args) != 2:
+                wrong.append(f"{name}:{node.lineno}: use lightning_spmd.ir.first, or give a default")
+            if isinstance(called, ast.Attribute) and called.attr == "__next__":
+                wrong.append(f"{name}:{node.lineno}: the same in other words")
+    assert not wrong, "\n".join(wrong)

@@ -12,7 +12,7 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -88,7 +88,17 @@ def run_case(name: str, strategy: str, devices: int = 1) -> Outcome:
 
 def run_on_ranks(name: str, pool: RankPool) -> list[Outcome]:
     """The case under ``spmd`` on all ranks of the pool, whose batches together are one device's, row by row."""
-    return pool.run(run_case, name, "spmd", pool.size)
+    return run_all_on_ranks([name], pool)[name]
+
+
+def run_all_on_ranks(names: Sequence[str], pool: RankPool) -> dict[str, list[Outcome]]:
+    """:func:`run_on_ranks` of several cases, one after the other, with one call of the ranks."""
+    ranks = pool.run(_run_cases, names, pool.size)
+    return {name: [outcomes[name] for outcomes in ranks] for name in names}
+
+
+def _run_cases(names: Sequence[str], devices: int) -> dict[str, Outcome]:
+    return {name: run_case(name, "spmd", devices) for name in names}
 
 
 class _HowItRan(L.Callback):

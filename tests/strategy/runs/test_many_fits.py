@@ -110,10 +110,6 @@ def held() -> tuple[int, int, int]:
 
 
 # ---------------------------------------------------------------------- nothing grows
-def fits(strategy: str) -> None:
-    train(strategy=STRATEGIES[strategy])
-
-
 def fits_that_raise(strategy: str) -> None:
     for settings in ({"module": Stops()}, {"callbacks": [StopsBetweenSteps(0, 1)]}):
         with pytest.raises((LookupError, ConfigurationError), match="the user's mistake"):
@@ -149,7 +145,6 @@ def nested(strategy: str) -> None:
 
 
 DOINGS = (
-    fits,
     fits_that_raise,
     evaluations,
     one_trainer_several_times,
