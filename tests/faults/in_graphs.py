@@ -411,6 +411,22 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         ("tests/strategy/hooks/test_overlap.py",),
     ),
     Mutant(
+        "pending updates are made to what the step has put in the place of a tensor",
+        PHASES,
+        "strategy/steps/iteration.py",
+        "        if self._pending is not None and not self._pending.is_current():\n",
+        "        if False:\n",
+        ("tests/strategy/hooks/test_overlap.py",),
+    ),
+    Mutant(
+        "the user's own code is what finishes pending updates",
+        PHASES,
+        "strategy/steps/following.py",
+        "        with step.beside():\n            self._flush()\n",
+        "        self._flush()\n",
+        ("tests/strategy/hooks/test_overlap.py",),
+    ),
+    Mutant(
         "validation sees weights that are an update behind",
         PHASES,
         "strategy/user_hooks/overlap.py",

@@ -244,7 +244,10 @@ class Executable:
         """Whether the tensors of pending work are still the ones found at its beginning."""
         if self._cleanup is None:
             return True
-        now = self._cleanup.inputs((), pending.values)
+        try:
+            now = self._cleanup.inputs((), pending.values)
+        except KeyError:  # state of the optimizer is not there any more
+            return False
         return all(new is old for new, old in zip(now, pending.inputs, strict=True) if isinstance(old, Tensor))
 
     # ------------------------------------------------------------------ pieces

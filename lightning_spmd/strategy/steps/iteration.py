@@ -539,6 +539,8 @@ class TrainingIteration:
         """The work that the last iteration deferred, if a graph can do it; otherwise it is done here."""
         if self._pending is not None and not executable.can_follow(self._pending):
             self.flush()
+        if self._pending is not None and not self._pending.is_current():
+            self.flush()  # the step has put something else in the place of a tensor; the work is the former one's
         pending, self._pending = self._pending, None
         return pending
 

@@ -222,6 +222,14 @@ class Reads(Fails):
         self.kind, self.seen = kind, list[float]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        state = self.trainer.optimizers[0].state
+        if self.kind == "cleared" and batch_idx % 7 == 5:
+            state.clear()
+            return super().training_step(batch, batch_idx)
+        for each in state.values() if self.kind == "damped" else ():
+            each["momentum_buffer"].mul_(0.8)
+        if self.kind == "swapped" and batch_idx == 11:
+            self.net[2].weight = torch.nn.Parameter(self.net[2].weight.detach() * 0.5)
         if self.kind == "early":
             hidden = self.net[:2](batch)
             self.seen.append(hidden.abs().mean().item())
@@ -236,6 +244,9 @@ class Reads(Fails):
         if self.kind == "branch" and self.seen[-1] > 1.0:
             return loss * 0.5
         return loss * (1 + self.seen[-1]) if self.kind == "number" else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def reading(kind: str, overlap: bool, **flags: Any) -> tuple[Result, list[float], int, int]:
@@ -261,15 +272,18 @@ def reading(kind: str, overlap: bool, **flags: Any) -> tuple[Result, list[float]
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
-        ("kept", {}),
         ("branch", {}),
-        ("early", {}),
-        ("rows", {}),
         ("late", {}),
-        ("alone", {}),
+        ("cleared", {}),
         ("number", {"looks": 1}),
-        pytest.param("branch", {"accumulate_grad_batches": 2}, marks=pytest.mark.long),
-        pytest.param("kept", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, marks=pytest.mark.long),
+        *[
+            pytest.param(kind, flags, marks=pytest.mark.long)
+            for kind, flags in (
+                ("kept", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+                ("branch", {"accumulate_grad_batches": 2}),
+                *[(kind, {}) for kind in ("early", "rows", "damped", "swapped", "alone")],
+            )
+        ],
     ],
 )
 def test_steps_that_read_overlap_as_others_do(two_ranks: RankPool, kind: str, flags: dict[str, Any]) -> None:
