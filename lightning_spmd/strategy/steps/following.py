@@ -35,7 +35,15 @@ from lightning_spmd.stages.capture.follow.notes import (
     sources_in,
 )
 from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
-from lightning_spmd.stages.capture.follow.queue import METHODS, MetricResult, Queue, Shadows, known, wanted_by
+from lightning_spmd.stages.capture.follow.queue import (
+    METHODS,
+    MetricResult,
+    Queue,
+    Shadows,
+    known,
+    metrics_unseen,
+    wanted_by,
+)
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
 from lightning_spmd.stages.capture.record.packing import parameter_names
@@ -850,7 +858,8 @@ class Following:
             taken = {position for call in calls if call.method in METHODS for position in wanted_by(call)}
             values = [meeting.part(v) if i in taken else v for i, v in enumerate(values)]
         is_global, log = meeting is not None, None if meeting is None else meeting.log_now
-        queue.done(replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log))
+        with metrics_unseen():
+            queue.done(replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log))
 
     def _count_eager(self, reason: str) -> None:
         self._eager += 1

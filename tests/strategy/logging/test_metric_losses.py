@@ -129,6 +129,26 @@ def test_ranks_train_by_the_metric_of_the_whole_batch(two_ranks: RankPool, make:
     assert_equals_one_device(ours, run(make, "auto", data=_in_order, max_epochs=1))
 
 
+class LoggedAndAsked(InParts):
+    """A metric that keeps what has a gradient is logged, before the value of another lets the step run eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Kept()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept(self(batch[0]), batch[1])
+        self.log("kept", self.kept)
+        return F.cross_entropy(self(batch[0]), batch[1]) + super().training_step(batch, batch_idx).detach()
+
+
+@pytest.mark.long
+def test_logs_before_a_step_goes_on_eagerly_are_lightning_s_own(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_on_ranks, LoggedAndAsked)
+    assert all(torch.equal(value, second.weights[name]) for name, value in first.weights.items())
+    assert "kept" in first.final
+
+
 def _in_order() -> L.LightningDataModule:
     return InOrder(rows(), ROWS, shuffle=False)
 

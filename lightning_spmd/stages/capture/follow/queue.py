@@ -172,7 +172,7 @@ class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[m
 
 
 @contextlib.contextmanager
-def _metrics_unseen() -> Iterator[None]:
+def metrics_unseen() -> Iterator[None]:
     """Metrics made inside are not the step's: Lightning keeps each logged value in one of its own."""
     before, private.UNSEEN.on_metric = private.UNSEEN.on_metric, None
     try:
@@ -297,7 +297,7 @@ class Queue:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             self.rows = kwargs.get("batch_size") if self.rows is None else self.rows
             if not self.is_open:
-                with _metrics_unseen():
+                with metrics_unseen():
                     self.log_now(module, (name, known(value), *args), kwargs)
                 return
             if isinstance(value, Tensor) and value.numel() != 1:
@@ -306,7 +306,7 @@ class Queue:
                 )
             at_once = self.logs_at_once and not self.calls and not self.is_own  # the step may ask for it
             if at_once and not isinstance(value, (Tensor, MetricResult, Metric)):
-                with self._beside(), _metrics_unseen():
+                with self._beside(), metrics_unseen():
                     self.log_now(module, (name, value, *args), kwargs)
                 return
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
