@@ -161,11 +161,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "[2-gpt-clip_value-sgd]",
         "[2-conv-plain-adamw]",
         "[2-gpt-clip_norm-adamw_fused]",
-        "[2-mlp-clip_norm-sgd]",
-        "eager_trainer[gpt-plain-sgd]",
-        "eager_trainer[gpt-plain-rmsprop]",
-        "eager_trainer[gpt-clip_value-sgd]",
-        "eager_trainer[gpt-clip_value-rmsprop]",
     ),
     "tests/equality/test_plans.py": (
         "[zero3-2-gpt_llama-accumulate_clip]",
