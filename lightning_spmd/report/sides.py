@@ -92,7 +92,8 @@ def spmd_side(name: str, options: Mapping[str, Any]) -> Side:
 
 def _known(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
-    return f"known are {', '.join(known)}" + (f". Did you mean {near[0]!r}?" if near else "")
+    listed = f"known are {', '.join(known)}"
+    return f"Did you mean {near[0]!r}? ({listed})" if near else listed  # a long list is cut off at its end
 
 
 def _bucket_cap(name: str) -> float:
