@@ -91,7 +91,7 @@ def spmd_side(name: str, options: Mapping[str, Any]) -> Side:
 
 
 def _known(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, known, 1) or [option for option in known if name and name in option]
     listed = f"known are {', '.join(known)}"
     return f"Did you mean {near[0]!r}? ({listed})" if near else listed  # a long list is cut off at its end
 
