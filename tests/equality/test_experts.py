@@ -233,7 +233,18 @@ def test_experts_of_four_data_ranks_equal_one_device(four_ranks: RankPool, name:
     assert all(kept == {share} for _, shares in found for kept in shares.values())
 
 
-def test_a_checkpoint_of_split_experts_is_read_under_another_plan(two_ranks: RankPool, tmp_path: Path) -> None:
-    results = [result for result, _ in two_ranks.run(_interrupted, "mixtral", str(tmp_path), SPLIT, STYLE, 2)]
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (SPLIT, STYLE),
+        pytest.param({**SPLIT, "save_distributed_checkpoint": True}, STYLE, marks=pytest.mark.long),
+        pytest.param({"data_parallel": "zero3", "save_distributed_checkpoint": True}, SPLIT, marks=pytest.mark.long),
+    ],
+    ids=["file", "folder", "folder of zero3"],
+)
+def test_a_checkpoint_of_split_experts_is_read_under_another_plan(
+    two_ranks: RankPool, tmp_path: Path, written: Any, read: Any
+) -> None:
+    results = [result for result, _ in two_ranks.run(_interrupted, "mixtral", str(tmp_path), written, read, 2)]
     assert_compiled(*results)
-    assert_equals_one_device(results, _interrupted("mixtral", str(tmp_path), "auto", "auto", 1)[0])
+    assert_equals_one_device(results, _interrupted("mixtral", str(tmp_path / "alone"), "auto", "auto", 1)[0])
