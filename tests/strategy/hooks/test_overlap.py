@@ -259,7 +259,7 @@ def reading(kind: str, overlap: bool, **flags: Any) -> tuple[Result, list[float]
         return talk(self, batch, pending)
 
     module = Reads(kind)
-    strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
+    strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL, **flags.pop("plan", {})}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executable, "talk", watched)
         data = DataLoader(torch.randn(160, 32), batch_size=4)  # type: ignore[arg-type]
@@ -272,7 +272,7 @@ def reading(kind: str, overlap: bool, **flags: Any) -> tuple[Result, list[float]
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
-        ("branch", {}),
+        ("branch", {"plan": {"rematerialize": 0.5}}),
         ("late", {}),
         ("cleared", {}),
         ("number", {"looks": 1}),
@@ -281,6 +281,7 @@ def reading(kind: str, overlap: bool, **flags: Any) -> tuple[Result, list[float]
             for kind, flags in (
                 ("kept", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
                 ("branch", {"accumulate_grad_batches": 2}),
+                ("branch", {"plan": {"data_parallel": "zero3"}}),
                 *[(kind, {}) for kind in ("early", "rows", "damped", "swapped", "alone")],
             )
         ],
