@@ -245,6 +245,9 @@ def test_experts_of_four_data_ranks_equal_one_device(four_ranks: RankPool, name:
 def test_a_checkpoint_of_split_experts_is_read_under_another_plan(
     two_ranks: RankPool, tmp_path: Path, written: Any, read: Any
 ) -> None:
-    results = [result for result, _ in two_ranks.run(_interrupted, "mixtral", str(tmp_path), written, read, 2)]
+    found = two_ranks.run(_interrupted, "mixtral", str(tmp_path), written, read, 2)
+    results = [result for result, _ in found]
     assert_compiled(*results)
     assert_equals_one_device(results, _interrupted("mixtral", str(tmp_path / "alone"), "auto", "auto", 1)[0])
+    for _, shares in found:
+        _assert_halves(shares)
