@@ -55,6 +55,7 @@ from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs
 from lightning_spmd.strategy.steps.meeting import Call, Fingerprints, LookedAtRows, Meeting
 from lightning_spmd.strategy.steps.own_meeting import logs_of, of_all_ranks
 from lightning_spmd.strategy.steps.replay import replay
+from lightning_spmd.strategy.steps.told import ToldValues
 
 MOST_EAGER = 8
 """After so many steps in a row that ran eagerly training goes on as eager training does."""
@@ -298,6 +299,7 @@ class _Talk:
         self._step, self._known, self._live, self._begin = step, known, live, begin
         self._tensors, self._meeting, self._reads = tensors, meeting, 0
         self._known_alone, self._live_alone = known_alone, live_alone
+        self._values_told = ToldValues(step)
         self._likely: Likely | None = None
         self._is_over, self._same = False, 0  # so many calls are those of the likely graph
         self._numbers: dict[tuple[int, Any], Any] = {}  # in these calls
@@ -383,8 +385,12 @@ class _Talk:
         sized = bool(counts) or not read.reads
         if sized and not self._step.must_be_graph and not any(note.draws for note in notes):
             return None  # that graph would be one for each count
-        program = program_of_beginning(self._step, self._live)
-        return self._run_beginning(program, read.source)
+        if (told := self._values_told.now()) is not None:
+            return told
+        wanted = self._values_told.wanted()
+        return self._values_told.keep(
+            wanted, self._run_beginning(program_of_beginning(self._step, self._live, wanted), read.source)
+        )
 
     def _can_begin(self) -> bool:
         notes = self._step.notes
@@ -432,16 +438,18 @@ class _Talk:
         return [self._numbers[key] for key in self._likely.program.numbers_before(depth)]
 
 
-def program_of_beginning(step: Step, live: Live) -> Program:
+def program_of_beginning(step: Step, live: Live, wanted: Sequence[Source] | None = None) -> Program:
     """What comes before the read at which a step is.
 
     Args:
         step: the step.
         live: what graphs take of it.
+        wanted: what it gives; by default what Python reads.
     """
     *notes, read = step.notes
     live.outside, live.numbers = step.outside, step.numbers_between(0, len(notes))
-    wants = [Want(source, OutputRole.LOGGED) for source in sources_in((read.args, read.kwargs))]
+    wanted = sources_in((read.args, read.kwargs)) if wanted is None else wanted
+    wants = [Want(source, OutputRole.LOGGED) for source in wanted]
     program = Program(notes, read.number, tuple(wants), None, frozenset(live.numbers), live, is_beginning=True)
     if not step.counts:
         return program

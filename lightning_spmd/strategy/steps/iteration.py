@@ -247,7 +247,8 @@ class TrainingIteration:
         """
         self.flush()
         request = dataclasses.replace(request, program=program)
-        key = (program.key, None if meeting is None else meeting.split, self.table.find(request, ()).key)
+        wanted = tuple(want.source for want in program.wants)
+        key = (program.key, wanted, None if meeting is None else meeting.split, self.table.find(request, ()).key)
         try:
             known = self._beginnings.get(key, [])
             fitting = next((index for index, one in enumerate(known) if one.fits(request)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.stages.capture.follow.follower import Step
+from lightning_spmd.strategy.steps.beginnings import Beginnings
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
@@ -222,3 +224,33 @@ class CountsItsSteps(Quiet):
 
 def test_numbers_before_and_behind_a_read() -> None:
     assert assert_as_eager(CountsItsSteps).captures <= 3
+
+
+class RowByRow(Quiet):
+    """A confusion matrix as one writes it down, row by row; a copy of labels is written to between two reads."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        hits, wrong = 0, [0] * scores.shape[1]
+        for guess, label in zip(scores.argmax(1), batch[1], strict=True):
+            hits += int(guess == label)
+            wrong[label] += int(guess != label)
+        labels = batch[1].clone()
+        first = labels[0]
+        before = labels[1].item()
+        labels[0] = 7
+        assert (first.item(), labels[1].item()) == (7, before)
+        return F.cross_entropy(scores, batch[1]) * (1 + hits / 16 + wrong[0] / 32)
+
+
+def _graphs_of_beginnings() -> tuple[Result, int]:
+    with mock.patch.object(Beginnings, "built", autospec=True, side_effect=Beginnings.built) as built:
+        return run(RowByRow, "spmd", 2, max_epochs=1), built.call_count
+
+
+@pytest.mark.long
+def test_on_ranks_a_loop_over_rows_takes_few_graphs(two_ranks: RankPool) -> None:
+    (first, count), (second, _) = two_ranks.run(_graphs_of_beginnings)
+    assert_compiled(first, second)
+    assert_equals_one_device([first, second], run(RowByRow, "auto", data=_in_order, max_epochs=1))
+    assert count < 17  # of 51 reads
