@@ -263,6 +263,7 @@ class SPMDStrategy(SavingStrategy):
             save_as_ever(trainer)
             end_requests(trainer)
             self._resumed = None
+            self._random.end_run()
             self._training.end()
             self._evaluation.end(trainer)
         # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept

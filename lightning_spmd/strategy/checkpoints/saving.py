@@ -186,6 +186,8 @@ class SavingStrategy(ProcessStrategy):
         self._resumed = checkpoint.get(_CHECKPOINT_KEY)
         if isinstance(self.launcher, SlurmLauncher) and self.launcher.chooses_checkpoint:
             check_own_checkpoint(checkpoint_path, self._resumed, os.environ)
+        if self.broadcast(self._random.is_of_this_run(self._resumed)):
+            self._resumed = None
         self._random.resume(self._resumed)
         return checkpoint
 

@@ -6,6 +6,7 @@ Lightning saves none. Only plain tensors and numbers are stored, so the checkpoi
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import torch
@@ -53,11 +54,21 @@ class RandomState:
     def __init__(self) -> None:
         self.streams: RandomStreams | None = None
         self._resumed: dict[str, Any] | None = None
+        self._run = uuid.uuid4().hex
+
+    def end_run(self) -> None:
+        """What is saved from here on is another run's."""
+        self._run = uuid.uuid4().hex
+
+    def is_of_this_run(self, entry: dict[str, Any] | None) -> bool:
+        """Whether an entry was saved in the run that is under way. Lightning's tuners go back by one, and draw on."""
+        return entry is not None and entry.get("run") == self._run
 
     def entry(self, trainer: Any) -> dict[str, Any]:
         """The entry of a checkpoint."""
         within = private.is_within_training_epoch(trainer)
-        return {"random_state": pack_random_state(self.streams, trainer.lightning_module), "within_epoch": within}
+        state = pack_random_state(self.streams, trainer.lightning_module)
+        return {"random_state": state, "within_epoch": within, "run": self._run}
 
     def resume(self, entry: dict[str, Any] | None) -> None:
         """Keep an entry until :meth:`restore`."""

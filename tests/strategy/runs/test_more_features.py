@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins import LayerSync, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from lightning_spmd import SPMDStrategy
@@ -59,6 +60,28 @@ def test_tuners_train(tuner: L.Callback, tmp_path: Path) -> None:
     assert trainer.global_step == 5
     assert isinstance(trainer.strategy, SPMDStrategy)
     assert trainer.strategy.mode == "compiled"
+
+
+def test_a_training_behind_a_tuner_draws_eagers_numbers(tmp_path: Path) -> None:
+    class Tuned(Net):
+        lr = 0.1
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def weights(strategy: str) -> dict[str, Tensor]:
+        L.seed_everything(3)
+        trainer = L.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        module, data = Tuned(), torch.utils.data.DataLoader(rows(), batch_size=ROWS, shuffle=True)
+        Tuner(trainer).lr_find(module, data, num_training=6, update_attr=False)
+        trainer.fit(module, data)
+        return module.state_dict()
+
+    ours, theirs = weights("spmd"), weights("auto")
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 def test_plugins_are_used(tmp_path: Path) -> None:
