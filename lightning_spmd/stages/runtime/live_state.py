@@ -26,6 +26,7 @@ from lightning_spmd.ir.signature import GraphInput, GraphOutput, InputRole, Outp
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
+_NO_STATE: Mapping[str, Any] = {}
 Reader = Callable[[], Any]
 Wrap = Callable[[Tensor, TensorSpec, tuple[Placement, ...]], Tensor]
 
@@ -111,7 +112,8 @@ class LiveState:
             case InputRole.OPTIMIZER_STATE:
                 parameter, name = self._parameters[key[0]], key[1]
                 optimizer = optimizer_of(self.optimizer, parameter)
-                return lambda: optimizer.state[parameter][name]
+                # a look leaves no entry behind: the user may ask whether a parameter has state
+                return lambda: optimizer.state.get(parameter, _NO_STATE)[name]
             case InputRole.HYPER_PARAMETER:
                 return self._hyper_parameter(key)
             case InputRole.HOST_VALUE:

@@ -298,6 +298,37 @@ def test_steps_that_read_overlap_as_others_do(two_ranks: RankPool, kind: str, fl
         assert began >= (0 if kind == "alone" or "looks" in flags else 10), began
 
 
+class Forgets(L.Callback):
+    """Clears the optimizer's state between two batches, and counts what has some."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:  # type: ignore[override]
+        self.sizes.append(len(trainer.optimizers[0].state))
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:  # type: ignore[override]
+        if trainer.global_step % 5 == 4:
+            trainer.optimizers[0].state.clear()
+
+
+def forgetting(overlap: bool) -> tuple[dict[str, Tensor], list[int], int]:
+    L.seed_everything(2)
+    callback, data = Forgets(), DataLoader(torch.randn(96, 32), batch_size=4)  # type: ignore[arg-type]
+    strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
+    result, trainer = fit(Reads("plain"), data, strategy, 2, [callback], max_epochs=1)
+    return result.weights, callback.sizes, deferring(trainer)
+
+
+def test_a_hook_may_clear_the_optimizers_state(two_ranks: RankPool) -> None:
+    ours, plain = (two_ranks.run(forgetting, overlap) for overlap in (True, False))
+    for (weights, sizes, deferred), (expected, wanted, _) in zip(ours, plain, strict=True):
+        assert deferred > 0
+        assert sizes == wanted
+        assert 0 in sizes[1:]
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
 # ---------------------------------------------------------------- when it is on
 class ReadsWeights(L.Callback):
     """Looks at weights between batches."""
