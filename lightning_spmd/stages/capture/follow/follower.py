@@ -424,6 +424,21 @@ class _Below(private.TorchDispatchMode):
         return out if step.is_eager else step.fresh(out)
 
 
+class _Beside:
+    """A context in which calls are not the user's; entered for many calls, so it is no generator."""
+
+    __slots__ = ("_before", "_step")
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._before, self._step.is_apart = self._step.is_apart, True
+
+    def __exit__(self, *error: object) -> None:
+        self._step.is_apart = self._before
+
+
 class Step(TorchFunctionMode):
     """One step.
 
@@ -769,14 +784,9 @@ class Step(TorchFunctionMode):
         """Whether the user's saved-tensor hooks apply to a call."""
         return bool(self.saved.hooks and self.follower.kinds.get(func) == "call" and not isinstance(func, EngineCall))
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self) -> _Beside:
         """A context in which calls are not the user's."""
-        before, self.is_apart = self.is_apart, True
-        try:
-            yield
-        finally:
-            self.is_apart = before
+        return _Beside(self)
 
     def _kind_of(self, func: Any) -> str:
         """How to treat calls of a function, found at its first call."""
@@ -1289,7 +1299,7 @@ class Step(TorchFunctionMode):
         if (known := note.spare.pop(wanted, None)) is not None:  # nobody but the note has what is spare
             note.moulds, note.handed[:] = known
             return
-        with self.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
+        with self.beside(), private.BelowDispatchModes(), private.no_torch_functions():
             shapes = [shape for shape, _ in note.sizes(self.counts)]
             note.moulds = list(map(sized, note.moulds, shapes))
             note.handed[:] = [mould.detach() for mould in note.moulds]
