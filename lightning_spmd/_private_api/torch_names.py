@@ -36,7 +36,7 @@ disable_torch_functions = torch._C.DisableTorchFunction
 function_modes = _get_current_function_mode_stack
 
 
-class disable_dispatch_modes:  # noqa: N801 - a context manager, named as torch's are
+class disable_dispatch_modes:
     """A context without dispatch modes.
 
     Entered some hundred times in a step with experts in a loop, where torch's own takes 30 microseconds each time.
