@@ -331,6 +331,7 @@ class SPMDStrategy(SavingStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self.flush()  # a tuner trains without the callback that finishes an epoch's work
         super().on_train_end()
         self._training.accounts.tell()
 

@@ -152,6 +152,7 @@ class SavingStrategy(ProcessStrategy):
     @override
     @names_lost_ranks
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.flush()  # a deferred update is one of the weights that were before
         module = self.lightning_module
         if module is None:
             super().load_model_state_dict(checkpoint, strict)
@@ -168,6 +169,7 @@ class SavingStrategy(ProcessStrategy):
     @override
     @names_lost_ranks
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.flush()
         states = self._layout.optimizer_states(checkpoint["optimizer_states"], self.lightning_module, self.optimizers)
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         if self._wide_state:

@@ -9,7 +9,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Timer,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -184,6 +190,28 @@ def test_resume_in_mid_epoch_is_bitwise(two_ranks: RankPool, tmp_path: Path) -> 
     again = two_ranks.run(resumed, tmp_path / "again", tmp_path / "step=9.ckpt")
     for ours, wanted in zip(again, whole, strict=True):
         _assert_continues(ours, wanted)
+
+
+class Tuned(Fails):
+    """Its learning rate is looked for."""
+
+    lr = 0.1
+
+
+def behind_a_tuner(overlap: bool, folder: Path) -> tuple[dict[str, Tensor], int]:
+    """Weights of a training behind another one, whose weights a checkpoint undid."""
+    L.seed_everything(2)
+    data = DataLoader(torch.randn(64, 32), batch_size=4)  # type: ignore[arg-type]
+    strategy, tuner = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}, LearningRateFinder(num_training_steps=6)
+    result, trainer = fit(Tuned(), data, strategy, 2, [tuner], max_epochs=1, default_root_dir=folder)
+    return result.weights, deferring(trainer)
+
+
+def test_what_a_tuner_leaves_changes_no_restored_weight(two_ranks: RankPool, tmp_path: Path) -> None:
+    ours, plain = (two_ranks.run(behind_a_tuner, overlap, tmp_path) for overlap in (True, False))
+    for (weights, deferred), (expected, _) in zip(ours, plain, strict=True):
+        assert deferred > 0
+        assert all(torch.equal(weights[k], v) for k, v in expected.items())
 
 
 class Ragged(L.LightningDataModule):
