@@ -204,7 +204,7 @@ class SPMDStrategy(SavingStrategy):
         steps = StepsInGraphs()
         self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random)
         self.accounts = self._training.accounts
-        self._evaluation = Evaluation(self._layout, steps, self._new_evaluation)
+        self._evaluation = Evaluation(self._layout, self.layer_sharing, steps, self._new_evaluation)
 
     # ------------------------------------------------------------------ from setup to teardown
     @override

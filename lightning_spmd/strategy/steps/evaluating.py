@@ -17,6 +17,7 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import tell
 from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.strategy.graphs.run_context import FellBack
+from lightning_spmd.strategy.state.layer_sharing import LayerSharing
 from lightning_spmd.strategy.state.state_layout import StateLayout
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
 from lightning_spmd.strategy.steps.replay import StepsInGraphs
@@ -58,13 +59,17 @@ class Evaluation:
 
     Args:
         layout: the placement of parameters. If every rank has all of them, no step needs a graph.
+        layers: which layers ranks share; until a plan is found, they share none.
         steps: the methods that have run as graphs.
         new_graphs: creates the owner of a run's graphs.
     """
 
-    def __init__(self, layout: StateLayout, steps: StepsInGraphs, new_graphs: Callable[[], EvaluationSteps]) -> None:
+    def __init__(
+        self, layout: StateLayout, layers: LayerSharing, steps: StepsInGraphs, new_graphs: Callable[[], EvaluationSteps]
+    ) -> None:
         self.graphs: EvaluationSteps | None = None
         self._layout = layout
+        self._layers = layers
         self._ranks = layout.ranks
         self._steps = steps
         self._new_graphs = new_graphs
@@ -103,6 +108,8 @@ class Evaluation:
             turns.last = args
         batches = None if self._ranks.mesh is None else self._ranks.batches
         if not self.in_graphs:
+            if self._layers.is_sought:  # behind the sanity check, graphs log under the same keys
+                self._steps.add(method)
             return self._steps.run_eagerly(module, method, eager, args, kwargs, batches)
         if kwargs:
             raise ConfigurationError(f"{method} was called with keywords ({', '.join(kwargs)}); Lightning passes none")

@@ -173,13 +173,13 @@ def log_keys_kept(module: nn.Module, rows: int | None, batches: int) -> Iterator
 
 
 class StepsInGraphs:
-    """Which step methods have logged from graphs: Lightning keeps a run's keys for good."""
+    """Which step methods log from graphs, now or later: Lightning keeps a run's keys for good."""
 
     def __init__(self) -> None:
         self._methods: set[str] = set()
 
     def add(self, method: str) -> None:
-        """A graph ran in place of this method."""
+        """Graphs run in place of this method."""
         self._methods.add(method)
 
     def run_eagerly(

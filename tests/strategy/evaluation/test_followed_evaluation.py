@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -84,6 +84,37 @@ def test_python_runs_once_in_each_step(two_ranks: RankPool, settings: dict[str, 
         assert rows == [[True] * 3, [True] * 2]
         for mine, reference in zip(found, theirs, strict=True):
             assert mine == pytest.approx(reference, rel=1e-5)
+
+
+class Checked(Everything):
+    """Logs a number too; without dropout, for comparison across numbers of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Identity()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        super().validation_step(batch, batch_idx)
+        self.log("rows", float(len(batch[0])))
+
+
+def _fit_with_sanity_check(strategy: Any, devices: int) -> dict[str, float]:
+    L.seed_everything(11)
+    flags = {**QUIET, "limit_val_batches": None, "num_sanity_val_steps": 1, "val_check_interval": 0.5, "max_epochs": 1}
+    trainer = L.Trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **flags)
+    trainer.fit(Checked(), Same((24,)))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _fit_with_a_plan_that_is_found() -> dict[str, float]:
+    return _fit_with_sanity_check(SPMDStrategy(tensor_parallel_size=2, tensor_parallel_plan="auto"), 2)
+
+
+def test_a_sanity_check_before_a_plan_is_found_uses_the_same_keys(two_ranks: RankPool) -> None:
+    """It runs on whole layers, and so eagerly; the validations behind it are graphs."""
+    theirs = _fit_with_sanity_check("auto", 1)
+    for ours in two_ranks.run(_fit_with_a_plan_that_is_found):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 # ---------------------------------------------------------------------- what is a rank's own
