@@ -148,6 +148,15 @@ class StateMesh:
                 by_name[axis] = Shard(placement.dim, getattr(placement, "blocks", 1))
         return tuple(by_name.get(axis.name, REPLICATE) for axis in self.axes)
 
+    @torch.no_grad()
+    def take(self, live: Tensor, whole: Tensor) -> None:
+        """Write this rank's part of a whole tensor into a live one, unless it has these values."""
+        own, piece = private.local_tensor(live).detach(), whole.detach()
+        if isinstance(live, DTensor):
+            piece = local_piece(piece, self.placements_of(live), self.axes)
+        if not torch.equal(own, piece):
+            own.copy_(piece)
+
     # ------------------------------------------------------------------ back to wholes
     def whole(self, tensor: Tensor) -> Tensor:
         """The whole of a sharded tensor on every rank, laid out as it was, a collective; other tensors as they are."""
@@ -285,8 +294,16 @@ def sharded_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 @contextlib.contextmanager
-def sharded_tensors_as(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, ``change(tensor)`` stands for every sharded parameter and buffer of a module; tied ones stay tied."""
+def sharded_tensors_as(
+    module: nn.Module, change: Callable[[Tensor], Tensor], back: Callable[[Tensor, Tensor], None] | None = None
+) -> Iterator[None]:
+    """Inside, ``change(tensor)`` stands for every sharded parameter and buffer of a module; tied ones stay tied.
+
+    Args:
+        module: the module.
+        change: of a live tensor.
+        back: called at the end with each live tensor and what stood for it then.
+    """
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     changed: dict[int, Tensor] = {}
     try:
@@ -301,4 +318,6 @@ def sharded_tensors_as(module: nn.Module, change: Callable[[Tensor], Tensor]) ->
         yield
     finally:
         for tensors, key, live in before:
-            tensors[key] = live
+            now, tensors[key] = tensors.get(key), live
+            if back is not None and isinstance(now, Tensor):
+                back(live, now)

@@ -84,8 +84,8 @@ class SavingStrategy(ProcessStrategy):
     def full_parameters(self) -> Iterator[None]:
         """A context in which the module's sharded parameters are plain whole tensors, for code that calls the module.
 
-        All ranks enter together. Meanwhile each rank holds all parameters. Writes to them are lost. Without sharded
-        parameters the context does nothing.
+        All ranks enter together. Meanwhile each rank holds all parameters. At the end each takes its part of what was
+        written into them, so all ranks write the same. Without sharded parameters the context does nothing.
 
         Example::
 

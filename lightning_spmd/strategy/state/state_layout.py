@@ -123,11 +123,14 @@ class StateLayout:
     # ------------------------------------------------------------------ whole
     @contextlib.contextmanager
     def whole(self, module: nn.Module | None) -> Iterator[None]:
-        """Inside, sharded parameters of the module are plain whole tensors; all ranks enter together."""
+        """Inside, sharded parameters of the module are plain whole tensors; all ranks enter together.
+
+        What was written into them is kept: each rank takes its part.
+        """
         if self.state is None or module is None:
             yield
             return
-        with sharded_tensors_as(module, self.state.whole):
+        with sharded_tensors_as(module, self.state.whole, self.state.take):
             yield
 
     # ------------------------------------------------------------------ out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import lightning as L
@@ -218,3 +219,34 @@ def test_hooks_see_gradients(two_ranks: RankPool, plan: str, model: str) -> None
         assert result.mode == "split"
         assert seen == pytest.approx(norms, rel=1e-4)
         assert deviation(result, reference).weights <= 1e-4
+
+
+class Normalizes(L.Callback):
+    """Writes into parameters between steps, in ways that a tensor's version shows and does not show."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        around = getattr(trainer.strategy, "full_parameters", contextlib.nullcontext)
+        with around(), torch.no_grad():
+            first, *others = pl_module.parameters()
+            first.data.div_(first.norm().clamp(min=1.0))
+            for other in others:
+                other.mul_(0.99)
+
+
+def _normalized(settings: dict[str, Any] | None, devices: int) -> list[float]:
+    case = TrainingCase("gpt_tied", "adamw", batches=6, dropout=0.0, eps=1e-5)
+    strategy: Any = "auto" if settings is None else settings
+    data = InOrder(samples(case.model, 96), 16)
+    result, _ = fit(case.module(), data, strategy, devices, [Normalizes()], **case.flags())
+    return result.losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"data_parallel": "zero3"}, {"data_parallel": "zero3", "overlap_iterations": True, "bucket_size_mb": 0.0005}],
+    ids=["zero3", "overlaps"],
+)
+def test_what_is_written_into_full_parameters_stays(two_ranks: RankPool, settings: dict[str, Any]) -> None:
+    theirs = _normalized(None, 1)
+    for ours in two_ranks.run(_normalized, settings, 2):
+        assert ours == pytest.approx(theirs, rel=1e-5)
