@@ -166,10 +166,9 @@ def build_layout(
     options = strategy.parallel_options
     sharing = strategy.layer_sharing
     strategy.expert_sharing.resolve(capture.module)
-    if sharing.size > 1:
-        if sharing.is_sought:
-            sharing.find(capture.parts[0].captured, capture.module, lambda found: found)
-        sharing.resolve(capture.module)
+    if sharing.size > 1 and sharing.is_sought:
+        sharing.find(capture.parts[0].captured, capture.module, lambda found: found)
+    sharing.resolve(capture.module)
     ranks = Ranks(options, "auto", None)
     with decided_for(kind):
         return [_build_part(part, axes, strategy, ranks, seconds_of, on_stage) for part in capture.parts]

@@ -222,8 +222,8 @@ class SPMDStrategy(SavingStrategy):
             check_same_tensors(self.model, self._ranks.control)
             begin_alike(self.model)
             self.expert_sharing.resolve(self.model)
-            if self.layer_sharing.size > 1:
-                self.layer_sharing.resolve(self.model)
+        self.layer_sharing.resolve(self.model)
+        if self.is_distributed:
             self._ranks.sync_metrics(self.model)
         self._layout.shard(self.model)
         if trainer.state.fn == TrainerFn.FITTING:

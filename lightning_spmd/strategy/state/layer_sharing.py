@@ -41,6 +41,8 @@ class LayerSharing:
             )
         if size == 1 and wanted is not None:
             warn("tensor_parallel_plan is not used: tensor_parallel_size is 1, so every rank has whole layers")
+        elif size == 1 and sequence:
+            warn("sequence_parallel is not used: tensor_parallel_size is 1, so no layers are shared")
         self.wanted = wanted
         self.size = size
         self.sequence = sequence
@@ -61,6 +63,8 @@ class LayerSharing:
         """
         plan: Any = self.found or {} if self.wanted == "auto" else self.wanted or {}
         resolved = resolve_plan(module, plan, self.size, sequence_parallel=self.sequence and bool(plan))
+        if self.size == 1:
+            return  # a plan that is kept for more devices is read all the same: a mistake shows here, not there
         twice = [name for name in self.experts() if resolved.placements[name] != REPLICATE]
         if twice:
             raise ConfigurationError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.errors import ConfigurationError
@@ -51,3 +53,28 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, allowe
 )
 def test_a_value_that_can_be_is_taken(options: dict[str, Any]) -> None:
     SPMDStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"laier": "colwise"}, "no module matches 'laier'; near: 'layer'"),
+        ({"layer": "colwize"}, "did you mean 'colwise'"),
+        ({"layer": {"style": "colwise", "parts": 5}}, "are not 5 equal parts"),
+    ],
+    ids=["pattern", "style", "parts"],
+)
+@pytest.mark.filterwarnings("ignore:tensor_parallel_plan is not used")
+def test_a_plan_that_one_device_does_not_use_is_read_all_the_same(plan: dict[str, Any], said: str) -> None:
+    trainer = L.Trainer(
+        strategy=SPMDStrategy(tensor_parallel_plan=plan), accelerator="cpu", devices=1, max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match=said):
+        trainer.fit(BoringModel())
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_plan": "auto"}, {"sequence_parallel": True}], ids=str)
+def test_an_option_of_shared_layers_without_any_is_said(options: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=f"{next(iter(options))} is not used: tensor_parallel_size is 1"):
+        SPMDStrategy(**options)
