@@ -123,6 +123,8 @@ def _all_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[A
     """Arguments in the order of the schema, with defaults."""
     arguments = func._schema.arguments  # noqa: SLF001 - how operators are described everywhere in torch
     given: dict[str, Any] = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    if given.get("pin_memory") is False:  # what torch's parser says where nothing was said
+        del given["pin_memory"]
     return [given.get(a.name, a.default_value if a.has_default_value() else None) for a in arguments]
 
 

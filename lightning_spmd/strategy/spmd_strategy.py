@@ -302,7 +302,7 @@ class SPMDStrategy(SavingStrategy):
         if not self._training.give_gradients(module):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self._training.average_gradients(module)
-        with mixed_placements_allowed(module):
+        with mixed_placements_allowed(self._layout, module):
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

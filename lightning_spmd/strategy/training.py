@@ -458,7 +458,7 @@ class Training:
     def _apply(self, iteration: TrainingIteration, optimizer: Optimizer) -> None:
         scaler = iteration.context.scaler
         scaler.unscale(optimizer, on_ranks=self._ranks.mesh is not None)
-        with mixed_placements_allowed(self._module):
+        with mixed_placements_allowed(self._layout, self._module):
             private.after_closure(self._module.trainer.precision_plugin, self._module, optimizer)
         if self._pauses is not None:
             if self._pauses.end():

@@ -81,6 +81,8 @@ def add_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         module: owner of the parameters.
         gradients: by the parameter's name.
     """
+    if not gradients:
+        return
     parameters = dict(module.named_parameters())
     for name, gradient in gradients.items():
         parameter = parameters[name]
