@@ -41,6 +41,8 @@ def names_lost_ranks(method: F) -> F:
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._ranks.control is None:
+            return method(self, *args, **kwargs)
         with lost_ranks_named(self._ranks.control):
             return method(self, *args, **kwargs)
 
