@@ -144,13 +144,18 @@ def own_line(error: BaseException) -> str | None:
         frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:  # in a file that was to be imported
         frames.append((error.filename, error.lineno or 1))
-    trainer = (_PACKAGE, *_folders("lightning"))
-    inside = next((number for number, (file, _) in enumerate(frames) if file.startswith(trainer)), 0)
-    found = [frame for frame in frames[inside:] if _is_own(frame[0])]
+    inside = next((number for number, (file, _) in enumerate(frames) if is_of_trainer(file)), 0)
+    found = [frame for frame in frames[inside:] if is_own_file(frame[0])]
     return f"{found[-1][0]}:{found[-1][1]}" if found else None
 
 
-def _is_own(file: str) -> bool:
+def is_of_trainer(file: str) -> bool:
+    """Whether a source file is Lightning's or this package's."""
+    return file.startswith((_PACKAGE, *_folders("lightning")))
+
+
+def is_own_file(file: str) -> bool:
+    """Whether a source file is the user's: of no installed package, nor of the standard library."""
     if file.startswith(("<", _PACKAGE)) or any(part in file for part in _INSTALLED):
         return False
     return not file.startswith((*_STANDARD, *_folders(*_LIBRARIES)))

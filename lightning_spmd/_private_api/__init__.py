@@ -155,6 +155,7 @@ from lightning_spmd._private_api.torch_names import (
     disable_dispatch_modes,
     disable_torch_functions,
     dtensor_strategies,
+    frames_of_threads,
     function_modes,
     give_groups,
     has_dtensor_strategy,
@@ -172,6 +173,7 @@ from lightning_spmd._private_api.torch_names import (
 )
 
 __all__ = [
+    "frames_of_threads",
     "ReentrantCheckpoint",
     "generator_states",
     "TRANSFORMS",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import linecache
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -136,6 +138,11 @@ def _forget_source(filename: str) -> None:
 def collectives_begun(group: Any) -> int:
     """How many collectives this rank has begun in a process group; unequal numbers mean that one of them hangs."""
     return int(group._get_sequence_number_for_group())
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """The innermost frame of each thread. Without it nobody knows where a rank waits alone."""
+    return sys._current_frames()
 
 
 def default_store() -> Any:

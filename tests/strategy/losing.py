@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
+from torchmetrics import MeanMetric
 
+from lightning_spmd.stages.runtime.agreement import control
+from lightning_spmd.strategy.ranks import ranks
 from tests.helpers.training import QUIET
 from tests.strategy.small import Quiet, loader_of, rows
 
@@ -28,6 +32,12 @@ class Ends(L.Callback):
             raise ValueError("a hook of rank 1 failed")
         if self.how == "storage" and trainer.global_rank == 1:
             raise RuntimeError("connection reset by the storage")
+        if self.how == "computes" and trainer.global_rank == 0:
+            metric = MeanMetric()
+            metric.update(1.0)
+            print(float(metric.compute()))
+        if self.how == "sums a weight" and trainer.global_rank == 0:
+            print(float(next(trainer.model.parameters()).full_tensor().sum()))
 
 
 class EndsInStep(Quiet):
@@ -39,10 +49,16 @@ class EndsInStep(Quiet):
         super().optimizer_step(*args, **kwargs)
 
 
+ALONE = ("computes", "sums a weight")
+"""What one rank does alone, where all have to."""
+
+
 def main(how: str) -> None:
+    if how in ALONE:
+        control.LOOK_AROUND, control.SAY_SO, ranks.LOOK_AROUND = timedelta(seconds=0.3), 2.0, timedelta(seconds=0.3)
     trainer = L.Trainer(
-        strategy="spmd", devices=2, max_epochs=1, limit_val_batches=0, callbacks=[Ends(how)],
-        use_distributed_sampler=False, **QUIET,
+        strategy="spmd_zero3" if how == "sums a weight" else "spmd", devices=2, max_epochs=1, limit_val_batches=0,
+        callbacks=[Ends(how)], use_distributed_sampler=False, **QUIET,
     )  # fmt: skip
     begun = time.monotonic()
     try:

@@ -22,8 +22,9 @@ from lightning_spmd.parallel.mesh import Mesh, batch_coordinates, make_mesh, mes
 from lightning_spmd.parallel.parallel_plan import MeshPlan, OwnBatchPlan, ParallelPlan
 from lightning_spmd.parallel.shared_groups import Lease, lease_groups, make_host_group
 from lightning_spmd.stages.capture.user_code import user_location
-from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
+from lightning_spmd.stages.runtime.agreement.control import LOOK_AROUND, ControlPlane, Place
 from lightning_spmd.stages.runtime.agreement.lost_ranks import is_communication_failure
+from lightning_spmd.stages.runtime.agreement.whereabouts import Lookout
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
 
@@ -69,6 +70,7 @@ class Ranks:
         self._processes: Processes | None = None
         self._flat: Mesh | None = None
         self._leases: list[Lease] = []
+        self._lookout: Lookout | None = None
         self._metrics: list[Metric] = []
 
     # ------------------------------------------------------------------ from setup to teardown
@@ -88,12 +90,16 @@ class Ranks:
         key, make = self._mesh_wanted(sizes, self._shard_size(sizes, processes.on_node))
         host, self.mesh = self._lease({"host": make_host_group, key: make})
         self.control = ControlPlane(host.group, self.timeout)
+        self._lookout = Lookout(self.control.peers.stay_at, LOOK_AROUND)
 
     def _shard_size(self, sizes: Mapping[str, int], on_node: int) -> int:
         return shard_size(self.shard_size, sizes, on_node, self.options.expert_parallel_size)
 
     def end(self) -> None:
         """Release the process groups to the next Trainer."""
+        if self._lookout is not None:
+            self._lookout.end()
+            self._lookout = None
         self._flat = None
         while self._leases:
             self._leases.pop().end()

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_spmd.errors import BatchError, RankDisagreementError, RankLostError
 from lightning_spmd.stages.runtime.agreement import lost_ranks
 from lightning_spmd.stages.runtime.agreement.lost_ranks import Peers, Process, is_communication_failure
+from lightning_spmd.stages.runtime.agreement.whereabouts import Whereabouts
 
 GLOO = RuntimeError(
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:30641"
@@ -51,6 +52,23 @@ def test_a_rank_that_raised_is_named_with_its_error() -> None:
     assert "This rank was at training batch 3 of epoch 0." in text
     assert "Connection closed by peer" not in text  # what is known is enough
     assert text.endswith("ckpt_path='last') goes on from the last checkpoint.")
+
+
+def test_a_rank_that_stays_somewhere_is_named_with_its_line() -> None:
+    first, second, third = _three(ELSEWHERE, ELSEWHERE)
+    second.stay_at(Whereabouts("train.py:7"))
+    third.stay_at(Whereabouts("train.py:8", "barrier", (0, 1, 2)))
+    third.wait_at("a barrier")  # that it says itself
+    assert list(first.staying()) == [1]
+    text = str(first.explain(RuntimeError("Timed out waiting 20000ms for a message"), "training batch 3 of epoch 0"))
+    assert text.startswith(
+        "rank 1 has been at train.py:7; rank 2 waits at a barrier. This rank was at training batch 3"
+    )
+    assert "it waited 20 s for it, which is the timeout" in text
+    third.wait_at("")
+    assert str(first.staying()[2]) == "in torch.distributed's barrier, at train.py:8"
+    second.stay_at(None)
+    assert list(first.staying()) == [2]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from tests.strategy.losing import Ends
 from tests.strategy.small import Quiet, loader_of, rows
 
 FOLDER = Path(__file__).parents[3]
+LOSING = FOLDER / "tests" / "strategy" / "losing.py"
+ALONE = {"computes": "metric.compute()", "sums a weight": "next(trainer.model.parameters()).full_tensor()"}
 
 
 def _lose(how: str) -> list[str]:
@@ -49,6 +51,19 @@ def test_the_rank_that_is_gone_is_named(how: str, survivor: int, words: list[str
     output = _lose(how)[survivor]
     for word in [*words, "This rank was "]:
         assert word in output, output
+
+
+@pytest.mark.parametrize(
+    ("how", "collective"), [("computes", "barrier"), ("sums a weight", "gathering of a sharded tensor")]
+)
+def test_a_collective_on_one_rank_alone_ends_with_its_line(how: str, collective: str) -> None:
+    first, second = _lose(how)
+    line = next(n for n, text in enumerate(LOSING.read_text().splitlines(), 1) if f"print(float({ALONE[how]}" in text)
+    says = (
+        f"rank 0 waits for the others in torch.distributed's {collective}, at {LOSING}:{line}, and rank 1 waits for it"
+    )
+    assert f"RankDisagreementError: {says} at training batch 2 of epoch 0: one rank alone calls" in second, second
+    assert f"rank 1 failed with RankDisagreementError: {says}" in first, first
 
 
 def _raising(how: str) -> tuple[str, str]:

@@ -116,6 +116,7 @@ class ControlPlane:
         dist.all_gather_object(sides, (Process.this(), _last_run[0]), group=group)
         _last_run[0] = 1 + max(run for _, run in sides)  # ranks that failed early have seen fewer
         self.peers = Peers(private.default_store(), _last_run[0], self.rank, [process for process, _ in sides])
+        self._told = False
         self._memory = shared_numbers(self.rank, self.world_size, NUMBERS, self.gather)
 
     def vote(
@@ -192,7 +193,13 @@ class ControlPlane:
     def _through_memory(self, memory: SharedNumbers, numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
         """The same where all ranks are on one machine."""
         exchange = memory.show(numbers)
-        return lambda: [max(column) for column in zip(*memory.wait(exchange, self._glances()), strict=True)]
+
+        def largest() -> Sequence[int]:
+            numbers = [max(column) for column in zip(*memory.wait(exchange, self._glances()), strict=True)]
+            self._wait_no_more()
+            return numbers
+
+        return largest
 
     def _glances(self) -> Callable[[float], None]:
         """Is called in a wait with the seconds so far, and looks around now and then."""
@@ -223,21 +230,48 @@ class ControlPlane:
                     raise self.peers.explain(error, str(self.place)) from None
                 self._look_around(begun)
             else:
+                self._wait_no_more()
                 return
+
+    def _wait_no_more(self) -> None:
+        if self._told:
+            self._told = False
+            self.peers.wait_at("")
 
     def _look_around(self, begun: float) -> None:
         self.peers.wait_at(str(self.place))
+        self._told = True
         self._stop_if_lost()
         waited = time.monotonic() - begun
+        if waited >= min(SAY_SO, self._timeout.total_seconds() / 2):
+            self._stop_if_apart()
         if SAY_SO <= waited < SAY_SO + LOOK_AROUND.total_seconds():
             here = {self.rank: str(self.place), **self.peers.waiting()}
             missing = [rank for rank in range(self.world_size) if rank not in here]
             if self.rank == min(here):
                 places = ", ".join(f"rank {rank} at {place}" for rank, place in sorted(here.items()))
+                known = "".join(f"; rank {rank} has been {there}" for rank, there in self.peers.staying().items())
                 warn(
                     f"strategy='spmd' has been waiting for {waited:.0f} s: {places}; ranks {missing} do not wait: they "
-                    "are busy, or stuck somewhere else",
+                    f"are busy, or stuck somewhere else{known}",
                     everywhere=True,
+                )
+
+    def _stop_if_apart(self) -> None:
+        """End where a rank waits for this one in a collective of its own: neither could ever go on.
+
+        Raises:
+            RankDisagreementError: naming the line on that rank.
+        """
+        staying = self.peers.staying()
+        absent = set(range(self.world_size)) - {self.rank} - set(self.peers.waiting())
+        stuck = all(rank in staying and staying[rank].collective for rank in absent)
+        for rank, there in staying.items():
+            if there.needs(self.rank) or (there.collective and stuck):
+                raise RankDisagreementError(
+                    f"rank {rank} waits for the others {there}, and rank {self.rank} waits for it at {self.place}: one "
+                    "rank alone calls what all ranks have to (compute() of a metric, self.all_gather, a weight of "
+                    "which each rank holds a part). Call it on all ranks, and let one of them print or write the result"
                 )
 
     def _stop_if_lost(self) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_spmd.errors import RankLostError, SPMDError, own_line
+from lightning_spmd.stages.runtime.agreement.whereabouts import Whereabouts
 
 # Processes that end leave their notes and their sockets at about the same time, in any order.
 PATIENCE = 5.0
@@ -111,8 +112,12 @@ class Peers:
             self._set("lost" if lost else "failed", _summary(error) + _raised_at(error))
 
     def wait_at(self, place: str) -> None:
-        """Tell the others where this rank has been waiting."""
+        """Tell the others where this rank has been waiting; an empty place: it does no longer."""
         self._set("waits", place)
+
+    def stay_at(self, here: Whereabouts | None) -> None:
+        """Tell the others where this rank has been for a while; None: it is there no more."""
+        self._set("stays", "" if here is None else here.as_text())
 
     def news(self) -> str | None:
         """What is known of failed or lost ranks; None if nothing is."""
@@ -127,7 +132,13 @@ class Peers:
 
     def waiting(self) -> dict[int, str]:
         """Ranks that have been waiting, and where."""
-        return {rank: text for rank in self._others() if (text := self._get("waits", rank)) is not None}
+        return {rank: text for rank in self._others() if (text := self._get("waits", rank))}
+
+    def staying(self) -> dict[int, Whereabouts]:
+        """Ranks that have been somewhere for a while without waiting for an exchange, and where."""
+        waiting = self.waiting()
+        texts = {rank: self._get("stays", rank) for rank in self._others() if rank not in waiting}
+        return {rank: Whereabouts.from_text(text) for rank, text in texts.items() if text}
 
     def explain(self, error: BaseException, place: str = "") -> RankLostError:
         """The error that names the rank whose end broke a collective, if it can be known.
@@ -151,7 +162,9 @@ class Peers:
         silent = [r for r in self._others() if self._get("lost", r) is None]
         waiting = [f"rank {rank} waits at {text}" for rank, text in self.waiting().items()]
         named = ", ".join(f"rank {r} (process {self._processes[r].pid} on {self._processes[r].host})" for r in silent)
-        parts = [f"no sign of life of {named}" if named else "the connection to another rank broke", *waiting]
+        staying = [f"rank {rank} has been {here}" for rank, here in self.staying().items()]
+        unknown = f"no sign of life of {named}" if named else "the connection to another rank broke"
+        parts = [*staying, *waiting] if staying else [unknown, *waiting]
         return "; ".join(parts)
 
     def _others(self) -> list[int]:
