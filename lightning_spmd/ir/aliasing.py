@@ -18,14 +18,14 @@ from torch import fx
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default  # noqa: SLF001 - an operator's public name
 # operator -> (position of `training` if it has one, positions of the statistics that it then writes)
-_UNDECLARED_WRITES: dict[Any, tuple[int | None, tuple[int, ...]]] = {
+UNDECLARED_WRITES: dict[Any, tuple[int | None, tuple[int, ...]]] = {
     _aten.batch_norm_gather_stats_with_counts.default: (None, (3, 4)),
     _aten.native_batch_norm.default: (5, (3, 4)),
     _aten.cudnn_batch_norm.default: (5, (3, 4)),
     _aten.miopen_batch_norm.default: (5, (3, 4)),
 }
 # Views that their schemas call fresh: autograd may then write into them, storage is shared all the same.
-_UNDECLARED_VIEWS = {
+UNDECLARED_VIEWS = {
     _aten._unsafe_view.default,  # noqa: SLF001 - an operator's public name
     _aten.unsafe_split.Tensor,
     _aten.unsafe_split_with_sizes.default,
@@ -55,10 +55,10 @@ def _facts_of(target: Any) -> _Facts:
     if found is None:
         found = _facts[id(target)] = _Facts(
             target,
-            _UNDECLARED_WRITES.get(target),
+            UNDECLARED_WRITES.get(target),
             _declared_writes(target),
             _declared_aliases(target),
-            target is _WAIT or target in _UNDECLARED_VIEWS,
+            target is _WAIT or target in UNDECLARED_VIEWS,
         )
     return found
 
@@ -112,7 +112,7 @@ def _declared_aliases(target: Any) -> tuple[_Argument, ...]:
 def gives_fresh_tensors(target: Any) -> bool:
     """Whether an operator writes into no argument, and its results share no storage with its arguments."""
     schema = target._schema  # noqa: SLF001 - how operators are described everywhere in torch
-    if target in _UNDECLARED_VIEWS or target in _UNDECLARED_WRITES or schema.is_mutable:
+    if target in UNDECLARED_VIEWS or target in UNDECLARED_WRITES or schema.is_mutable:
         return False
     return all(r.alias_info is None for r in schema.returns)
 

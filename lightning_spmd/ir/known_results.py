@@ -4,9 +4,10 @@ The result's spec depends only on the specs of the operands. A model's layers re
 traces of one step, the programs of each rank, and the sizes of a rank's piece. Asking torch's shape function takes a
 hundred microseconds.
 
-Not remembered: operators of libraries (their shape functions may look at anything), results that depend on data or on a
-storage offset, complex numbers (a conjugate view looks like any other tensor), operators that change the shape of their
-operand in place, and composite operators (``atleast_1d`` may return its operand, or a view).
+Not remembered: operators of libraries (their shape functions may look at anything), results that depend on data (those
+of ``x[index]`` only where an index is a mask) or on a storage offset, complex numbers (a conjugate view looks like any
+other tensor), operators that change the shape of their operand in place, and composite operators (``atleast_1d`` may
+return its operand, or a view).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _results: dict[Any, Any] = {}
 
 BY_PLACE = {aten.as_strided, aten.as_strided_, aten.as_strided_copy, aten.as_strided_scatter}
 """Operators whose result depends on how their first operand lies in its storage."""
+_INDEX = aten.index.Tensor
+_MASKS = (torch.bool, torch.uint8)
 _UNLIKE = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -56,6 +59,8 @@ def key_of(op: Any, args: Any, kwargs: Any, look: Callable[[Any], Any]) -> Any:
         return type(seen), seen
 
     try:
+        if op is _INDEX and any(_is_mask(look(index)) for index in args[1]):
+            return None
         key = (op, torch.get_default_dtype(), part(args), tuple((name, part(value)) for name, value in kwargs.items()))
         hash(key)
     except TypeError:
@@ -88,8 +93,12 @@ def forget() -> None:
     _results.clear()
 
 
+def _is_mask(seen: Any) -> bool:
+    return isinstance(seen, TensorSpec) and seen.dtype in _MASKS
+
+
 @functools.cache
 def _is_known(op: Any) -> bool:
     if getattr(op, "namespace", None) != "aten" or op is aten.view.dtype or op.overloadpacket in BY_PLACE:
         return False
-    return not any(tag in op.tags for tag in _UNLIKE) and not is_composite(op)
+    return op is _INDEX or not (any(tag in op.tags for tag in _UNLIKE) or is_composite(op))

@@ -95,6 +95,9 @@ def _calls(tensors: list[Tensor]) -> None:
     torch.nn.functional.layer_norm(x, x.shape[1:])
     torch.ops.aten._unsafe_view(y, [y.numel()])
     x.unbind(1)
+    torch.unsafe_split(x, 2)
+    x[[2, 0], :, None]
+    torch.nn.functional.batch_norm(x, torch.zeros(6), torch.ones(6), training=True)
     (x @ weight).detach().add_(y.sum())
     x.transpose_(0, 1)
     x.squeeze_()
@@ -125,6 +128,17 @@ def test_default_dtype_and_changed_shapes_are_seen() -> None:
             torch.set_default_dtype(torch.float32)
         assert calls.make(divide, (whole, 2), {}).dtype == torch.float32
         assert calls.make(divide, (whole.t_(), 2), {}).shape == (3, 2)
+
+
+def test_rows_that_a_mask_chooses_are_not_those_that_numbers_choose() -> None:
+    mode = private.FakeTensorMode()
+    calls, index = FakeCalls(mode), torch.ops.aten.index.Tensor
+    with mode, torch.no_grad():
+        rows = torch.ones(4, 3)
+        for _ in range(2):
+            assert calls.make(index, (rows, [torch.zeros(2, dtype=torch.int64)]), {}).shape == (2, 3)
+            with pytest.raises(private.DynamicOutputShapeException):
+                calls.make(index, (rows, [torch.ones(4, dtype=torch.bool)]), {})
 
 
 def test_operators_of_others_are_asked_each_time() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.aliasing import gives_fresh_tensors
+from lightning_spmd.ir.aliasing import UNDECLARED_VIEWS, UNDECLARED_WRITES, gives_fresh_tensors
 from lightning_spmd.ir.known_results import Unlike, is_known, key_of, known, remember
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.operators.shape_functions import empty_result
@@ -97,8 +97,10 @@ class FakeCalls:
 def _kind(func: Any) -> _Kind | None:
     """How results alias operands; None if that is not simple."""
     schema = func._schema  # noqa: SLF001 - how operators are described everywhere in torch
-    if gives_fresh_tensors(func):
+    if gives_fresh_tensors(func) or func in UNDECLARED_WRITES:  # nothing is written at capture
         return _Kind.FRESH
+    if func in UNDECLARED_VIEWS:
+        return _Kind.VIEW
     first = schema.arguments[0].alias_info if schema.arguments else None
     shared = [r.alias_info for r in schema.returns]
     if first is None or any(a.alias_info is not None for a in schema.arguments if a.kwarg_only):
