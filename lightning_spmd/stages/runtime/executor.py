@@ -20,7 +20,7 @@ from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.source import ErrorsNamePlaces, function_of
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.ahead import asking
-from lightning_spmd.stages.runtime.live_state import LiveState, Reader
+from lightning_spmd.stages.runtime.live_state import LiveState, ReadAll, Reader, read_all
 from lightning_spmd.stages.runtime.lowering import Lowering, Together, as_python, is_settled
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
 from lightning_spmd.stages.runtime.trial_runs.trial_runs import Finish, FirstRun, Measurement
@@ -66,10 +66,36 @@ class Program:
         found = {nodes[i]: self._readers[i] for i, _ in self.step.signature.inputs_of(InputRole.HYPER_PARAMETER)}
         return {node: read for node, read in found.items() if callable(read)}
 
+    @functools.cached_property
+    def _read_all(self) -> ReadAll:
+        return read_all(self._readers)
+
     def inputs(self, batch: Sequence[Tensor], pending: Sequence[Any] = ()) -> list[Any]:
         """The values of the graph's inputs now."""
-        handed = list(reversed(pending))
-        return [handed.pop() if r is None else batch[r] if isinstance(r, int) else r() for r in self._readers]
+        return self._read_all(batch, list(reversed(pending)))
+
+    def looked_at(self, batch: Sequence[Tensor]) -> LiveInputs:
+        """The same, each read when it is asked for."""
+        return LiveInputs(self._readers, batch)
+
+
+class LiveInputs(Sequence[Any]):
+    """The values of a graph's inputs, each read when it is asked for.
+
+    Args:
+        readers: of the inputs; none is pending.
+        batch: tensor leaves of the batch, in order.
+    """
+
+    def __init__(self, readers: Sequence[Reader | int | None], batch: Sequence[Tensor]) -> None:
+        self._readers, self._batch = readers, batch
+
+    def __getitem__(self, index: Any) -> Any:
+        read = self._readers[index]
+        return read() if callable(read) else self._batch[read]
+
+    def __len__(self) -> int:
+        return len(self._readers)
 
 
 @dataclass(frozen=True)
@@ -151,6 +177,10 @@ class Executable:
     def inputs(self, batch: Sequence[Tensor]) -> list[Any]:
         """The inputs of the captured graph for this batch (tensor leaves, in order)."""
         return self._main.inputs(batch)
+
+    def looked_at(self, batch: Sequence[Tensor]) -> LiveInputs:
+        """The same, each read when it is asked for: guards ask for few."""
+        return self._main.looked_at(batch)
 
     def refuses(self, batch: Sequence[Tensor]) -> str | None:
         """Why a batch has sizes that the graphs do not do for, or None."""

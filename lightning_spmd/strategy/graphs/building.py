@@ -72,7 +72,7 @@ class Beginning:
     def fits(self, request: StepRequest) -> bool:
         """Whether this is the beginning of a step. Optimizer state and numbers of the step may differ."""
         tensors = [] if request.batch is None else request.batch.tensor_values
-        inputs = functools.partial(self.executable.inputs, tensors)
+        inputs = functools.partial(self.executable.looked_at, tensors)
         return self.executable.captured.guards.failure(inputs) is None
 
     def values(self, request: StepRequest, place: str | None) -> Sequence[Tensor]:

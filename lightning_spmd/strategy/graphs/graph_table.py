@@ -105,7 +105,7 @@ class GraphTable:
         for index in reversed(self._indices.get(key, ())):
             executable = self._executables[index]
             failure = executable.refuses(tensors) or executable.captured.guards.failure(
-                functools.partial(executable.inputs, tensors)
+                functools.partial(executable.looked_at, tensors)
             )
             if failure is None:
                 return index, None

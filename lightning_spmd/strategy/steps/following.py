@@ -412,7 +412,7 @@ class _Talk:
         self._reads += 1
         if not read:
             self._live.outside, self._live.numbers = self._step.outside, self._numbers
-        inputs = functools.partial(executable.inputs, self._tensors)
+        inputs = functools.partial(executable.looked_at, self._tensors)
         return executable.captured.guards.failure_at(read, inputs) is None
 
     def _takes_its_path(self) -> bool:
