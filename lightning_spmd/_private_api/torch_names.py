@@ -32,6 +32,8 @@ NAMES_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
 BelowDispatchModes = torch._C._DisableTorchDispatch
 # A graph holds the casts that autocast made; where a hook left it on, they would be made again.
 disable_autocast = _DisableAutocast
+# Autograd's switch alone; torch's context around it takes three times as long, at each read of a step.
+set_grad_enabled = torch._C._set_grad_enabled
 # What looks at a call of torch must not see its own calls; without it a fence would meet itself.
 disable_torch_functions = torch._C.DisableTorchFunction
 # A mode that a user entered may turn Python's calls of torch into others.

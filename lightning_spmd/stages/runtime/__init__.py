@@ -7,6 +7,7 @@
 ``random_streams``    random numbers of several ranks
 ``ahead``             a run that begins while the ranks still compare what each of them would run
 ``value_reads``       a run that hands values to Python and waits; ``pausing``: one that pauses before its update
+``switches``          autograd, autocast and the default dtype while graphs run
 ``undo``              what a run changes, kept so that the run can be undone
 ``waiting``           how long graphs wait for collectives; ``stopwatch``: the time of every line of a graph
 ``agreement/``        exchanges in which ranks agree, and what happens if one is lost

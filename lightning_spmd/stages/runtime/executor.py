@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from lightning_spmd import _private_api as private
-from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.reads import ReadMiss, checks_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
@@ -23,6 +20,7 @@ from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.stages.runtime.live_state import LiveState, ReadAll, Reader, read_all
 from lightning_spmd.stages.runtime.lowering import Lowering, Together, as_python, is_settled
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
+from lightning_spmd.stages.runtime.switches import GraphSwitches
 from lightning_spmd.stages.runtime.trial_runs.trial_runs import Finish, FirstRun, Measurement
 from lightning_spmd.stages.runtime.undo import collectives_ended, random_numbers_kept
 
@@ -267,7 +265,7 @@ class Executable:
     def clean_up(self, pending: Pending) -> None:
         """Do the deferred work of an iteration of this graph."""
         if self._cleanup is not None:
-            with torch.no_grad(), private.disable_autocast(), default_dtype(torch.float32), ErrorsNamePlaces():
+            with GraphSwitches(), ErrorsNamePlaces():
                 self._cleanup.run(*pending.inputs)
 
     def finds_now(self, pending: Pending) -> bool:
@@ -359,7 +357,7 @@ class Executable:
     def _compute(
         self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any], run: Callable[..., Sequence[Any]]
     ) -> Sequence[Any]:
-        with torch.no_grad(), private.disable_autocast(), default_dtype(torch.float32), ErrorsNamePlaces():
+        with GraphSwitches(), ErrorsNamePlaces():
             inputs = program.inputs(batch, pending)
             if self.state.streams is None:  # one device: the graph draws eager's own numbers
                 with random_numbers_kept(draws=self._draws and self.decides):

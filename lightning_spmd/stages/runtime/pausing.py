@@ -7,12 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
-from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.source import function_of, pause
 from lightning_spmd.ir.steps import PausingStep, ShardedStep, ShownGradients
@@ -20,6 +18,7 @@ from lightning_spmd.stages.runtime.ahead import asking
 from lightning_spmd.stages.runtime.executor import Executable, Pending, Program
 from lightning_spmd.stages.runtime.live_state import in_parts
 from lightning_spmd.stages.runtime.lowering import Lowering
+from lightning_spmd.stages.runtime.switches import GraphSwitches
 from lightning_spmd.stages.runtime.undo import wait_for_tensors_of
 
 _LASTING = (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE, InputRole.HYPER_PARAMETER)
@@ -87,7 +86,7 @@ class PausingExecutable(Executable):
 
     def gradients(self) -> dict[str, Tensor]:
         """The values of ``p.grad`` during the pause, by parameter. This needs no other rank."""
-        with torch.no_grad(), private.disable_autocast(), default_dtype(torch.float32):
+        with GraphSwitches():
             values = self._show(*self._operands)
         found: dict[str, Tensor] = {}
         entries = [e for e in self.captured.signature.outputs if e.role is OutputRole.SHOWN_GRADIENT]
@@ -125,7 +124,7 @@ class PausingExecutable(Executable):
         parts, self._parts, self._operands = self._parts, None, ()
         if parts is None:
             raise VerificationError("no iteration has paused")
-        with torch.no_grad(), private.disable_autocast(), default_dtype(torch.float32):
+        with GraphSwitches():
             outputs = _rest_of(parts)
         self._store(outputs)
         pending = self._left_by(outputs)[1]

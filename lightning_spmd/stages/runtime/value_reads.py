@@ -10,15 +10,14 @@ import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
-from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.random_states import TorchRandomState
 from lightning_spmd.ir.source import ErrorsNamePlaces
 from lightning_spmd.stages.runtime.executor import Executable, Pending
+from lightning_spmd.stages.runtime.switches import GraphSwitches
 from lightning_spmd.stages.runtime.undo import wait_for_tensors_of
 
 
@@ -83,9 +82,7 @@ class Conversation:
 
     def _go_on(self, sent: Any) -> Sequence[Tensor] | None:
         with (
-            torch.no_grad(),
-            private.disable_autocast(),
-            default_dtype(torch.float32),
+            GraphSwitches(),
             private.disable_dispatch_modes(),
             ErrorsNamePlaces(),
         ):

@@ -340,8 +340,10 @@ class _Talk:
         """
         if self._meeting is not None and self._meeting.is_own and self._step.must_be_graph:
             raise CannotBeFollowed("a value is read on each rank's own batch, and the ranks have parts of parameters")
-        infers = torch.inference_mode(mode=self._infers)  # the user's switches may be others
-        with contextlib.nullcontext() if torch.is_inference_mode_enabled() is self._infers else infers, torch.no_grad():
+        if torch.is_inference_mode_enabled() is self._infers:
+            with torch.no_grad():
+                return self._values()
+        with torch.inference_mode(mode=self._infers), torch.no_grad():  # the user's switches are others
             return self._values()
 
     def _values(self) -> Sequence[Tensor] | None:
