@@ -38,6 +38,8 @@ class Ends(L.Callback):
             print(float(metric.compute()))
         if self.how == "sums a weight" and trainer.global_rank == 0:
             print(float(next(trainer.model.parameters()).full_tensor().sum()))
+        if self.how == "saves" and trainer.global_rank == 0:
+            trainer.save_checkpoint("alone.ckpt")
 
 
 class EndsInStep(Quiet):
@@ -57,8 +59,8 @@ def main(how: str) -> None:
     if how in ALONE:
         control.LOOK_AROUND, control.SAY_SO, ranks.LOOK_AROUND = timedelta(seconds=0.3), 2.0, timedelta(seconds=0.3)
     trainer = L.Trainer(
-        strategy="spmd_zero3" if how == "sums a weight" else "spmd", devices=2, max_epochs=1, limit_val_batches=0,
-        callbacks=[Ends(how)], use_distributed_sampler=False, **QUIET,
+        strategy="spmd_zero3" if how in ("sums a weight", "saves") else "spmd", devices=2, max_epochs=1,
+        limit_val_batches=0, callbacks=[Ends(how)], use_distributed_sampler=False, **QUIET,
     )  # fmt: skip
     begun = time.monotonic()
     try:

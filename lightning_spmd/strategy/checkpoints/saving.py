@@ -104,6 +104,9 @@ class SavingStrategy(ProcessStrategy):
         module = self.lightning_module
         if self._layout.state is None or module is None:
             return super().lightning_module_state_dict()
+        self._ranks.meet(
+            "the state of the module, which all ranks gather for a checkpoint (trainer.save_checkpoint)", None
+        )
         return self._layout.module_state(module)
 
     @override

@@ -66,6 +66,12 @@ def test_a_collective_on_one_rank_alone_ends_with_its_line(how: str, collective:
     assert f"rank 1 failed with RankDisagreementError: {says}" in first, first
 
 
+def test_sharded_state_that_one_rank_alone_saves_is_no_wait() -> None:
+    for output in _lose("saves"):
+        assert "RankDisagreementError: the ranks are not at the same batch" in output, output
+        assert "rank 0: the state of the module, which all ranks gather for a checkpoint" in output, output
+
+
 def _raising(how: str) -> tuple[str, str]:
     """Rank 1 raises and its process goes on, so that no connection breaks."""
     strategy = SPMDStrategy()
