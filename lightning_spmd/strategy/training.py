@@ -176,7 +176,7 @@ class Training:
         )
         self.mode = Mode.COMPILED if pauses else mode
         if pauses:
-            self._pauses = Pauses(self._module)
+            self._pauses = Pauses(self._module, self._ranks.all_of_them)
             self._pauses.put_fences()
 
     def _run_in_two(self, why: str) -> None:

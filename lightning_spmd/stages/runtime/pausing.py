@@ -96,6 +96,11 @@ class PausingExecutable(Executable):
             found[entry.key[0]] = value
         return found
 
+    @property
+    def shows_parts(self) -> bool:
+        """Whether gradients that can be asked for are a rank's own parts."""
+        return any(in_parts(entry.placements) for entry in self._shown.entries)
+
     def operand_storages(self) -> set[int]:
         """The memory of the gradients. The update reads what is written into it."""
         return (

@@ -173,6 +173,12 @@ class Ranks:
         if self.control is not None and group in (None, dist.group.WORLD):
             self.control.meet(Place(what))
 
+    def all_of_them(self, holds: bool) -> bool:
+        """Whether something holds on every rank; all ranks ask together."""
+        if self.control is None:
+            return holds
+        return not self.control.vote(Place("the end of the hooks on gradients"), 0 if holds else None, 0, 0).missing
+
     def sync_metrics(self, module: nn.Module) -> None:
         """Until :meth:`end`, reduce metrics over data-parallel ranks only: ranks that share layers saw the same rows.
 

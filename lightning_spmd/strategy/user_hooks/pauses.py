@@ -65,10 +65,12 @@ class Pauses:
 
     Args:
         module: the LightningModule.
+        all_ranks: returns whether something holds on every rank.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, all_ranks: Callable[[bool], bool]) -> None:
         self._module = module
+        self._all_ranks = all_ranks
         self._fenced: list[FencedHook] = []
         self._executable: PausingExecutable | None = None
         self._given: dict[str, _Given] | None = None
@@ -122,6 +124,8 @@ class Pauses:
         if executable is None:
             return False
         same = self._same() and executable.is_current
+        if executable.shows_parts:  # the rows that a hook has changed may be another rank's
+            same = self._all_ranks(same)
         if not same:
             self._show()
             executable.drop()

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
@@ -59,6 +60,10 @@ class Six(L.Callback):
             for p in pl_module.parameters():
                 if p.grad is not None:
                     p.grad.data.mul_(0.5)
+        if self._is(trainer, "mask") and trainer.is_global_zero:  # rows that are this rank's alone
+            for p in pl_module.parameters():
+                if isinstance(p.grad, DTensor):
+                    p.grad.to_local().mul_(0.5)
         if self._is(trainer, "drop"):
             next(pl_module.parameters()).grad = None
         if self._is(trainer, "add"):
@@ -102,7 +107,7 @@ class Deep(L.LightningModule):
         ]
 
 
-def trained(overlap: Any, callback: Six, **options: Any) -> tuple[list[Any], list[Any], int, str]:
+def trained(overlap: Any, callback: Six, batch: int = 2, **options: Any) -> tuple[list[Any], list[Any], int, str]:
     """Losses and weights, what the callback saw, how many graphs deferred work, and the mode."""
     L.seed_everything(5, verbose=False)
     module = Deep()
@@ -112,7 +117,7 @@ def trained(overlap: Any, callback: Six, **options: Any) -> tuple[list[Any], lis
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     rows = torch.randn(4 * 16, 32, generator=torch.Generator().manual_seed(4))
-    trainer.fit(module, DataLoader(rows, batch_size=2))
+    trainer.fit(module, DataLoader(rows, batch_size=batch))
     assert not [hook for hook in HOOKS if hook in vars(callback)], "the callback is the user's own again"
     batches = len(callback.calls) // 6
     assert callback.calls == ["start", "zero", "backward", "after", "step", "end"] * batches
@@ -145,6 +150,17 @@ def test_gradients_in_parts_are_shown_as_parts(two_ranks: RankPool, plan: str, d
         # whole gradients would be gathered for the look alone
         assert (mode, split) == ("split" if plan == "zero2" else "compiled", "split")
         assert seen == wanted
+        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+
+
+SHARED = {"net.*[0246]": "colwise", "net.*[1357]": "rowwise"}
+
+
+def test_rows_of_one_rank_that_a_hook_changes_change_all_ranks_ways(two_ranks: RankPool) -> None:
+    options = {"tensor_parallel_size": 2, "tensor_parallel_plan": SHARED}
+    plain, ours = (two_ranks.run(trained, overlap, Six("mask", 2), batch=4, **options) for overlap in (False, True))
+    for (values, _, _, mode), (expected, _, _, split) in zip(ours, plain, strict=True):
+        assert (mode, split) == ("compiled", "split")
         assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
 
 
