@@ -134,6 +134,14 @@ class ProcessStrategy(ParallelStrategy):
             with self._saying_whom_it_awaits(cluster):
                 yield
         except (dist.DistNetworkError, dist.DistStoreError, NoAnswerError) as error:
+            if self.global_rank == 0 and isinstance(
+                error, dist.DistStoreError
+            ):  # it is listening, and they do not come
+                raise ConfigurationError(
+                    f"rank 0 has waited for the other ranks at {cluster.main_address}, port {cluster.main_port}, in "
+                    f"vain ({str(error).splitlines()[0]}): one was not started, or has ended before it came to the "
+                    "Trainer's run (its own output says why). On several nodes start the same command on each"
+                ) from None
             raise ConfigurationError(
                 f"rank {self.global_rank} cannot meet the others at {cluster.main_address}, port {cluster.main_port} "
                 f"({str(error).splitlines()[0]}): perhaps the port is in use by another program or run, or rank 0 "

@@ -8,8 +8,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
+from lightning_spmd import SPMDStrategy
+from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.strategy.ranks import waiting_at_start as awaited
 from lightning_spmd.strategy.ranks.rendezvous import meet_first, not_come
 from lightning_spmd.strategy.ranks.waiting_at_start import saying_whom
@@ -67,3 +71,15 @@ def test_where_all_come_in_time_nothing_is_said(said: list[str], monkeypatch: py
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.01)
     assert (said, threading.active_count()) == ([], before)
+
+
+def test_a_first_rank_that_waited_in_vain_does_not_doubt_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    strategy = SPMDStrategy(parallel_devices=[torch.device("cpu")] * 2, cluster_environment=LightningEnvironment())
+    late = "Timed out after 21 seconds waiting for clients. 1/2 clients joined."
+    said = (
+        f"rank 0 has waited for the other ranks at {HERE}, port {port}, in vain .{late}.: one was not started, or has"
+    )
+    with pytest.raises(ConfigurationError, match=said), strategy._meeting(LightningEnvironment()):
+        raise stores.DistStoreError(late)
