@@ -12,8 +12,9 @@ from datetime import timedelta
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
 
 from lightning_spmd.cli.broken_modules import broken_module
 from lightning_spmd.cli.recipe_names import recipe_named
@@ -28,6 +29,12 @@ _WORDS = {int: "a whole number", float: "a number", type(None): "null", str: "a 
 _WORDS[timedelta] = "a time as hours:minutes:seconds (0:05:00)"
 _OF_A_RECIPE = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler", "ckpt_path")
 _BASES = ("lightning.LightningModule", "lightning.LightningDataModule", "lightning.pytorch.Callback")
+_CLASSES_OF: dict[str, type] = {
+    "optimizer": torch.optim.Optimizer,
+    "lr_scheduler": torch.optim.lr_scheduler.LRScheduler,
+    "trainer.callbacks": Callback,
+    "trainer.logger": Logger,
+}
 _NO_CLASS = re.compile(r"dot import path string: (\S+)|does not correspond to a subclass of (\w+)")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _ABSENT = re.compile(r"the following arguments are required: (\w+)")
@@ -153,12 +160,17 @@ def _no_class(key: str, given: str, kind: str | None, message: str) -> str:
     """A class path that is no class, or not one that the key takes."""
     if kind is not None:
         return f"{key}.class_path: {given} is no {kind}"
-    base = {"optimizer": torch.optim.Optimizer, "lr_scheduler": torch.optim.lr_scheduler.LRScheduler}.get(key)
-    known = [] if base is None else [known.__name__ for known in base.__subclasses__()]
+    base = _CLASSES_OF.get(key)
+    known = [] if base is None else [known.__name__ for known in _below(base)]
     near = _near([given], known)
     also = ", a list" if "<class 'list'>" in message else ""
     hint = f". Did you mean {near[0]}?" if near else ""
     return f"{key}: {given} is not what it takes: a class_path (my_project.MyClass){also}{hint}"
+
+
+def _below(base: type) -> list[type]:
+    """All classes that are derived from one, as far as they are imported."""
+    return [kind for child in base.__subclasses__() for kind in (child, *_below(child))]
 
 
 def refusal(error: Exception) -> str:

@@ -26,6 +26,8 @@ OWN = ["fit", "--config", str(RECIPES / "own_module" / "recipe.yaml")]
         ([*OWN, "--trainer.strategy.timeout", "-5"], "'-5' is not what it takes: a time as hours:minutes:seconds (0:0"),
         ([*OWN, "--seed_everything", "-3"], "seed_everything: -3 is not what it takes: a whole number from 0 to 4294"),
         ([*OWN, "--seed_everything", "4294967296"], "seed_everything: 4294967296 is not what it takes"),
+        ([*OWN, "--trainer.callbacks", "ModelChekpoint"], "a list. Did you mean ModelCheckpoint?"),
+        ([*OWN, "--trainer.logger", "CSVLoger"], "Did you mean CSVLogger?"),
         (["train", *OWN[1:]], "train: there is no such command. There are fit, validate, test, predict, compare, plan"),
         (["plann", *OWN[1:]], "plann: there is no such command. Did you mean plan?"),
         (
