@@ -222,7 +222,14 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "tests/strategy/reads_and_sizes/test_data_sizes.py": ("global_batch[Kinds]", "global_batch[Transcribes]"),
     "tests/strategy/following/test_drawn_numbers.py": ("draws[Decides]", "eagers[Chooses]"),
-    "tests/strategy/hooks/test_fence.py": ("[one rank, accumulated]", "[all look]", "[every third]", "[no look]"),
+    "tests/strategy/hooks/test_fence.py": (
+        "sees_the_same[logger]",
+        "sees_the_same[data]",
+        "[one rank, accumulated]",
+        "[all look]",
+        "[every third]",
+        "[no look]",
+    ),
     "tests/strategy/batches/test_local_batches.py": (
         "weighted_mean[zero2]",
         "[Sometimes]",
@@ -380,6 +387,8 @@ LONG: dict[str, tuple[str, ...]] = {
     "tests/stages/passes/test_sharded_collectives.py": ("[8-60",),
     "tests/strategy/hooks/test_ahead.py": ("leave_no_trace[Net]",),
     "tests/stages/expand/test_tensor_parallel_zoo.py": (
+        "[opt-True-False]",
+        "[qwen3-True-False]",
         "[t5-",
         "[bert_cls-False-True]",
         "[gemma2-",
@@ -454,11 +463,16 @@ LONG: dict[str, tuple[str, ...]] = {
         "global_batch[Weighs]",
     ),
     "tests/strategy/reads_and_sizes/test_kept_alone.py": (
+        "to_all[average]",
         "to_all[zero2 more]",
         "to_all[zero2 average]",
         "to_all[more]",
     ),
-    "tests/strategy/reads_and_sizes/test_read_alone.py": ("to_all[zero3 computes]", "to_all[zero2]"),
+    "tests/strategy/reads_and_sizes/test_read_alone.py": (
+        "to_all[second]",
+        "to_all[zero3 computes]",
+        "to_all[zero2]",
+    ),
     "tests/scale/test_two_hosts.py": ("test_two_hosts_measure_the_simulated_accelerator",),
     "tests/strategy/following/test_python_state.py": ("test_some_kinds_on_two_ranks_equal_one_device",),
     "tests/stages/passes/test_regather_parameters.py": (
@@ -583,7 +597,10 @@ LONG: dict[str, tuple[str, ...]] = {
         "every_rank[manual]",
         "every_rank[accumulated]",
     ),
-    "tests/stages/passes/test_bucket_collectives.py": ("with_and_without_buckets[sequence_first-sgd]",),
+    "tests/stages/passes/test_bucket_collectives.py": (
+        "with_and_without_buckets[gpt_tied-clipped]",
+        "with_and_without_buckets[sequence_first-sgd]",
+    ),
     "tests/stages/passes/test_dead_code.py": ("test_training_on_two_ranks_is_bitwise_unchanged",),
     "tests/stages/passes/test_identity_views.py": ("test_training_on_two_ranks_is_bitwise_unchanged",),
     "tests/stages/passes/test_common_subexpressions.py": ("keeps_its_bits[sequence_first-sgd]",),
@@ -603,6 +620,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "is_found[Olmo2ForCausalLM]",
         "is_found[RobertaForMaskedLM]",
     ),
+    "tests/strategy/following/test_attacked.py": ("mid_run_on_ranks[zero2]",),
 }
 """By file, rows of either part that ``.ci/run`` has no time for: ``pytest -m long``."""
 
