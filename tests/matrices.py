@@ -208,6 +208,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "test_replicas_of_a_piece_round_alike",
     ),
     "tests/strategy/by_hand/test_by_hand.py": (
+        "two_ranks_equal_one_device[Averaged-zero2]",
         "in_all_ways",
         "test_four_ranks_equal_one_device[Accumulated]",
         "test_four_ranks_equal_one_device[Averaged]",
@@ -383,7 +384,11 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "tests/stages/runtime/test_cuda_graphs_by_hand.py": ("[ZeroedInPlace]", "[Penalized]"),
     "tests/stages/expand/test_models.py": ("[sequence_first-sgd-", "[sequence_first-None-"),
-    "tests/stages/passes/test_fuse_optimizer_training.py": ("[clip_value]", "[nadam]"),
+    "tests/stages/passes/test_fuse_optimizer_training.py": (
+        "bitwise_the_same_for_every_optimizer[radam]",
+        "[clip_value]",
+        "[nadam]",
+    ),
     "tests/stages/passes/test_sharded_collectives.py": ("[8-60",),
     "tests/strategy/hooks/test_ahead.py": ("leave_no_trace[Net]",),
     "tests/stages/expand/test_tensor_parallel_zoo.py": (
@@ -476,6 +481,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "tests/scale/test_two_hosts.py": ("test_two_hosts_measure_the_simulated_accelerator",),
     "tests/strategy/following/test_python_state.py": ("test_some_kinds_on_two_ranks_equal_one_device",),
     "tests/stages/passes/test_regather_parameters.py": (
+        "bitwise_the_same[(3, 3)-0.0001]",
         "bitwise_the_same[whole matrix-(1, 3, 2)]",
         "bitwise_the_same[lists-(1, 3, 2)]",
     ),
@@ -493,6 +499,16 @@ LONG: dict[str, tuple[str, ...]] = {
         "computes_in_the_step[subtracted]",
     ),
     "tests/untidy/test_untidy.py": (
+        "eagerly[MetricCollections]",
+        "eagerly[SeveralReads]",
+        "eagerly[NewParameter]",
+        "eagerly[SeveralSteps]",
+        "eagerly[TwoOptimizers]",
+        "eagerly[MaskedWrite]",
+        "eagerly[LogsByValue]",
+        "eagerly[MetricLogged]",
+        "eagerly[CurriculumByValue]",
+        "eagerly[EarlyExit]",
         "eagerly[SmoothingScheduled]",
         "eagerly[MetricWeighs]",
         "eagerly[Attention]",
