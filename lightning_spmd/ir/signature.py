@@ -45,6 +45,7 @@ class InputRole(enum.StrEnum):
     LOSS_SCALE = "loss_scale"  # a tensor of the GradScaler, or what it found in gradients
     RNG = "rng"
     PENDING = "pending"
+    KEPT = "kept"  # a value that an earlier piece of the step's beginning has left
 
 
 class OutputRole(enum.StrEnum):
@@ -61,6 +62,7 @@ class OutputRole(enum.StrEnum):
     SHOWN_GRADIENT = "shown_gradient"  # what p.grad is between backward and update; made where a hook looks at it
     FOUND_INF = "found_inf"  # other than 0: the step was skipped
     PENDING = "pending"
+    KEPT = "kept"  # a value that later pieces of the step's beginning may take
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,11 @@ class GraphInput:
         key: how the runtime finds the live value, by role: parameter, buffer, gradient ``(fqn,)``; constant
             ``(index into CapturedStep.constants,)``; optimizer state ``(fqn, name)``; hyper-parameter
             ``(group, name)`` or ``(group, name, index)``; batch ``(leaf index,)``; host value ``(name,)``; loss scale
-            ``(name,)``.
+            ``(name,)``; kept ``(name of its node,)``.
         name: readable fully qualified name.
         value: TensorSpec or Python number (the value seen at capture).
         mutated: whether the graph writes into it.
-        placements: one entry a mesh axis; empty before expansion.
+        placements: one entry a mesh axis; before expansion empty, unless the value is kept.
     """
 
     role: InputRole

@@ -28,7 +28,7 @@ from lightning_spmd.stages.passes import OFFLOAD_ACTIVATIONS, PASSES, REMATERIAL
 from lightning_spmd.stages.phases import arrange_undeferred, deferrable, make_phases
 from lightning_spmd.stages.phases.pause import check_unwritten, hide_gradients, pausing
 from lightning_spmd.stages.runtime.lowering import Lowering, LoweringContext, as_python
-from lightning_spmd.stages.runtime.random_streams import switch_streams
+from lightning_spmd.stages.runtime.random_streams import NOTHING_DRAWN, Drawn, switch_streams
 
 __all__ = ["BuildOptions", "GraphMaker", "announce", "build", "find_plan", "finish", "lowering"]
 
@@ -107,17 +107,22 @@ class GraphMaker:
         They are to be unified: what is decided by sizes is decided by those that are the same in all of them. Errors
         are those of :meth:`make`.
         """
-        begun = [self._expanded(captured) for captured in steps]
+        begun = [self.expanded(captured) for captured in steps]
         mark_counted([step.graph_module.graph for step in begun])
         return [self._passed(captured, step) for captured, step in zip(steps, begun, strict=True)]
 
-    def _expanded(self, captured: CapturedStep) -> ShardedStep:
-        """This rank's step before the passes."""
+    def expanded(self, captured: CapturedStep, drawn: Drawn = NOTHING_DRAWN) -> ShardedStep:
+        """This rank's step before the passes.
+
+        Args:
+            captured: the step.
+            drawn: where the streams of random numbers are when it begins.
+        """
         verify_captured(captured)
         if not self.axes:
             return _on_one_device(captured)
         self.on_stage("expand")
-        sharded = switch_streams(expand(captured, self.axes, self.plan, self.on_fallback))
+        sharded = switch_streams(expand(captured, self.axes, self.plan, self.on_fallback), drawn)
         verify_sharded(sharded)
         self.on_result("expanded", sharded)
         return sharded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
-from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.stages.capture.optimizer.accumulation import gradients_behind
@@ -88,20 +88,21 @@ class InGraph:
         self.gradients += [self._recorder.argument(gradient) for gradient in gradients if gradient is not None]
 
 
-def mark_updates(graph: fx.Graph, inputs: InputTable, gradients: Sequence[fx.Node]) -> None:
+def mark_updates(
+    nodes: Iterable[fx.Node], roots: Mapping[fx.Node, fx.Node], inputs: InputTable, of_gradients: set[fx.Node]
+) -> None:
     """Mark writes into weights outside of ``step`` as updates, and computation on gradients as clipping.
 
     Updates work on chunks where state is in chunks.
 
     Args:
-        graph: of a step.
+        nodes: of a step, in order.
+        roots: whose memory each of its values has.
         inputs: its inputs.
-        gradients: what is in ``p.grad`` at some time.
+        of_gradients: what is in ``p.grad`` at some time; what is computed of that is added.
     """
-    roots = storage_roots(graph)
-    parameters = {node for node in inputs.nodes_of(InputRole.PARAMETER) if node in roots}
-    of_gradients = set(gradients)
-    for node in graph.nodes:
+    parameters = inputs.nodes_of(InputRole.PARAMETER)
+    for node in nodes:
         if node.op != "call_function":
             continue
         section = info_of(node).section

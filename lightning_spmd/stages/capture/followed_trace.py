@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, none_swallowed
+from lightning_spmd.ir.aliasing import storage_roots
 from lightning_spmd.ir.guards import Guards
 from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.ir.reads import HandedCounts, HandOver
@@ -63,10 +64,10 @@ def capture_followed(request: CaptureRequest, on_births: OnBirths | None = None)
         program = Program((), 0, (), None, frozenset(), Live())
     if program is None:
         raise CaptureError("the step was not followed")
-    return _FollowedTrace(request, program).run(on_births)
+    return FollowedTrace(request, program).run(on_births)
 
 
-class _FollowedTrace(IterationTrace):
+class FollowedTrace(IterationTrace):
     """The state of one capture.
 
     Args:
@@ -93,6 +94,7 @@ class _FollowedTrace(IterationTrace):
             self.swap = OptimizerSwap(request.optimizer, self.names, self.inputs)
         self._kinds = {n: kind for note in program.notes for n, kind in note.met.items()}
         self._batch: list[Tensor] = []
+        self._has_begun = False
         self._outside: dict[int, Tensor] = {}
         self._reads = 0
         self._decided: list[int] = []  # so many decisions had been made at each read
@@ -117,34 +119,42 @@ class _FollowedTrace(IterationTrace):
     def run(self, on_births: OnBirths | None) -> CapturedStep:
         """Capture it; ``on_births`` as in :func:`capture_followed`."""
         request = self.request
+        with contextlib.closing(self._values.engine), self.recording():
+            automatic = None if self.by_hand is not None else request.optimizer
+            if automatic is None:
+                self.forward(None)
+            else:
+                self.iteration(None, self.trained_parameters(automatic), automatic)
+            self.collect_state()
+        if on_births is not None and self.swap is not None and self.swap.is_torchs_own:
+            self._bear(on_births, self.swap)
+        return self._packed()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which calls are recorded. It may be entered again, to go on."""
+        request = self.request
         if request.variant.backward and (reason := request.came_late()) is not None:
             raise CaptureError(reason)
         with contextlib.ExitStack() as stack:
             stack.enter_context(grad_mode(request.variant))
             stack.enter_context(random_state_kept())
-            for fqn, (table, key) in private.tensor_slots(request.module).items():
-                if table[key] is not None:
-                    self.twin("parameter" if isinstance(table[key], nn.Parameter) else "buffer", fqn, table[key])
+            if not self._has_begun:
+                for fqn, (table, key) in private.tensor_slots(request.module).items():
+                    if table[key] is not None:
+                        self.twin("parameter" if isinstance(table[key], nn.Parameter) else "buffer", fqn, table[key])
             if self.swap is not None:
                 stack.enter_context(self.swap.active())
                 stack.enter_context(self.scaling.active())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.surroundings())
-            self._make_batch()
-            automatic = None if self.by_hand is not None else request.optimizer
-            trained = [] if automatic is None else self.trained_parameters(automatic)
+            if not self._has_begun:
+                self._make_batch()
+            self._has_begun = True
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
-            stack.callback(self._values.engine.close)
             with explained(self.recorder, lambda: name_of_part(self.recorder, request.optimizer)), none_swallowed():
-                if automatic is None:
-                    self.forward(None)
-                else:
-                    self.iteration(None, trained, automatic)
-                self.collect_state()
-        if on_births is not None and self.swap is not None and self.swap.is_torchs_own:
-            self._bear(on_births, self.swap)
-        return self._packed()
+                yield
 
     def _bear(self, on_births: OnBirths, swap: OptimizerSwap | OptimizerSwaps) -> None:
         """Make inputs of the state that the step creates, if it depends on no value."""
@@ -337,7 +347,7 @@ class _FollowedTrace(IterationTrace):
         if not self._behind:
             return super().backward(loss, trained)
         found: dict[str, Tensor] = {}
-        self._values.engine.of_loss = lambda: found.update(super(_FollowedTrace, self).backward(loss, trained))
+        self._values.engine.of_loss = lambda: found.update(super(FollowedTrace, self).backward(loss, trained))
         with torch.no_grad():
             self._make(self._behind)
         self._tell(None)
@@ -406,7 +416,7 @@ class _FollowedTrace(IterationTrace):
         writes_apart(graph, self.inputs.live)
         remove_dead_nodes(graph)
         if self.by_hand is not None:
-            mark_updates(graph, self.inputs, self.by_hand.gradients)
+            mark_updates(graph.nodes, storage_roots(graph), self.inputs, set(self.by_hand.gradients))
         self.inputs.drop_unused(keep=decisions.inputs if decisions else ())
         graph.lint()
         inputs = self.inputs.in_order()

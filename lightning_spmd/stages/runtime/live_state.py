@@ -175,7 +175,7 @@ class LiveState:
     def _reader(self, entry: GraphInput, constants: Sequence[Reader]) -> Reader | int | None:
         key = entry.key
         match entry.role:
-            case InputRole.PENDING:
+            case InputRole.PENDING | InputRole.KEPT:
                 return None
             case InputRole.BATCH | InputRole.SHARED_BATCH:
                 return int(key[0])

@@ -82,23 +82,52 @@ class RandomStreams:
             torch.cuda.manual_seed(seed)
 
 
-def switch_streams(step: ShardedStep) -> ShardedStep:
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Where the streams are.
+
+    Args:
+        number: of random operators so far.
+        axes: that split the value of the last one; None: the run has drawn nothing yet.
+    """
+
+    number: int = 0
+    axes: tuple[str, ...] | None = None
+
+    def behind(self, step: ShardedStep) -> Drawn:
+        """The same behind a graph that goes on from here."""
+        draws = [n.meta["random"] for n in _draws(step.graph_module.graph)]
+        return Drawn(self.number + len(draws), draws[-1]) if draws else self
+
+
+NOTHING_DRAWN = Drawn()
+
+
+def _draws(graph: fx.Graph) -> list[fx.Node]:
+    choices = RandomStreams.select
+    return [n for n in graph.nodes if n.meta.get("random") is not None and n.target is not choices]
+
+
+def switch_streams(step: ShardedStep, drawn: Drawn = NOTHING_DRAWN) -> ShardedStep:
     """Make the graph choose the stream before each random operator.
 
     ``meta["random"]`` of a node names the axes that split its value. A graph that draws for values split over all axes
     alone is returned as it is: a run begins in that stream.
+
+    Args:
+        step: the graph.
+        drawn: where the streams are when it begins.
     """
     graph = step.graph_module.graph
     everywhere = tuple(axis.name for axis in step.axes)
-    draws = [n for n in graph.nodes if n.meta.get("random") is not None]
-    if all(n.meta["random"] == everywhere for n in draws):
+    draws, current = _draws(graph), everywhere if drawn.axes is None else drawn.axes
+    if all(n.meta["random"] == current for n in draws):
         return step
     last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last_input):
         streams = graph.placeholder("random_streams")
     streams.meta["val"] = None
-    current = everywhere
-    for index, node in enumerate(draws):
+    for index, node in enumerate(draws, drawn.number):
         if node.meta["random"] != current:
             current = node.meta["random"]
             _insert_switch(graph, node, streams, current, index)

@@ -22,6 +22,7 @@ from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import GraphMaker, finish, lowering
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.once import captured_step
+from lightning_spmd.stages.capture.pieces import PiecewiseTrace
 from lightning_spmd.stages.capture.record.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.sizes.symbolic_family import NotGeneral
@@ -46,6 +47,7 @@ from lightning_spmd.strategy.notices.builds import BuildNotices
 from lightning_spmd.strategy.state.memory import check_writes
 from lightning_spmd.strategy.state.replaced_tensors import check_used
 from lightning_spmd.strategy.steps.beginnings import Beginnings
+from lightning_spmd.strategy.steps.pieces import Pieces
 
 
 def samples_of(request: StepRequest) -> Sequence[tuple[int, ...]]:
@@ -111,6 +113,7 @@ class GraphBuilder:
         self._last_lowering = self._recorded()
         self._notices = BuildNotices()
         self._beginnings = Beginnings(context, self._live_state)
+        self.pieces = Pieces(context, self._piecewise, self._live_state)
         self._dumped: dict[int, Any] = {}
 
     def build(
@@ -190,17 +193,21 @@ class GraphBuilder:
         Raises:
             SPMDError: on all ranks, if it cannot be built.
         """
+        wanted = self._of_beginning(request, split)
+        request = dataclasses.replace(request, variant=wanted.variant, clip=None)
+        executable = self._beginnings.built(functools.partial(capture_followed, wanted), request, split)
+        return Beginning(executable, functools.partial(self._beginnings.run, executable))
+
+    def _piecewise(self, request: StepRequest, split: tuple[int, ...]) -> PiecewiseTrace:
+        return PiecewiseTrace(self._of_beginning(request, split))
+
+    def _of_beginning(self, request: StepRequest, split: tuple[int, ...]) -> CaptureRequest:
+        """A request to capture the beginning of a step, without its update unless Python makes that."""
         by_hand = request.variant.by_hand
         variant = request.variant if by_hand else Variant.evaluation(request.variant.method)
-        request = dataclasses.replace(request, variant=variant, clip=None)
-
-        def captured() -> CapturedStep:
-            whole = self._capture_request(request, split)
-            optimizer = whole.optimizer if by_hand else None
-            return capture_followed(dataclasses.replace(whole, optimizer=optimizer, accumulators=frozenset()))
-
-        executable = self._beginnings.built(captured, request, split)
-        return Beginning(executable, functools.partial(self._beginnings.run, executable))
+        whole = self._capture_request(dataclasses.replace(request, variant=variant, clip=None), split)
+        optimizer = whole.optimizer if by_hand else None
+        return dataclasses.replace(whole, optimizer=optimizer, accumulators=frozenset())
 
     def followed(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
         """Capture the global-view graph of a followed step, without clipping; all ranks together.

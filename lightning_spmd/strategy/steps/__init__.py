@@ -1,7 +1,7 @@
 """One step: the user's Python, and the graph or the eager path behind it.
 
 ``iteration``     one micro-batch, from the batch to the result of ``training_step``; ``evaluation``: evaluation steps
-``following``     the Python of a step; ``beginnings``: graphs for values that it reads before it has a graph
+``following``     the Python of a step; ``beginnings``, ``pieces``: graphs for what it reads before it has a graph
 ``told``          values that follow from those that it has read
 ``meeting``       ranks in one step on the global batch; ``own_meeting``, ``own_batches``: on local batches
 ``replay``        ``self.log`` and metric calls, made when their values exist

@@ -136,11 +136,13 @@ class EvaluationSteps(TrainingIteration):
             self.table.open.note(batch)
             vary = tuple(self.table.open.wanted(batch, part))
             meeting = self._meeting(request)
-            beginning = functools.partial(self._run_beginning, request, meeting)
+            pieces = self._pieces_of(request, meeting)
+            beginning = functools.partial(self._run_beginning, request, meeting, pieces)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
                     with torch.inference_mode(mode=False), torch.no_grad():  # the former's tensors know no versions
                         followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)
+                        pieces.end()
                     request = dataclasses.replace(request, program=followed.program)
                     executable, outputs = self._graph_of_followed(following, followed, request, meeting)
                 except Abandoned:

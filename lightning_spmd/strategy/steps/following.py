@@ -289,7 +289,7 @@ class _Talk:
         begin: Callable[[Executable], tuple[Conversation, Sequence[Tensor]]],
         tensors: Sequence[Tensor],
         meeting: Meeting | None,
-        run_beginning: Callable[[Program, str], Sequence[Tensor]],
+        run_beginning: Callable[[Program, str | None], Sequence[Tensor]],
         infers: bool,
         logs: Callable[[], tuple[Log, ...]],
         known_alone: dict[Any, Alone | KeptAlone | None],
@@ -329,7 +329,7 @@ class _Talk:
             raise ValueError("one device reads nothing alone")
         self.drop()
         program = program_for(alone, self._step, self._live_alone)
-        values = self._run_beginning(program, "a rank alone") if alone.wants else ()
+        values = self._run_beginning(program, None) if alone.wants else ()
         return read_alone(alone, self._step, values) if meeting.rank in alone.ranks else None
 
     def values(self) -> Sequence[Tensor] | None:
@@ -556,7 +556,7 @@ class Following:
         method: str,
         part: Any,
         meeting: Meeting | None,
-        run_beginning: Callable[[Program, str], Sequence[Tensor]],
+        run_beginning: Callable[[Program, str | None], Sequence[Tensor]],
         vary: Sequence[Dimension] = (),
     ) -> FollowedStep:
         """Run the user's Python.

@@ -43,6 +43,7 @@ from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs
 from lightning_spmd.strategy.steps.meeting import Done, LookedAtRows, Meeting
 from lightning_spmd.strategy.steps.own_batches import NoGlobalBatch, OwnBatches
 from lightning_spmd.strategy.steps.own_meeting import OwnMeeting
+from lightning_spmd.strategy.steps.pieces import PiecesOfStep
 from lightning_spmd.strategy.steps.replay import replay, resolve
 from lightning_spmd.strategy.steps.shared_leaves import check_shared
 
@@ -151,11 +152,13 @@ class TrainingIteration:
                 self.table.open.note(batch)
             meeting = self._meeting(request)
             before = AsBefore(self.context.module, tensors=True) if meeting is not None and meeting.is_new else None
-            beginning = functools.partial(self._run_beginning, request, meeting)
+            pieces = self._pieces_of(request, meeting)
+            beginning = functools.partial(self._run_beginning, request, meeting, pieces)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
                     vary = () if own else tuple(self.table.open.wanted(batch, part))
                     followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)
+                    pieces.end()
                     if followed.program is None:
                         raise followed.ran_eagerly(meeting)
                     request = dataclasses.replace(request, program=followed.program)
@@ -237,10 +240,26 @@ class TrainingIteration:
         self._kinds.add(kind)
         return Meeting(self.context, control, request, found.split, moment.place, is_first=is_first, is_new=is_new)
 
+    def _pieces_of(self, request: StepRequest, meeting: Meeting | None) -> PiecesOfStep:
+        """The pieces of a step that is about to run."""
+        split = () if meeting is None else meeting.split
+
+        def key() -> tuple[Any, ...]:
+            return self.table.step_key(request), None if request.batch is None else request.batch.cache_key(), split
+
+        return self._builder.pieces.of_step(key, split)
+
     def _run_beginning(
-        self, request: StepRequest, meeting: Meeting | None, program: Program, place: str
+        self, request: StepRequest, meeting: Meeting | None, pieces: PiecesOfStep, program: Program, place: str | None
     ) -> Sequence[Tensor]:
         """What Python reads in a step before there is a graph that gives it; all ranks together.
+
+        Args:
+            request: the step.
+            meeting: of the ranks; None on one device.
+            pieces: the step's.
+            program: the step up to what is read.
+            place: ``file:line`` that reads; None: a rank alone does.
 
         Raises:
             CannotBeFollowed: on all ranks; it cannot be read so.
@@ -250,11 +269,13 @@ class TrainingIteration:
         wanted = tuple(want.source for want in program.wants)
         key = (program.key, wanted, None if meeting is None else meeting.split, self.table.find(request, ()).key)
         try:
+            if place is not None and (values := pieces.values(request)) is not None:
+                return values
             known = self._beginnings.get(key, [])
             fitting = next((index for index, one in enumerate(known) if one.fits(request)), None)
             index = agreed(self.context.control, fitting)
             if index is not None:
-                return known[index].values(request, place)
+                return known[index].values(request, place or "a rank alone")
             built = self._builder.beginning(request, () if meeting is None else meeting.split)
             self._beginnings.setdefault(key, []).append(built)
             while sum(map(len, self._beginnings.values())) > MOST_BEGINNINGS:
@@ -262,7 +283,7 @@ class TrainingIteration:
                 self._beginnings[oldest] = self._beginnings[oldest][1:]
                 if not self._beginnings[oldest]:
                     del self._beginnings[oldest]
-            return built.values(request, place)
+            return built.values(request, place or "a rank alone")
         except SPMDError as error:
             raise CannotBeFollowed(str(error)) from error
 
@@ -331,6 +352,7 @@ class TrainingIteration:
             share, self.share_layers = self.share_layers, None
             following.exchange(followed, share(self._builder.followed(request, split)))
             self._beginnings.clear()
+            self._builder.pieces.forget()
 
     @ends_no_loop
     def apply(self, gradients: dict[str, Tensor], clip: Callable[[Any], None] | None, *, reduced: bool) -> None:

@@ -54,13 +54,8 @@ class OptimizerSwap:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The optimizer works on fakes inside; the live groups and state come back whatever happens."""
-        self.groups = [self._group(i, g) for i, g in enumerate(self._live_groups, self._first_group)]
-        self._handed = [dict(group) for group in self.groups]
-        self._behind = self.inputs.last
-        for group in self._live_groups:
-            for parameter in group["params"]:
-                if parameter in self._live_state:
-                    self.state[self._fake(parameter)] = self._state(parameter)
+        if not self.groups:  # else a recording goes on
+            self._begin()
         before = own_values(self.optimizer)
         try:
             self.optimizer.param_groups, self.optimizer.state = self.groups, self.state
@@ -74,6 +69,15 @@ class OptimizerSwap:
                 f"{kind.__name__}.step{place_of(kind.step)} changes {changed[0]} of its optimizer, and a graph of it "
                 "does not: keep it in `state` or in a group"
             )
+
+    def _begin(self) -> None:
+        self.groups = [self._group(i, g) for i, g in enumerate(self._live_groups, self._first_group)]
+        self._handed = [dict(group) for group in self.groups]
+        self._behind = self.inputs.last
+        for group in self._live_groups:
+            for parameter in group["params"]:
+                if parameter in self._live_state:
+                    self.state[self._fake(parameter)] = self._state(parameter)
 
     def _fake(self, parameter: Tensor) -> Tensor:
         name = self.names[id(parameter)]

@@ -36,7 +36,7 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
 from lightning_spmd.ir.placement import CHUNK, OWN, PARTIAL, REPLICATE, Chosen, Partial, Placement, Replicate, Shard
 from lightning_spmd.ir.reads import hands_over
-from lightning_spmd.ir.signature import GraphInput, InputRole
+from lightning_spmd.ir.signature import GraphInput, InputRole, OutputRole
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
 from lightning_spmd.stages.expand.call import Layout, OpCall, flatten_values, is_tensor
 from lightning_spmd.stages.expand.collectives.redistribute import goes_through_whole
@@ -103,6 +103,8 @@ class Propagation(Placing):
     def _input(self, node: fx.Node, entry: GraphInput) -> Placement:
         if self.own_batches and entry.role is InputRole.CONSTANT and is_read_by_update_alone(node):
             return REPLICATE  # `torch.tensor(1.0)` in an optimizer's step
+        if entry.role is InputRole.KEPT:
+            return entry.placements[len(self.outer)]
         return self.plan.input_placement(self.axis, entry)
 
     def _getitem(self, node: fx.Node) -> None:
@@ -121,7 +123,8 @@ class Propagation(Placing):
             current = self._current(value) if is_tensor(value) else REPLICATE
             if isinstance(value, fx.Node):
                 self._refuse_routing(self._routed([value]), value)
-            self.result.results.append(self.plan.output_placement(self.axis, entry, current))
+            is_kept = entry.role is OutputRole.KEPT
+            self.result.results.append(current if is_kept else self.plan.output_placement(self.axis, entry, current))
 
     # ------------------------------------------------------------------ one operator
 
