@@ -118,7 +118,15 @@ class SetsRates(Quiet):
         return loss
 
 
-WAYS = [LogsNumbers, Weighs, Branches, Cuts, Lists, Columns, CountedColumns, Retries, SetsRates]
+class Likelihood(Quiet):
+    """Torch's own Python reads whether a variance is negative."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        means = self(batch[0])
+        return F.gaussian_nll_loss(means, F.one_hot(batch[1], 3).float(), means.square().mean(1, keepdim=True) + 0.1)
+
+
+WAYS = [LogsNumbers, Weighs, Branches, Cuts, Lists, Columns, CountedColumns, Retries, SetsRates, Likelihood]
 
 
 class WithState(Net):
@@ -139,6 +147,21 @@ class WithState(Net):
 def test_values_read_in_python_stay_in_graphs(make: type[Net]) -> None:
     """Fifty-four steps, bitwise."""
     assert_as_eager(make, max_epochs=9)
+
+
+class NegativeVariance(Quiet):
+    """A variance that is negative from the fourth step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        means = self(batch[0])
+        spread = means.square() + (0.1 if batch_idx < 3 else -100.0)
+        return F.gaussian_nll_loss(means, F.one_hot(batch[1], 3).float(), spread)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "spmd"])
+def test_torchs_own_error_about_values_is_raised_in_its_step(strategy: str) -> None:
+    with pytest.raises(ValueError, match="var has negative"):
+        run(NegativeVariance, strategy)
 
 
 @pytest.mark.parametrize("make", WAYS)

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -899,6 +900,9 @@ class Step(TorchFunctionMode):
             self._unmet(known)
             if len(self.follower.numbers.get(func, ())) > places:
                 return self.called(func, args, kwargs)
+            if isinstance(func, FunctionType):  # torch's own Python, which reads one of its operators' results
+                self.follower.kinds[func] = "checks"
+                return self._otherwise("checks", func, args, kwargs)
             return self._asks_for_values(func, args, kwargs)
         if note is None:
             return self._about_history(func, args, kwargs)
