@@ -408,7 +408,7 @@ class Training:
         if self._ranks.control is not None and not self.sync_blocked and not self._ranks.is_followed:
             self._backward_passes += 1
             meet_after_backward(module, self._ranks.control, self._backward_passes)
-            average_gradients(list(module.parameters()))
+            average_gradients(module)
 
     # ------------------------------------------------------------------ step
     def optimizer_step(

@@ -13,22 +13,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_spmd.errors import RankDisagreementError
 
-def average_gradients(parameters: Sequence[Tensor]) -> None:
+
+def average_gradients(module: nn.Module) -> None:
     """Average ``p.grad`` over all ranks, in one flat all-reduce per dtype; sparse ones are gathered.
 
     A parameter without a gradient on all ranks keeps None; one with a gradient only on other ranks takes part with
     zeros. Averaging twice changes nothing, so this may follow every backward pass.
+
+    Raises:
+        RankDisagreementError: on every rank; a parameter is frozen on some of them alone.
     """
-    trained = [p for p in parameters if p.requires_grad]
-    if not trained:
+    named = dict(module.named_parameters())
+    if not named:
         return
-    kinds = torch.tensor([_kind(p.grad) for p in trained], dtype=torch.int32, device=trained[0].device)
-    dist.all_reduce(kinds, dist.ReduceOp.MAX)
-    for p, kind in zip(trained, kinds.tolist(), strict=True):
+    parameters = list(named.values())
+    trains = [int(p.requires_grad) for p in parameters]  # of all of them: ranks that differ send as many numbers
+    kinds = [_kind(p.grad) if p.requires_grad else _NONE for p in parameters]
+    largest = torch.tensor([kinds, trains, [-t for t in trains]], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    kinds, some, none = largest.tolist()
+    for name, of_some, of_none in zip(named, some, none, strict=True):
+        if of_some != -of_none:
+            raise RankDisagreementError(
+                f"{name}.requires_grad is {named[name].requires_grad} on rank {dist.get_rank()}, and not on all "
+                "others: the ranks train one model. Freeze and unfreeze parameters on all ranks alike"
+            )
+    for p, kind in zip(parameters, kinds, strict=True):
         if kind > _DENSE:
             p.grad = _sparse_mean(p, kind - _DENSE)
-    chosen = [p for p, kind in zip(trained, kinds.tolist(), strict=True) if kind == _DENSE]
+    chosen = [p for p, kind in zip(parameters, kinds, strict=True) if kind == _DENSE]
     world_size = dist.get_world_size()
     for _, group in groupby(sorted(chosen, key=lambda p: str(p.dtype)), key=lambda p: p.dtype):
         members = list(group)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from torch import nn
 
 from lightning_spmd.strategy.support.eager_semantics import averaged
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankError, RankPool
 from tests.strategy.small import Quiet, run
 
 
@@ -37,3 +38,14 @@ def test_of_a_module_without_any_it_is_said_in_general() -> None:
     many = nn.Sequential(*(nn.BatchNorm2d(2) for _ in range(5)))
     assert "(0, 1, 2 and 2 more)" in averaged(many)
     assert "batch norm" not in averaged(many.eval())
+
+
+class FrozenOnOneRank(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 1:
+            next(self.parameters()).requires_grad_(False)
+
+
+def test_a_parameter_that_one_rank_alone_freezes_is_named(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"RankDisagreementError: \S+\.requires_grad is True on rank 0, and not on all"):
+        two_ranks.run(run, FrozenOnOneRank, "spmd", 2, max_epochs=1, timeout=20.0)
