@@ -293,6 +293,11 @@ def sharded_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
             yield tensors, key
 
 
+def is_in_parts(module: nn.Module) -> bool:
+    """Whether ranks hold parts of some parameter or buffer of a module."""
+    return next(sharded_slots(module), None) is not None
+
+
 @contextlib.contextmanager
 def sharded_tensors_as(
     module: nn.Module, change: Callable[[Tensor], Tensor], back: Callable[[Tensor, Tensor], None] | None = None

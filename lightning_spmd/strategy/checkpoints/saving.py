@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.parallel.state import is_in_parts
 from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.strategy.checkpoints.folder_locks import FolderLocks
 from lightning_spmd.strategy.checkpoints.intact import (
@@ -104,9 +105,10 @@ class SavingStrategy(ProcessStrategy):
         module = self.lightning_module
         if self._layout.state is None or module is None:
             return super().lightning_module_state_dict()
-        self._ranks.meet(
-            "the state of the module, which all ranks gather for a checkpoint (trainer.save_checkpoint)", None
-        )
+        if is_in_parts(module):  # else a rank that fails alone saves alone
+            self._ranks.meet(
+                "the state of the module, which all ranks gather for a checkpoint (trainer.save_checkpoint)", None
+            )
         return self._layout.module_state(module)
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -89,6 +90,37 @@ def test_optimization_by_hand(make: type[Counting], plan: str, two_ranks: RankPo
     assert_equals_one_device([result for result, _ in answers], reference)
     for _, kept in answers:
         assert kept == pytest.approx(expected, rel=1e-5)
+
+
+class Taught(Counting):
+    """A teacher follows in the step, in several ways, before and behind where it is read; its norm is bounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(torch.nn.Sequential(self.first, torch.nn.Tanh(), self.last)).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        own = [*self.first.parameters(), *self.last.parameters()]
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), own, strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+            target = self.teacher(x).softmax(1)
+            torch._foreach_lerp_(list(self.teacher.parameters()), own, 0.1)
+            again = self.teacher(x).softmax(1)
+            self.teacher[0].weight.copy_(self.teacher[0].weight / self.teacher[0].weight.norm().clamp(min=1.0))
+        logits = self.last(torch.tanh(self.first(x)))
+        loss = F.cross_entropy(logits, y)
+        return loss + F.mse_loss(logits.softmax(1), target) + F.mse_loss(logits.softmax(1), again)
+
+
+@pytest.mark.parametrize("late", [{}, {"overlap_iterations": True, "bucket_size_mb": 0.0005}], ids=["", "overlaps"])
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_parameters_that_the_step_writes_into(plan: str, late: dict[str, Any], two_ranks: RankPool) -> None:
+    reference, _ = with_runs(Taught, "auto", data=lambda: InOrder(rows(), ROWS))
+    results = [result for result, _ in two_ranks.run(with_runs, Taught, {**PLANS[plan], **late}, 2)]
+    assert_compiled(*results)
+    assert_equals_one_device(results, reference)
 
 
 class Swallowing(Counting):

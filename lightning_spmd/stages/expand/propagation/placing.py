@@ -10,6 +10,7 @@ from torch import fx
 
 from lightning_spmd.cost.collectives import LATENCY
 from lightning_spmd.errors import ExpansionError
+from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, named, spec_of
 from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
@@ -133,8 +134,13 @@ class Placing:
         return root in self.parameters or root in self.early_casts
 
     def _seen_by(self, node: fx.Node, operand: fx.Node) -> Placement:
-        """How an operator sees an operand before it says how it wants it."""
-        return self.versions[operand][0] if node in self.early_casts else self._current(operand)
+        """How an operator sees an operand before it says how it wants it.
+
+        Whoever writes into a parameter of which ranks have chunks writes into these: a teacher follows in the step.
+        """
+        own = self.versions[operand][0]
+        writes = isinstance(own, Chunk) and operand in written_arguments(node)
+        return own if writes or node in self.early_casts else self._current(operand)
 
     def _reduced(self, node: fx.Node) -> Placement:
         """As :meth:`_current`, partial sums reduced into chunks."""
