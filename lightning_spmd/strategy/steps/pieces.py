@@ -14,12 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, SPMDError, portable
-from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.layout import has_layout, in_layout
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import Placement
@@ -33,6 +30,7 @@ from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
 from lightning_spmd.stages.runtime.live_state import LiveState, Reader
 from lightning_spmd.stages.runtime.random_streams import NOTHING_DRAWN, Drawn, draws_numbers
+from lightning_spmd.stages.runtime.switches import GraphSwitches
 from lightning_spmd.stages.runtime.trial_runs.first_run import LayoutCheck
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.graphs.vote import agreed
@@ -226,7 +224,7 @@ class PiecesOfStep:
         for index, entry in enumerate(signature.inputs):
             if isinstance(inputs[index], Tensor):
                 inputs[index] = self._laid_out(inputs[index], entry)
-        with torch.no_grad(), private.disable_autocast(), default_dtype(torch.float32), ErrorsNamePlaces():
+        with GraphSwitches(), ErrorsNamePlaces():
             try:
                 with streams.active(draws=piece.draws):
                     if piece.draws and self._random is not None:
