@@ -17,8 +17,7 @@ What `strategy="spmd"` does with each Lightning feature. Generated from
 
 * **compiled**: the whole iteration is one graph.
 * **split**: a graph up to `p.grad`, the user's hooks on real gradients, a graph for the update.
-* **eager**: plain autograd; on several devices gradients are averaged over them, as DDP does. Announced once, with the
-  reason.
+* **eager**: plain autograd; on several devices gradients are averaged, as DDP does. A message gives the reason.
 * **rejected**: an error at `fit` that names the feature and the fix.
 """
 

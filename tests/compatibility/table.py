@@ -28,7 +28,7 @@ On one process losses and weights are bitwise those of Lightning's own strategy{
 are alike stands what two processes gave: the largest relative difference of a loss from one device on the whole batch
 (rows have different lengths and numbers of labels, so a mean of the ranks' means would show); collectives on
 activations, if any (there are none if the rows of a batch are independent of each other); the graphs that were built,
-and how long the run took on two shared cores, some of it on a busy machine.
+and how long the run took on two shared cores.
 
 {counts}"""
 

@@ -22,23 +22,22 @@ from tests.operators.sweep import Result, Side
 
 _HEAD = """# Operators
 
-Every operator of torch's own operator database (`torch.testing._internal.common_methods_invocations.op_db`) that takes
-float64, as the body of a training step: forward and gradients on two simulated ranks against the eager step on one
-device, in float64. NaN and infinities must be in the same places, and both ranks' graphs must be the same.
+Every operator of torch's own database (`torch.testing._internal.common_methods_invocations.op_db`) that takes float64,
+as the body of a training step: forward and gradients on two simulated ranks against the eager step on one device, in
+float64. NaN and infinities must be in the same places, and both ranks' graphs must be the same.
 
 {sides}
 
 Up to {samples} samples of each of {operators} operators, as different as possible; torch {version}. Made by
 `python -m tests.operators --sides {names} --write docs/operators.md`.
 
-An operator stands where its worst sample stands; one that is not listed is equal. Here a trace is given no values: what
-is refused because a value or a size has to be read is a graph in training, which reads it ([limits.md](limits.md)).
-
 {counts}
 
-*Gathered* means that it has no sharding rule for some arguments and works on whole tensors, which a warning says, with
-module, line and bytes. *Refused* means an error that names operator, module and line; with replicated parameters
-training goes on eagerly. *Slow* is more than {seconds:.0f} seconds of processor time to capture, expand and run a step.
+An operator counts as its worst sample; one that is not listed below is equal. *Gathered*: it has no sharding rule for
+some arguments and works on whole tensors, with a warning that names module, line and bytes. *Refused*: an error that
+names operator, module and line; with replicated parameters training goes on eagerly. Where the reason is that a value
+or a size is read, this holds for the table alone: in training the value is there, and the step stays a graph
+([limits.md](limits.md)). *Slow*: more than {seconds:.0f} seconds of processor time to capture, expand and run a step.
 """
 _KINDS = {
     WRONG: "**Wrong**",
@@ -96,8 +95,8 @@ def _counts(by_side: Mapping[Side, Sequence[Result]], names: Sequence[str]) -> s
     nobody = [kind for kind in _KINDS if not any(members[side][kind] for side in by_side)]
     rows += [[_SHORT[k], *(str(len(members[side][k])) for side in by_side)] for k in _KINDS if k not in nobody]
     rows += [["checks", *(str(len(found)) for found in by_side.values())]]
-    none = f"None is {', '.join(_SHORT[kind] for kind in nobody)}.\n\n" if nobody else ""
-    return none + "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    none = f"\n\nNo operator came out as: {', '.join(_SHORT[kind] for kind in nobody)}." if nobody else ""
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + none
 
 
 def _members(results: Sequence[Result], names: Sequence[str]) -> dict[str, list[str]]:
@@ -145,7 +144,8 @@ def _same(by_operator: dict[str, Result], one: str, other: str) -> bool:
 
 def _reason(result: Result) -> str:
     """The reason without what is particular to one call."""
-    text = result.outcome.reason.removeprefix("CaptureError: ").removeprefix("ExpansionError: ")
+    text = re.sub(r"^(Capture|Emission|Expansion)Error: ", "", result.outcome.reason)
+    text = re.sub(r" (Capture|Emission|Expansion)Error: ", ": ", text)
     text = re.sub(r"\s+at /\S+", "", text)
     text = re.sub(r" ?(in module '' )?/\S+\.py:\d+", "", text)
     text = re.sub(r"\baten\.\w+(\.\w+)?", "the operator", text)
