@@ -95,7 +95,7 @@ def _counts(by_side: Mapping[Side, Sequence[Result]], names: Sequence[str]) -> s
     nobody = [kind for kind in _KINDS if not any(members[side][kind] for side in by_side)]
     rows += [[_SHORT[k], *(str(len(members[side][k])) for side in by_side)] for k in _KINDS if k not in nobody]
     rows += [["checks", *(str(len(found)) for found in by_side.values())]]
-    none = f"\n\nNo operator came out as: {', '.join(_SHORT[kind] for kind in nobody)}." if nobody else ""
+    none = f"\n\nNo operator came out as: {'; '.join(_SHORT[kind] for kind in nobody)}." if nobody else ""
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + none
 
 
