@@ -30,7 +30,7 @@ from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.capture.optimizer.bf16_updates import Updates
 from lightning_spmd.stages.capture.record.packing import parameter_names
-from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
 from lightning_spmd.stages.capture.rewrites.reads import UnknownValueError
 from lightning_spmd.strategy.graphs.run_context import RunContext
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
@@ -272,20 +272,22 @@ class _Step:
         several = self.batches > 1
         return CaptureRequest(
             module=context.module,
-            optimizer=context.optimizer,
+            update=UpdateRequest(
+                context.optimizer,
+                self.clip if variant.apply and not variant.expose_gradients else None,
+                context.trainer.accumulate_grad_batches,
+                self._accumulators() if variant.accumulated else frozenset(),
+                context.scaler,
+                context.scaler.device,
+                context.settings.bf16_updates,
+            ),
             trainer=context.trainer,
             variant=variant,
             batch=batch,
             arguments=dict(self.arguments) if forward else {},
             rows=batch.rows() * self.batches if several and batch is not None else None,
-            loss_divisor=context.trainer.accumulate_grad_batches,
-            accumulators=self._accumulators() if variant.accumulated else frozenset(),
-            clip=self.clip if variant.apply and not variant.expose_gradients else None,
             step_context=lambda: context.step_context(variant.method),
             tracing_context=self._tracing,
-            scaler=context.scaler,
-            device=context.scaler.device,
-            bf16_updates=context.settings.bf16_updates,
         )
 
     @contextlib.contextmanager

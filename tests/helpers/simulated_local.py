@@ -20,7 +20,7 @@ from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.capture.record.packing import parameter_names
-from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.strategy.graphs.first_step import with_state
 from tests.helpers.simulate import assembled, laid_out, meshes_for, run_locally
@@ -95,8 +95,8 @@ class LocalRanks:
     def _capture(self, rank: int, batch: Any) -> CapturedStep:
         module, optimizer = self.modules[rank], self.optimizers[rank]
         request = CaptureRequest(
-            module, optimizer, self.trainer, Variant(own_batch=True), Batch(batch), {"batch_idx": 0}, None, 1,
-            frozenset(), self.clip, contextlib.nullcontext,
+            module, UpdateRequest(optimizer, self.clip), self.trainer, Variant(own_batch=True), Batch(batch),
+            {"batch_idx": 0}, None, contextlib.nullcontext,
         )  # fmt: skip
         parameters = dict(module.named_parameters())
         step = FollowedOnce(request)

@@ -22,7 +22,7 @@ from lightning_spmd.stages import BuildOptions, build
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.capture.record.packing import parameter_names
-from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
 from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.strategy.graphs.first_step import with_state
 from tests.helpers.simulate import meshes_for, run_ranks
@@ -113,9 +113,15 @@ class SimulatedTraining:
     def _captured(self, variant: Variant, batch: Batch) -> CapturedStep:
         parameters = {name: p for p, name in ((p, self.names[id(p)]) for p in self._trained())}
         request = CaptureRequest(
-            self.module, self.optimizer, self.trainer, variant, batch, {"batch_idx": 0}, self.rows, self.accumulate,
-            frozenset(self.gradients), self.clip, contextlib.nullcontext,
-        )  # fmt: skip
+            self.module,
+            UpdateRequest(self.optimizer, self.clip, self.accumulate, frozenset(self.gradients)),
+            self.trainer,
+            variant,
+            batch,
+            {"batch_idx": 0},
+            self.rows,
+            contextlib.nullcontext,
+        )
         step = FollowedOnce(request)
         capture = functools.partial(step.captured, request)
         return with_state(capture, self.optimizer, parameters, lambda _, v: v)

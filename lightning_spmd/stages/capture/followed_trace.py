@@ -84,14 +84,14 @@ class FollowedTrace(IterationTrace):
             self._values.number = lambda leaf: with_sizes(leaf, request.sizes.numbers)  # type: ignore[union-attr]
         self.by_hand: InGraph | None = None
         self._values.world = InGraph(self.recorder, None)
-        if request.optimizer is not None and request.variant.by_hand:
-            optimizers = parts_of(request.optimizer)
+        if request.update.optimizer is not None and request.variant.by_hand:
+            optimizers = parts_of(request.update.optimizer)
             called = {note.func.number for note in program.notes if isinstance(note.func, StepCall)}
             followed = {i for i, o in enumerate(optimizers) if not is_torchs_own(o)} - called
             self.swap = OptimizerSwaps(optimizers, self.names, self.inputs, followed)
             self.by_hand = self._values.world = InGraph(self.recorder, self.swap)
-        elif request.optimizer is not None:
-            self.swap = OptimizerSwap(request.optimizer, self.names, self.inputs)
+        elif request.update.optimizer is not None:
+            self.swap = OptimizerSwap(request.update.optimizer, self.names, self.inputs)
         self._kinds = {n: kind for note in program.notes for n, kind in note.met.items()}
         self._batch: list[Tensor] = []
         self._has_begun = False
@@ -109,7 +109,7 @@ class FollowedTrace(IterationTrace):
         self._met: dict[int, Tensor] = {}
         self._handed: dict[tuple[int, Place], Any] = {}  # numbers that Python has once it has read
         if request.batch is not None and request.variant.own_batch:
-            self.own = OwnBatch(request.batch, request.device, self.recorder.node_of, self.outputs.add)
+            self.own = OwnBatch(request.batch, request.update.device, self.recorder.node_of, self.outputs.add)
         self._positions: dict[int, int] = {}  # of wants among the outputs
         self._of_all_ranks: list[Any] = []  # of a rank's own batch: the loss, and what is logged
         self._host_values: dict[str, Callable[[], Any]] = {}
@@ -120,7 +120,7 @@ class FollowedTrace(IterationTrace):
         """Capture it; ``on_births`` as in :func:`capture_followed`."""
         request = self.request
         with contextlib.closing(self._values.engine), self.recording():
-            automatic = None if self.by_hand is not None else request.optimizer
+            automatic = None if self.by_hand is not None else request.update.optimizer
             if automatic is None:
                 self.forward(None)
             else:
@@ -153,7 +153,8 @@ class FollowedTrace(IterationTrace):
             self._has_begun = True
             stack.enter_context(self.fake_mode)
             stack.enter_context(self.recorder)
-            with explained(self.recorder, lambda: name_of_part(self.recorder, request.optimizer)), none_swallowed():
+            optimizer = request.update.optimizer
+            with explained(self.recorder, lambda: name_of_part(self.recorder, optimizer)), none_swallowed():
                 yield
 
     def _bear(self, on_births: OnBirths, swap: OptimizerSwap | OptimizerSwaps) -> None:
@@ -304,7 +305,7 @@ class FollowedTrace(IterationTrace):
             self._of_all_ranks = [(call.kwargs["value"], call.kwargs["batch_size"]) for call in calls]
         position = self.outputs.add(shown, OutputRole.LOSS, (), "loss")
         self._of_all_ranks.insert(0, OutputRef(position))
-        return loss if request.loss_divisor == 1 else loss / request.loss_divisor
+        return loss if request.update.loss_divisor == 1 else loss / request.update.loss_divisor
 
     def _logged(self, index: int) -> RecordedCall:
         """A call of ``self.log``; values that the graph has are references to its outputs."""

@@ -47,9 +47,9 @@ class IterationTrace:
         self.recorder = Recorder(self.fake_mode, split=request.rows is not None)
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = Outputs(self.recorder)
-        self.names = parameter_names(request.module, request.optimizer)
+        self.names = parameter_names(request.module, request.update.optimizer)
         self.swap: OptimizerSwap | OptimizerSwaps | None = None
-        self.scaling = LossScaling(request.scaler, request.device, self.inputs)
+        self.scaling = LossScaling(request.update.scaler, request.update.device, self.inputs)
         self.own: OwnBatch | None = None
 
     def forward(self, batch: Any) -> Tensor | None:
@@ -72,7 +72,7 @@ class IterationTrace:
         for live, name in self.inputs.live_parameters(self.names):
             fake = self.inputs.fake_of(live)
             if fake is not None and (self.request.variant.expose_gradients or id(fake) in wanted):
-                found += [(name, fake)] if fake.requires_grad or name in self.request.accumulators else []
+                found += [(name, fake)] if fake.requires_grad or name in self.request.update.accumulators else []
         return found
 
     def iteration(self, batch: Any, trained: list[tuple[str, Tensor]], optimizer: Optimizer) -> None:
@@ -90,7 +90,7 @@ class IterationTrace:
             gradients = self._add_accumulated(gradients, trained)
         if not variant.apply:
             for name, gradient in gradients.items():
-                if name not in request.accumulators:  # an accumulator is an input, updated in place
+                if name not in request.update.accumulators:  # an accumulator is an input, updated in place
                     self.outputs.add(gradient, OutputRole.GRADIENT, (name,), f"gradient of {name}")
             return
         for name, gradient in gradients.items() if variant.pauses else ():
@@ -98,11 +98,11 @@ class IterationTrace:
         for name, parameter in trained:
             parameter.grad = gradients.get(name)
         swap = self.swap if isinstance(self.swap, OptimizerSwap) else None
-        with in_float32(request.bf16_updates, swap, self.recorder):
+        with in_float32(request.update.bf16_updates, swap, self.recorder):
             with in_section(self.recorder, Section.CLIP):
                 self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
-                if request.clip is not None:
-                    request.clip(optimizer)
+                if request.update.clip is not None:
+                    request.update.clip(optimizer)
             check_step(optimizer)
             with in_section(self.recorder, Section.OPTIMIZER):
                 self.scaling.step(optimizer, self._new_state)
@@ -149,7 +149,7 @@ class IterationTrace:
 
     def _add_accumulated(self, gradients: dict[str, Tensor], trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
         for name, parameter in trained:
-            if name in self.request.accumulators:
+            if name in self.request.update.accumulators:
                 held = self.inputs.fresh_tensor(
                     densely(TensorSpec.of(parameter)), InputRole.GRADIENT, (name,), f"gradient of {name}"
                 )
@@ -169,13 +169,13 @@ class IterationTrace:
     # ------------------------------------------------------------------ packing
     def guards(self) -> list[ValueGuard]:
         """The guards of every graph of an iteration."""
-        request = self.request
+        request, optimizer = self.request, self.request.update.optimizer
         return [
             submodules_guard(request.module),
             tensor_kinds_guard(request.module),
             settings_guard(),
-            *([] if request.optimizer is None else [trained_guard(request.module, request.optimizer)]),
-            *([hooks_guard(request.module, request.optimizer, request.trainer)] if request.variant.backward else []),
+            *([] if optimizer is None else [trained_guard(request.module, optimizer)]),
+            *([hooks_guard(request.module, optimizer, request.trainer)] if request.variant.backward else []),
             *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
             *([] if self.swap is None else self.scaling.guards()),
         ]

@@ -103,7 +103,7 @@ class FollowedOnce:
         return dataclasses.replace(found, calls=calls, returned=map_leaves(leaf, self._returned))
 
     def _follow(self, request: CaptureRequest) -> None:
-        module, optimizer, variant = request.module, request.optimizer, request.variant
+        module, optimizer, variant = request.module, request.update.optimizer, request.variant
         names = {id(t): name for name, t in module.named_buffers()} | parameter_names(module, optimizer)
         tree, given = _stand_ins(request)
         step = Step(Follower(lambda: names, lambda name, tensor: names.get(id(tensor)) == name), given)
@@ -136,7 +136,7 @@ class FollowedOnce:
                 has_loss = variant.backward and not variant.by_hand and isinstance(loss, Tensor)
                 source = step.source_if_known(loss) if has_loss else None
                 if source is not None and step.functions.are_there and step.asks(loss):
-                    step.of_loss(loss, request.loss_divisor)
+                    step.of_loss(loss, request.update.loss_divisor)
             except private.DataDependentOutputException as error:
                 raise _Ended(_of_value(location_of(error))) from None
         if step.is_eager:  # the user's code caught it

@@ -19,26 +19,43 @@ from lightning_spmd.stages.capture.optimizer.bf16_updates import Updates
 from lightning_spmd.stages.capture.sizes.symbolic_batch import OtherSizes
 
 
+@dataclass(frozen=True)
+class UpdateRequest:
+    """What is captured of gradients and their update.
+
+    Args:
+        optimizer: the module's only one; None for a variant that is the step method alone.
+        clip: called with the optimizer between backward and step; None for no clipping.
+        loss_divisor: ``accumulate_grad_batches``.
+        accumulators: names of the parameters that already hold a gradient (of earlier micro-batches, or ``p.grad``).
+        scaler: gives the GradScaler, enabled, that loss and gradients go through, or None.
+        device: where training is.
+        bf16_updates: how weights of bfloat16 are updated.
+    """
+
+    optimizer: Optimizer | None
+    clip: Callable[[Any], None] | None = None
+    loss_divisor: int = 1
+    accumulators: frozenset[str] = frozenset()
+    scaler: Callable[[], Any] = lambda: None
+    device: torch.device = torch.device("cpu")
+    bf16_updates: Updates = "plain"
+
+
 @dataclass
 class CaptureRequest:
     """A request to capture a step.
 
     Args:
         module: the LightningModule.
-        optimizer: its only optimizer; None for a variant that is the step method alone.
+        update: what is captured of gradients and their update.
         trainer: the Trainer, which the step method sees through a recording view.
         variant: part of the iteration.
         batch: this rank's batch; None for a variant without forward.
         arguments: the other arguments of the step method by name, in order (``batch_idx``, ``dataloader_idx``).
         rows: rows of the global batch; None on one device, where the batch is taken as it is.
-        loss_divisor: ``accumulate_grad_batches``.
-        accumulators: names of the parameters that already hold a gradient (of earlier micro-batches, or ``p.grad``).
-        clip: called with the optimizer between backward and step; None for no clipping.
         step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
         tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
-        scaler: gives the GradScaler, enabled, that loss and gradients go through, or None.
-        device: where training is.
-        bf16_updates: how weights of bfloat16 are updated.
         came_late: says what came since the run began and keeps the step from being this graph, or None.
         sizes: with which sizes the batch is seen, if not its own.
         needed: parameters that get a gradient from another rank's own batch, whatever this one's reaches.
@@ -46,20 +63,14 @@ class CaptureRequest:
     """
 
     module: Any
-    optimizer: Optimizer | None
+    update: UpdateRequest
     trainer: Any
     variant: Variant
     batch: Batch | None
     arguments: dict[str, Any]
     rows: int | None
-    loss_divisor: int
-    accumulators: frozenset[str]
-    clip: Callable[[Any], None] | None
     step_context: Callable[[], contextlib.AbstractContextManager[Any]]
     tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    scaler: Callable[[], Any] = lambda: None
-    device: torch.device = torch.device("cpu")
-    bf16_updates: Updates = "plain"
     came_late: Callable[[], str | None] = lambda: None
     needed: frozenset[str] = frozenset()
     sizes: OtherSizes | None = None

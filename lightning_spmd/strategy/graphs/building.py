@@ -24,7 +24,7 @@ from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.once import captured_step
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
 from lightning_spmd.stages.capture.record.packing import parameter_names
-from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
 from lightning_spmd.stages.capture.sizes.symbolic_family import NotGeneral
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.phases.pause import pausing
@@ -206,8 +206,9 @@ class GraphBuilder:
         by_hand = request.variant.by_hand
         variant = request.variant if by_hand else Variant.evaluation(request.variant.method)
         whole = self._capture_request(dataclasses.replace(request, variant=variant, clip=None), split)
-        optimizer = whole.optimizer if by_hand else None
-        return dataclasses.replace(whole, optimizer=optimizer, accumulators=frozenset())
+        optimizer = whole.update.optimizer if by_hand else None
+        update = dataclasses.replace(whole.update, optimizer=optimizer, accumulators=frozenset())
+        return dataclasses.replace(whole, update=update)
 
     def followed(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
         """Capture the global-view graph of a followed step, without clipping; all ranks together.
@@ -255,20 +256,22 @@ class GraphBuilder:
         context = self._context
         return CaptureRequest(
             module=context.module,
-            optimizer=context.optimizer,
+            update=UpdateRequest(
+                context.optimizer,
+                request.clip,
+                context.trainer.accumulate_grad_batches,
+                frozenset(self._gradients),
+                context.scaler,
+                context.scaler.device,
+                context.settings.bf16_updates,
+            ),
             trainer=context.trainer,
             variant=request.variant,
             batch=request.batch,
             arguments=dict(request.arguments),
             rows=None if context.mesh is None or request.variant.own_batch else sum(split),
-            loss_divisor=context.trainer.accumulate_grad_batches,
-            accumulators=frozenset(self._gradients),
-            clip=request.clip,
             step_context=lambda: context.step_context(request.variant.method),
             tracing_context=lambda: context.settings.ranks.tracing(split),
-            scaler=context.scaler,
-            device=context.scaler.device,
-            bf16_updates=context.settings.bf16_updates,
             came_late=context.came_late,
             needed=request.needed,
             program=request.program,

@@ -18,7 +18,7 @@ from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import is_torchs_own
-from lightning_spmd.stages.capture.request import CaptureRequest
+from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
 
 BIRTHS = {"adam", "adamw", "adamax", "adadelta", "nadam", "radam", "rmsprop"}
 """At least these create state that depends on no value."""
@@ -83,8 +83,8 @@ class Warm(torch.optim.AdamW):
 def _compared(module: Module, optimizer: torch.optim.Optimizer, setting: dict[str, Any]) -> bool:
     batch = Batch(torch.ones(2, 4, dtype=module.layer.weight.dtype))
     request = CaptureRequest(
-        module, optimizer, SimpleNamespace(callbacks=[]), Variant(), batch, {"batch_idx": 0}, None, 1, frozenset(),
-        None, contextlib.nullcontext, **setting,
+        module, UpdateRequest(optimizer, **setting), SimpleNamespace(callbacks=[]), Variant(), batch, {"batch_idx": 0},
+        None, contextlib.nullcontext,
     )  # fmt: skip
     parameters, made = dict(module.named_parameters()), False
 
