@@ -193,7 +193,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "eager_one[adagrad_fused-True]",
         "eager_one[adadelta-True]",
         "eager_one[nadam_decoupled-True]",
-        "eager_one[radam-True]",
         "eager_one[adamax-True]",
         "eager_one[asgd-True]",
         "eager_one[rprop-True]",
@@ -1127,13 +1126,6 @@ LONG: dict[str, tuple[str, ...]] = {
     "tests/strategy/following/test_float32_precision.py": (
         "is_noticed[older-inductor]",
         "is_noticed[newer-none]",
-    ),
-    "tests/strategy/following/test_followed_calls.py": (
-        "of_eager[Signs]",
-        "of_eager[Switches]",
-        "of_eager[ReadsPrecise]",
-        "of_eager[Slices]",
-        "of_eager[Reads]",
     ),
     "tests/strategy/following/test_followed_memory.py": (
         "eager_s[saved]",
