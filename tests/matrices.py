@@ -118,6 +118,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "planned[fine_tune]",
         "planned[long_context]",
         "test_two_processes_find_the_class_beside_the_recipe",
+        "this_package[own_module/recipe]",
     ),
     "tests/compatibility/test_rows.py": ("[SegformerForSemanticSegmentation]",),
     "tests/cost/test_sharded_memory.py": (
@@ -131,6 +132,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "[llama]",
         "[lstm]",
         "[experts]",
+        "gathered_activation[gpt]",
     ),
     "tests/cuda/test_more_steps.py": (
         "[open sizes-way5]",
@@ -197,6 +199,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "eager_one[asgd-True]",
         "eager_one[rprop-True]",
         "one_device[2-conv-",
+        "one_device[2-gpt-accumulate-adamw]",
     ),
     "tests/equality/test_plans.py": (
         "[zero3-2-gpt_llama-accumulate_clip]",
@@ -287,6 +290,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "test_a_plain_trainer_resumes[zero2]",
         "resumes[replicate]",
         "is_refused_by_name[zero3]",
+        "trainer_resumes[zero3]",
     ),
     "tests/strategy/reads_and_sizes/test_data_sizes.py": ("global_batch[Kinds]", "global_batch[Transcribes]"),
     "tests/strategy/following/test_drawn_numbers.py": ("draws[Decides]", "eagers[Chooses]"),
@@ -363,12 +367,14 @@ LONG: dict[str, tuple[str, ...]] = {
         "[mlp-adamw_amsgrad_foreach-plain]",
         "others_do[late-flags1]",
         "others_do[cleared-flags2]",
+        "others_do[number-flags3]",
     ),
     "tests/strategy/hooks/test_pauses.py": ("[one rank-2]", "[loss-1]", "[halve-2]", "[rate-3]", "[zero2-read]"),
     "tests/strategy/following/test_printed_values.py": ("global_batch[Numbers]",),
     "tests/strategy/plans/test_rematerialize.py": (
         "test_training_on_two_ranks_keeps_its_bits",
         "its_bits[bf16]",
+        "its_bits[accumulated]",
     ),
     "tests/strategy/ranks/test_requeue.py": ("end[flags",),
     "tests/strategy/plans/test_sharded_modules.py": (
@@ -391,12 +397,16 @@ LONG: dict[str, tuple[str, ...]] = {
         "[Convolution-",
         "from_sizes[Threshold-4]",
     ),
-    "tests/cuda/test_loss_chunks.py": ("[2-replicate-half]",),
+    "tests/cuda/test_loss_chunks.py": (
+        "[2-replicate-half]",
+        "have_chunks[2-zero3-bf16]",
+    ),
     "tests/stages/expand/test_own_batches.py": (
         "[_clip-replicate]",
         "[None-zero2]",
         "[None-zero3]",
         "[_clip-zero2]",
+        "the_ranks[None-replicate]",
     ),
     "tests/strategy/by_hand/test_decisions_by_hand.py": (
         "[SkipsLargeNorms-zero2]",
@@ -415,6 +425,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "[zero3-ByHand]",
         "[tp2-ByHand]",
         "one_device[zero3]",
+        "accumulated_gradients[tp2]",
     ),
     "tests/strategy/ranks/test_followed_on_ranks.py": (
         "one_device[Retaining-zero2]",
@@ -427,6 +438,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "-momentum]",
         "are_named[spmd_zero3-lr]",
         "are_named[spmd_zero3-weight_decay]",
+        "one_device[Counted-replicate]",
     ),
     "tests/strategy/logging/test_logger_calls.py": (
         "one_devices_values[zero3]",
@@ -443,6 +455,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "test_nor_among_four_ranks[MaskedMean]",
         "activation_moves[Repeated]",
         "activation_moves[Experts]",
+        "activation_moves[MaskedLoss]",
     ),
     "tests/strategy/plans/test_loss_chunks.py": (
         "stay_whole_on_two_ranks[{'data_parallel': 'zero3'}-",
@@ -450,6 +463,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "test_ranks_with_unequal_numbers_of_rows[32KiB]",
         "test_training_on_two_ranks[replicated, uneven chunks]",
         "test_training_on_two_ranks[split sequences]",
+        "two_ranks[split classes]",
     ),
     "tests/strategy/reads_and_sizes/test_followed_counts.py": (
         "test_they_are_those_of_all_ranks[Experts]",
@@ -469,6 +483,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_graph[ByName]",
         "one_graph[Written]",
         "one_graph[Annealed]",
+        "one_graph[Ignored]",
     ),
     "tests/stages/runtime/test_cuda_graphs_by_hand.py": ("[ZeroedInPlace]", "[Penalized]"),
     "tests/stages/expand/test_models.py": (
@@ -522,6 +537,8 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_device[causal, written out-cp4-False]",
         "rounding_differs[gpt-True]",
         "rounding_differs[encoder-False]",
+        "one_device[llama-cp2 dp2-False]",
+        "sharded_state[2]",
     ),
     "tests/stages/expand/test_tensor_parallel.py": (
         "-zero2-",
@@ -539,6 +556,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_device[gpt, sequence-zero3-state born here]",
         "like_features[batch norm-zero3]",
         "like_features[groups-replicated]",
+        "one_device[gpt-zero3-lists]",
     ),
     "tests/stages/expand/test_chosen.py": (
         "test_no_activation_moves[_chosen_twice-(1, 11)]",
@@ -638,6 +656,8 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_device[_weights_of_each_token]",
         "one_device[_numbers_from_the_end]",
         "one_device[_one_expert_for_all]",
+        "-(0, 4)-2]",
+        "each_way[_all_tokens-Gated-2]",
     ),
     "tests/strategy/runs/test_features.py": (
         "test_ragged_last_batch_on_two_ranks_equals_one_device[conv]",
@@ -660,6 +680,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "in_graphs[Retries]",
         "global_batch[Cuts]",
         "global_batch[SetsRates]",
+        "every_plan[zero3]",
     ),
     "tests/strategy/reads_and_sizes/test_kept_alone.py": (
         "to_all[average]",
@@ -772,6 +793,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "bitwise_the_same[(3, 3)-0.0001]",
         "bitwise_the_same[whole matrix-(1, 3, 2)]",
         "bitwise_the_same[lists-(1, 3, 2)]",
+        "the_same[one by one-(1, 3, 2)]",
     ),
     "tests/stages/phases/test_phases.py": (
         "any_moment[gpt_tied]",
@@ -929,6 +951,38 @@ LONG: dict[str, tuple[str, ...]] = {
         "as_eagerly[AddScalar]",
         "as_eagerly[AccumulatedByHand]",
         "as_eagerly[Lookahead]",
+        "as_eagerly[Closure]",
+        "as_eagerly[WeakTensor]",
+        "as_eagerly[RecentLosses]",
+        "as_eagerly[NoLength]",
+        "as_eagerly[NumpyGenerator]",
+        "as_eagerly[OwnTorchGenerator]",
+        "as_eagerly[StatesOfRandom]",
+        "as_eagerly[Reparametrized]",
+        "as_eagerly[RunningStatistics]",
+        "as_eagerly[RaisedAndCaught]",
+        "as_eagerly[IsTrue]",
+        "as_eagerly[SkipsSteps]",
+        "as_eagerly[FileWritten]",
+        "as_eagerly[SavedTensors]",
+        "as_eagerly[MomentumQueue]",
+        "as_eagerly[ReplayBuffer]",
+        "as_eagerly[CarriedState]",
+        "as_eagerly[DistributionKept]",
+        "as_eagerly[LateBuffer]",
+        "as_eagerly[UnfrozenByCount]",
+        "as_eagerly[MomentumReset]",
+        "as_eagerly[Parametrized]",
+        "as_eagerly[Scripted]",
+        "as_eagerly[FunctionalCall]",
+        "as_eagerly[PenaltyNowAndThen]",
+        "as_eagerly[InnerLoop]",
+        "as_eagerly[ReentrantCheckpoint]",
+        "as_eagerly[HookThatNotes]",
+        "as_eagerly[PerSample]",
+        "as_eagerly[SharpnessByProduct]",
+        "as_eagerly[SkipsBadSteps]",
+        "as_eagerly[OwnUpdate]",
     ),
     "tests/strategy/evaluation/test_evaluation.py": (
         "of_the_trainer[flags0]",
@@ -977,9 +1031,13 @@ LONG: dict[str, tuple[str, ...]] = {
         "without_buckets[convnet-clipped]",
         "without_buckets[mlp-None]",
         "without_buckets[mlp-clipped]",
+        "their_buckets[gpt_tied]",
     ),
     "tests/stages/passes/test_dead_code.py": ("test_training_on_two_ranks_is_bitwise_unchanged",),
-    "tests/stages/passes/test_identity_views.py": ("test_training_on_two_ranks_is_bitwise_unchanged",),
+    "tests/stages/passes/test_identity_views.py": (
+        "test_training_on_two_ranks_is_bitwise_unchanged",
+        "its_bits[sequence_first-sgd]",
+    ),
     "tests/stages/passes/test_common_subexpressions.py": ("keeps_its_bits[sequence_first-sgd]",),
     "tests/cli/test_main.py": ("saves[auto]",),
     "tests/stages/expand/test_zoo.py": (
@@ -1021,6 +1079,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "last_digits[padding-False]",
         "last_digits[causal window and padding-False]",
         "last_digits[one number a query-True]",
+        "unequal_length[causal]",
     ),
     "tests/stages/expand/test_context_parallel_communication.py": ("-False]",),
     "tests/stages/expand/test_operators.py": (
@@ -1140,6 +1199,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "are_graphs[Drops]",
         "are_graphs[Penalised]",
         "are_graphs[WritesOutputs]",
+        "lengths_say[Replaces]",
     ),
     "tests/strategy/following/test_published_modules.py": (
         "a_graph[Inferring]",
@@ -1190,7 +1250,18 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_devices[ByHand-tensor]",
         "the_graph[replicate]",
         "the_graph[tensor]",
+        "one_devices[Turns-tensor]",
     ),
+    "tests/stages/expand/test_early_casts.py": ("same_bits[(2, 2, 2)]",),
+    "tests/stages/passes/test_split_optimizer.py": ("every_bit[adamw_amsgrad_foreach]",),
+    "tests/strategy/evaluation/test_followed_evaluation.py": ("methods_own[True]",),
+    "tests/strategy/following/test_followed_backward.py": ("below_them[Curvature]",),
+    "tests/strategy/following/test_numbers_in_python.py": ("global_batch[Identity]",),
+    "tests/strategy/optimizers/test_own_optimizers.py": (
+        "graphs_pause[replace-split]",
+        "two_ranks[ByHand-zero2]",
+    ),
+    "tests/strategy/runs/test_guards.py": ("one_device[RowCount]",),
 }
 """By file, rows of either part that ``.ci/run`` has no time for: ``pytest -m long``."""
 
