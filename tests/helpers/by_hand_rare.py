@@ -44,6 +44,20 @@ class OfInputs(ByHand):
         self.log("loss", loss)
 
 
+class OfData(Alone):
+    """A penalty on the gradient of the batch itself, which asks for one in the step and so is a leaf of the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        x = batch[0].requires_grad_(True)
+        loss = self.loss([x, *batch[1:]])
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        optimizer.zero_grad()
+        self.manual_backward(loss + 10 * (gradient**2).sum())
+        optimizer.step()
+        self.log("loss", loss)
+
+
 class OfGradients(Alone):
     """A loss of gradients, ``create_graph=True`` in the backward pass itself."""
 
@@ -230,7 +244,7 @@ class Checkpointed(Plain):
 RARE: dict[str, type[ByHand]] = {
     kind.__name__: kind
     for kind in (
-        Retained, OfInputs, OfGradients, ChangesGradients, Attacked, OneCycle, Plateau, OncePerEpoch, WarmsUp, TwoRates,
-        InHooks, NothingToStep, Freezing, AccumulatedNorms, Checkpointed,
+        Retained, OfInputs, OfData, OfGradients, ChangesGradients, Attacked, OneCycle, Plateau, OncePerEpoch, WarmsUp,
+        TwoRates, InHooks, NothingToStep, Freezing, AccumulatedNorms, Checkpointed,
     )
 }  # fmt: skip

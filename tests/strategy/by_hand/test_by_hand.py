@@ -81,7 +81,13 @@ def assert_ranks_equal_one_device(pool: RankPool, name: str, plan: str) -> None:
         assert_close(state, one_device(name))
 
 
-FEW = (("Gan", "replicate"), ("Penalized", "zero3"), ("Averaged", "zero2"), ("SeveralSteps", "tp2"))
+FEW = (
+    ("Gan", "replicate"),
+    ("Penalized", "zero3"),
+    ("Averaged", "zero2"),
+    ("SeveralSteps", "tp2"),
+    ("OfData", "zero3"),
+)
 # a norm of a DTensor is no number of the whole; no plan for parametrized layers or norms between split ones
 ODD = (("InHooks", "zero3"), ("InHooks", "tp2"), ("Normalized", "tp2"), ("AccumulatedNorms", "tp2"))
 OTHERS = [(n, p) for n in ALL for p in list(PLANS)[:4] if (n, p) not in (*FEW, *ODD)]

@@ -275,7 +275,7 @@ class HandStep:
         for note in reversed(step.next_notes):
             func = note.func.function if isinstance(note.func, Begin) else note.func
             if func is self._common.backward and note.args[0] == sources and not note.args[-1]:
-                return [step.tensor_now(source) for source in note.args[2]]
+                return [step.tensor_in_hand(source) for source in note.args[2]]
         try:
             return step.recorded_leaves(sources, leaves_of)
         except CannotBeFollowed as error:

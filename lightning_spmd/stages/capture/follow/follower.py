@@ -720,6 +720,10 @@ class Step(TorchFunctionMode):
         """The tensor of a source in this step."""
         return self.notes[source.depth].handed[source.index] if type(source) is Made else self.tensor_of(source)  # type: ignore[arg-type]
 
+    def tensor_in_hand(self, source: Source) -> Tensor:
+        """The tensor of a source as Python holds it: on several ranks a batch's stand-in, not the gathered batch."""
+        return self.follower.given[source.position] if type(source) is Given else self.tensor_now(source)
+
     def is_leaf(self, tensor: Tensor) -> bool:
         """Whether autograd puts gradients into the tensor."""
         source = self.sources.get(id(tensor))
@@ -748,7 +752,7 @@ class Step(TorchFunctionMode):
             id(fake): source for known in (recording.outside, recording.values.made) for source, fake in known.items()
         }
         found = [sources.get(id(leaf)) for leaf in leaves_of([recording.values.of(root) for root in roots])]
-        return None if None in found else [self.tensor_now(source) for source in found if source is not None]
+        return None if None in found else [self.tensor_in_hand(source) for source in found if source is not None]
 
     # ------------------------------------------------------------------ calls
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
