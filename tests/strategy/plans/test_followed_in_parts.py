@@ -123,6 +123,33 @@ def test_parameters_that_the_step_writes_into(plan: str, late: dict[str, Any], t
     assert_equals_one_device(results, reference)
 
 
+class Bounded(ByHand):
+    """Bounds parameters behind their update; of one with a single element a rank has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((1,), 2.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) + (self.scale * self.last.bias).square().sum())
+        optimizer.step()
+        for p in self.parameters():
+            p.data.clamp_(-0.5, 0.5)
+            self.kept += [p.abs().max().item(), p.amin().item(), torch.linalg.vector_norm(p, torch.inf).item()]
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_extremes_of_what_a_rank_may_have_nothing_of(plan: str, two_ranks: RankPool) -> None:
+    reference, expected = with_runs(Bounded, "auto", data=lambda: InOrder(rows(), ROWS))
+    answers = two_ranks.run(with_runs, Bounded, PLANS[plan], 2)
+    assert_compiled(*[result for result, _ in answers])
+    assert_equals_one_device([result for result, _ in answers], reference)
+    for _, kept in answers:
+        assert kept == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
 class Swallowing(Counting):
     """One rank alone does what no graph can, and shrugs."""
 

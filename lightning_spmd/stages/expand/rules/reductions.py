@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_spmd.ir.placement import PARTIAL, Partial, ShardAxis
+from lightning_spmd.ir.placement import PARTIAL, Chunk, Partial, Placement, Shard, ShardAxis
 from lightning_spmd.stages.expand.call import Emit, Layout, LocalCall, OpCall, Rule, Where, along, linear, rowwise
 from lightning_spmd.stages.expand.rules.pointwise import elementwise
 
@@ -50,6 +50,20 @@ def _over(call: OpCall, result: Where, emit: Emit | None = None) -> list[Layout]
     return [c for dim in reduced for c in along(call, [dim], [result] * len(call.outputs), emit)]
 
 
+def _of_something(call: OpCall, layouts: list[Layout]) -> list[Layout]:
+    """The layouts in which no rank has an empty piece, of which there is no maximum."""
+    axis, shape = call.axis, call.specs[0].shape
+
+    def fits(placement: Placement) -> bool:
+        if isinstance(placement, Chunk):
+            return all(axis.chunk(shape[placement.dim], rank)[1] for rank in range(len(axis.chunks.split)))
+        if isinstance(placement, Shard) and placement.outer == 1:
+            return all(axis.local_size(shape[placement.dim], rank) for rank in range(len(axis.split)))
+        return True
+
+    return [layout for layout in layouts if fits(layout.inputs[0])]
+
+
 def _sum(call: OpCall) -> list[Layout]:
     return _kept(call) + _over(call, PARTIAL) + linear(call, (0,))
 
@@ -77,7 +91,7 @@ def _extreme(op: str) -> Rule:
         if len(call.operands) == 2 or len(call.outputs) == 2:
             return _kept(call) if len(call.outputs) == 2 else elementwise(call)
         integer_or_float = call.specs[0].dtype != torch.bool
-        return _kept(call) + (_over(call, partial) if integer_or_float else [])
+        return _kept(call) + (_of_something(call, _over(call, partial)) if integer_or_float else [])
 
     return rule
 
@@ -152,8 +166,10 @@ def norm_of_norms(call: LocalCall, norms: fx.Node, axes: Sequence[ShardAxis], po
 
 def _norm(call: OpCall) -> list[Layout]:
     power = call.get("ord", call.get("p", 2))
-    known = isinstance(power, (int, float)) and power != 0
-    return _kept(call) + (_over(call, None, _emit_norm) if known else [])
+    if not isinstance(power, (int, float)) or power == 0:
+        return _kept(call)
+    found = _over(call, None, _emit_norm)
+    return _kept(call) + (_of_something(call, found) if math.isinf(power) else found)
 
 
 def worked_along(call: OpCall) -> list[Layout]:
