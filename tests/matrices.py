@@ -230,7 +230,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_device[norm-adamw_fused-zero2]",
     ),
     "tests/stages/runtime/test_cuda_graphs.py": (
-        "[conv small buckets]",
         "[gpt zero3 overlaps]",
         "unrecorded_training[gpt, schedule]",
         "unrecorded_training[clip]",
@@ -365,8 +364,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "'val_check_interval': 3",
         "[conv-sgd-accumulate]",
         "[mlp-adamw_amsgrad_foreach-plain]",
-        "others_do[late-flags1]",
-        "others_do[cleared-flags2]",
         "others_do[number-flags3]",
     ),
     "tests/strategy/hooks/test_pauses.py": ("[one rank-2]", "[loss-1]", "[halve-2]", "[rate-3]", "[zero2-read]"),

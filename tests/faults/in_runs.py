@@ -23,7 +23,7 @@ IN_RUNS: tuple[Mutant, ...] = (
         "stages/runtime/live_state.py",
         "                    return _Entry(tensors, name)\n",
         "                    kept = tensors[name]\n                    return lambda: kept\n",
-        ("tests/strategy/hooks/test_hooks.py", "tests/strategy/runs/test_features.py"),
+        ("tests/strategy/runs/test_options.py", "tests/strategy/hooks/test_hooks.py"),
     ),
     Mutant(
         "a graph runs under the default dtype of the step",
