@@ -9,11 +9,18 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.ir.node_info import NodeInfo, Section
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep, Variant
 from lightning_spmd.stages.capture.batch.batch import Batch, memory_order
-from lightning_spmd.stages.runtime.agreement.same_graphs import _explain, describe, describe_capture, stable_hash
+from lightning_spmd.stages.runtime.agreement.same_graphs import (
+    _explain,
+    agree_on,
+    describe,
+    describe_capture,
+    stable_hash,
+)
 
 aten = torch.ops.aten
 
@@ -106,6 +113,24 @@ def test_a_difference_in_the_step_names_both_sides_and_the_line() -> None:
     assert "rank 0: mul_tensor = aten.mul.Tensor((x, 2.0), {}) in module 'head'" in text
     assert "rank 1: mul_tensor = aten.mul.Tensor((x, 3.0), {})" in text
     assert f"{__file__}:{LINE}: from __future__ import annotations" in text
+
+
+class Exchanged:
+    """What one rank gets of all, when each in turn has said what it has."""
+
+    def __init__(self, *others: Any) -> None:
+        self.answers = list(others)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.answers.pop(0)]
+
+
+def test_ranks_with_different_graphs_do_not_train() -> None:
+    mine, other = ((capture_of(g), step_of(g)) for g in (graph_on(0), graph_on(1, 3.0)))
+    theirs = describe_capture(other[0]), describe(other[1]), []
+    control: Any = Exchanged(0, theirs)
+    with pytest.raises(RankDisagreementError, match=r"rank 1: mul_tensor = aten.mul.Tensor\(\(x, 3.0\)"):
+        agree_on(control, mine[1], mine[0])
 
 
 def test_a_difference_that_expansion_made_is_not_blamed_on_the_user() -> None:

@@ -66,6 +66,7 @@ def test_a_collective_on_one_rank_alone_ends_with_its_line(how: str, collective:
     assert f"rank 1 failed with RankDisagreementError: {says}" in first, first
 
 
+@pytest.mark.long
 def test_sharded_state_that_one_rank_alone_saves_is_no_wait() -> None:
     for output in _lose("saves"):
         assert "RankDisagreementError: the ranks are not at the same batch" in output, output
