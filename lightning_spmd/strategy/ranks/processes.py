@@ -134,9 +134,8 @@ class ProcessStrategy(ParallelStrategy):
             with self._saying_whom_it_awaits(cluster):
                 yield
         except (dist.DistNetworkError, dist.DistStoreError, NoAnswerError) as error:
-            if self.global_rank == 0 and isinstance(
-                error, dist.DistStoreError
-            ):  # it is listening, and they do not come
+            # the first rank is listening, and the others do not come
+            if self.global_rank == 0 and isinstance(error, dist.DistStoreError):
                 raise ConfigurationError(
                     f"rank 0 has waited for the other ranks at {cluster.main_address}, port {cluster.main_port}, in "
                     f"vain ({str(error).splitlines()[0]}): one was not started, or has ended before it came to the "
