@@ -80,7 +80,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/cuda/test_rematerialized.py": ("test_on_gpus_bytes_are_given_back",),
     "tests/strategy/following/test_drawn_numbers.py": ("eagers[Generators]", "eagers[Numbers]", "eagers[Mixup]"),
     "tests/strategy/following/test_printed_values.py": ("in_graphs[Texts]",),
-    "tests/strategy/logging/test_logger_calls.py": ("[Usual-clipped]", "[Asking-accumulated]", "[by hand]"),
+    "tests/strategy/logging/test_logger_calls.py": ("[Usual-clipped]", "[Asking-accumulated]"),
     "tests/strategy/by_hand/test_decisions_by_hand.py": ("-zero2]", "[LooksAtTheLoss-zero3]"),
     "tests/strategy/following/test_objects_of_the_step.py": ("[_Copied]", "[_Bound]"),
     "tests/strategy/following/test_step_statistics.py": ("test_a_csv_file", "test_a_step_is_all_batches"),
@@ -356,7 +356,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "between_gaps[replicate]",
         "replaces_may_lie_as_they_like[replicate]",
     ),
-    "tests/strategy/logging/test_metric_losses.py": ("[KeptLosses]",),
     "tests/strategy/hooks/test_overlap.py": (
         "[mlp-radam-plain]",
         "'val_check_interval': 3",
@@ -440,7 +439,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_devices_values[zero2]",
         "one_devices_values[paused]",
         "one_devices_values[evaluated]",
-        "one_devices_values[by hand]",
     ),
     "tests/strategy/reads_and_sizes/test_chosen_rows.py": (
         "test_no_activation_moves[MaskedMean]",

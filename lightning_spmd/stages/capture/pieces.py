@@ -66,7 +66,6 @@ class PiecewiseTrace(FollowedTrace):
         notes = [note for note in program.notes[self._values.done :] if not note.reads]
         if program.counts is not None or not all(map(self._is_recorded_at_once, notes)):
             raise CaptureError("sizes that values decide, and Python in a backward pass, need the whole beginning")
-        is_first = not self._has_begun
         self.program = program
         self._kinds |= {number: kind for note in notes for number, kind in note.met.items()}
         with self.recording():
@@ -77,7 +76,7 @@ class PiecewiseTrace(FollowedTrace):
             wanted = [self.recorder.argument(self._values.of(want.source).detach()) for want in program.wants]
             self._random = TorchRandomState()
         self._values.done = len(program.notes)
-        return self._cut(wanted, is_first=is_first)
+        return self._cut(wanted)
 
     def _is_recorded_at_once(self, note: Note) -> bool:
         """Whether a call has neither a thread that waits for Python nor an optimizer whose step this trace follows."""
@@ -85,7 +84,7 @@ class PiecewiseTrace(FollowedTrace):
             return self.swap.parts[note.func.number].is_torchs_own
         return not isinstance(note.func, Begin)
 
-    def _cut(self, wanted: list[fx.Node], *, is_first: bool) -> CapturedStep:
+    def _cut(self, wanted: list[fx.Node]) -> CapturedStep:
         """What has been recorded since the last piece, as a graph of its own."""
         fresh = self._fresh()
         decisions = self.recorder.decisions[self._decisions :]
@@ -117,7 +116,7 @@ class PiecewiseTrace(FollowedTrace):
         return CapturedStep(
             private.GraphModule(nn.Module(), cut),
             Signature(with_mutations(cut, inputs), tuple(outputs)),
-            Guards(self.guards() if is_first else [], asked and asked.guard([node for node, _ in inputs])),
+            Guards(self.guards(), asked and asked.guard([node for node, _ in inputs])),
             self._constants(),
             returned=[OutputRef(i) for i in range(len(wanted))],
             variant=self.request.variant,

@@ -390,6 +390,8 @@ def _of_this_batch(metric: Metric | MetricCollection, args: tuple[Any, ...], kwa
     else:
         fresh = type(metric).__new__(type(metric))  # copy.copy makes torchmetrics print it, and that reads tensors
         fresh.__setstate__(metric.__getstate__())
+        # its own containers: a reset empties a list of states in place, and the metric itself is updated behind the step
+        vars(fresh).update({n: copy.copy(v) for n, v in vars(fresh).items() if isinstance(v, (list, dict, set))})
         copies = [fresh]
     for part in copies:
         for name in METHODS[1::2] if isinstance(part, Metric) else METHODS:  # a metric's copy has made the others anew
