@@ -201,7 +201,7 @@ class PiecesOfStep:
 
     # ------------------------------------------------------------------ runs
     def _fits(self, piece: Piece, request: StepRequest) -> bool:
-        """Whether a known piece is the next one of this step: an optimizer's first update is another piece than later ones."""
+        """Whether a known piece is the next one of this step. An optimizer's first update is not like later ones."""
         return piece.captured.guards.failure(lambda: self._inputs(piece, request)) is None
 
     def _inputs(self, piece: Piece, request: StepRequest) -> list[Any]:

@@ -390,7 +390,7 @@ def _of_this_batch(metric: Metric | MetricCollection, args: tuple[Any, ...], kwa
     else:
         fresh = type(metric).__new__(type(metric))  # copy.copy makes torchmetrics print it, and that reads tensors
         fresh.__setstate__(metric.__getstate__())
-        # its own containers: a reset empties a list of states in place, and the metric itself is updated behind the step
+        # its own containers: a reset empties a list of states in place, which the metric itself keeps
         vars(fresh).update({n: copy.copy(v) for n, v in vars(fresh).items() if isinstance(v, (list, dict, set))})
         copies = [fresh]
     for part in copies:
