@@ -339,21 +339,15 @@ class DecidesByWeights(Decides):
         return super().forward(batch) * (2.0 if self.last.weight.sum() > 0 else 1.0)
 
 
-def test_each_rank_pads_and_decides_for_itself(two_ranks: RankPool) -> None:
-    """In graphs: what follows from a rank's own batch is asked before its step; weights are DDP's."""
-    ours = two_ranks.run(run, Decides, "spmd", 2, data=ragged, max_epochs=1)
+@pytest.mark.parametrize("make", [Decides, pytest.param(DecidesByWeights, marks=pytest.mark.long)])
+def test_each_rank_pads_and_decides_for_itself(two_ranks: RankPool, make: type[Decides]) -> None:
+    """In graphs: what follows from a rank's own batch is asked before its step, of weights in it; weights are DDP's."""
+    ours = two_ranks.run(run, make, "spmd", 2, data=ragged, max_epochs=1)
     assert_compiled(*ours)
-    theirs = two_ranks.run(run, Decides, "ddp_find_unused_parameters_true", 2, data=ragged, max_epochs=1)
+    theirs = two_ranks.run(run, make, "ddp_find_unused_parameters_true", 2, data=ragged, max_epochs=1)
     for mine, its in zip(ours, theirs, strict=True):
         for name, weight in its.weights.items():
             assert torch.allclose(mine.weights[name], weight, rtol=1e-5, atol=1e-7), name
-
-
-@pytest.mark.long
-def test_a_decision_by_weights_is_eager_on_batches_of_the_ranks(two_ranks: RankPool) -> None:
-    ours = two_ranks.run(run, DecidesByWeights, "spmd", 2, data=ragged, max_epochs=1)
-    assert [result.mode for result in ours] == ["eager", "eager"]
-    assert any("on each rank that of its own batch" in text for text in ours[0].warnings)
 
 
 # ------------------------------------------------------------------ the operator
