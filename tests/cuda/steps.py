@@ -72,14 +72,16 @@ def _gpt() -> L.LightningModule:
     return GPT(optimizer="adamw_fused", dropout=0.0)
 
 
-_DECIDING = (test_reads.Branches, test_reads.Cuts, test_reads.Lists, test_reads.WithState)
+_DECIDING = (
+    *(test_reads.Branches, test_reads.Cuts, test_reads.Lists, test_reads.LogsNumbers, test_reads.Weighs),
+    test_reads.WithState,
+)
 STEPS: dict[str, Step] = {
-    **{f"reads {make.__name__}": Step(make, _small) for make in (test_reads.LogsNumbers, test_reads.Weighs)},
     **{f"reads {make.__name__}": Step(make, _small, decides=True) for make in _DECIDING},
     "packed": Step(test_packed_sequences.Reads, _packed, decides=True),
     **{f"sizes of data {make.__name__}": Step(make, _small, decides=True) for make in test_data_sizes.WAYS},
     **{
-        f"by hand {name}": Step(make, _pairs, Variant.optimized_by_hand())
+        f"by hand {name}": Step(make, _pairs, Variant.optimized_by_hand(), decides=name == "LooksAtGradients")
         for name, make in {**BY_HAND, **RARE}.items()
         if name not in ("Plateau", "NothingToStep")  # they want more of a Trainer
     },
