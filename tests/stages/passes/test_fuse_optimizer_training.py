@@ -62,7 +62,10 @@ def test_the_bits_of_every_optimizer_stay(optimizer: str) -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(name, marks=() if name == "radam" else pytest.mark.long) for name in sorted(LOOPS | LEFT_ALONE)],
+    [
+        pytest.param(name, marks=() if name == "radam" else pytest.mark.long)
+        for name in sorted((LOOPS | LEFT_ALONE) - {"lion"})  # whose step is no part of a graph
+    ],
 )
 def test_training_is_bitwise_the_same_for_every_optimizer(two_ranks: RankPool, optimizer: str, tmp_path: Path) -> None:
     case = TrainingCase("mlp", optimizer, batches=8, groups=True)
