@@ -112,9 +112,33 @@ class Looks(Tied):
         return loss if loss.item() > 0 else -loss
 
 
-def test_a_step_that_is_no_graph_is_named() -> None:
+class LooksAtAFilledOne(Tied):
+    """Decides by what was a table, until a value of the batch was written into it."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        table = torch.arange(4.0)
+        table[0] = batch.sum().detach()
+        loss = super().training_step(batch, batch_idx)
+        return loss if table.diff().min() == 1 else -loss
+
+
+@pytest.mark.parametrize("make", [Looks, LooksAtAFilledOne])
+def test_a_step_that_is_no_graph_is_named(make: type[Tied]) -> None:
     with pytest.raises(CaptureError, match=r"decides by the value of a tensor(.|\n)*test_capturing.py:\d+"):
-        captured(make=Looks)
+        captured(make=make)
+
+
+class LooksAtATable(Tied):
+    """Decides by what follows from numbers, as language models do that ask whether positions are packed."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if (torch.arange(batch.shape[1]).diff() == 1).all() else loss.exp()
+
+
+def test_what_follows_from_numbers_is_known() -> None:
+    (part,) = captured(make=LooksAtATable).parts
+    assert all(node.target is not torch.ops.aten.exp.default for node in part.captured.graph_module.graph.nodes)
 
 
 class Late(L.LightningModule):

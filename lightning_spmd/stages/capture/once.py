@@ -23,8 +23,11 @@ from lightning_spmd.messages import speaking_of
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.follower import Follower, Step
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
+from lightning_spmd.stages.capture.follow.notes import sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
+from lightning_spmd.stages.capture.follow.same_calls import is_repeatable
+from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.optimizer.newborn_state import OnBirths
 from lightning_spmd.stages.capture.record.around_trace import grad_mode, random_state_kept
@@ -58,7 +61,7 @@ class FollowedOnce:
 
     Args:
         request: what it is captured for; one without a forward part has no Python.
-        read: gives what Python reads, as :attr:`Step.on_read` does; None: that is not known.
+        read: gives what Python reads, as :attr:`Step.on_read` does; None: known is what follows from numbers alone.
 
     Raises:
         CaptureError: it can be no graph.
@@ -109,7 +112,7 @@ class FollowedOnce:
         step = Step(Follower(lambda: names, lambda name, tensor: names.get(id(tensor)) == name), given)
         step.stand_ins, wants = frozenset(range(len(given))), self._wants
         read = self._read
-        step.on_read = _unknown if read is None else lambda: read(step)
+        step.on_read = lambda: _of_numbers(step) if read is None else read(step)
         step.before_eager = lambda: _refused(step)
 
         def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
@@ -181,7 +184,22 @@ def _stand_ins(request: CaptureRequest) -> tuple[Any, list[Tensor]]:
     return map_leaves(leaf, batch.tree), [found[index] for index in batch.tensors]
 
 
-def _unknown() -> NoReturn:
+def _of_numbers(step: Step) -> list[Tensor]:
+    """What Python reads, computed from calls that take no tensor of the batch or the module, as of ``arange``."""
+    *before, read = step.notes
+    values = Values(_of_outside)
+    with private.disable_dispatch_modes():
+        for note in before:
+            if is_repeatable(note) and values.made.keys() >= set(sources_in((note.args, note.kwargs))):
+                values.run(note, {})
+            elif not note.writes.isdisjoint(values.made):
+                _of_outside()
+    if not values.made.keys() >= set(sources_in((read.args, read.kwargs))):
+        _of_outside()
+    return [values.of(source) for source in sources_in((read.args, read.kwargs))]
+
+
+def _of_outside(*_: Any) -> NoReturn:
     raise _Ended(_of_value(user_location()))
 
 

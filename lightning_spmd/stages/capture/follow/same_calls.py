@@ -82,7 +82,7 @@ class _Search:
         """Whether two calls give equal results; the first one is the earlier."""
         if one.depth >= other.depth or one.func != other.func or one.around != other.around or other.counts:
             return False
-        if not all(map(_is_repeatable, (one, other))):
+        if not all(map(is_repeatable, (one, other))):
             return False
         self.found += one, other
         return self._are_same(one.args, other.args, one, other) and self._are_same(one.kwargs, other.kwargs, one, other)
@@ -123,7 +123,7 @@ class _Search:
         return not any(root in note.writes or isinstance(note.func, (EngineCall, CallByHand)) for note in between)
 
 
-def _is_repeatable(note: Note) -> bool:
+def is_repeatable(note: Note) -> bool:
     """Whether a call's result depends on its arguments alone, in all steps on the path."""
     module = str(getattr(note.func, "__module__", None) or "")
     is_torchs = module in _TORCHS or module.startswith(_IN_C)
