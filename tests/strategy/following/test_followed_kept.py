@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_spmd.stages.capture.follow.follower import Step
 from tests.strategy.following.test_followed_backward import Noted, _run, assert_same, note
 
 
@@ -48,3 +50,26 @@ def test_values_of_kept_tensors_are_used() -> None:
 def test_a_backward_pass_into_an_earlier_step_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"an earlier step computed \(.*test_followed_kept.py:\d+\)"):
         _run(UsesTheHistory, "spmd")
+
+
+class AsksForGradients(Noted):
+    """Like the first layer of Wav2Vec2: torch never releases what ``__torch_function__`` returns for a setter."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] * 2
+        x.requires_grad = True
+        return self.loss_of(self.hidden(x), batch[1])
+
+
+def test_a_result_that_is_told_to_ask_for_gradients_is_not_kept() -> None:
+    kept = list[int]()
+
+    def counting(step: Step) -> Any:
+        found = real(step)
+        kept.append(len(found))
+        return found
+
+    real = Step.kept
+    with mock.patch.object(Step, "kept", counting):
+        assert_same(AsksForGradients)
+    assert set(kept) == {1}  # the loss

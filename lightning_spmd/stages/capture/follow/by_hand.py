@@ -203,7 +203,8 @@ class HandStep:
         trained = bool(kwargs.get("requires_grad", args[1] if len(args) > 1 else True))
         source = self.step.source_if_known(tensor)
         if type(source) is Made:
-            return self.step.called(Tensor.requires_grad_, (tensor, trained), {})
+            found = self.step.called(Tensor.requires_grad_, (tensor, trained), {})
+            return None if func.__name__ == "__set__" else found  # torch never releases what a setter returns
         if source is not None and tensor.requires_grad is not trained:
             self._trained.setdefault(id(tensor), (tensor, tensor.requires_grad))
             self.step.called(Tensor.requires_grad_, (tensor, trained), {})
