@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
-from lightning_spmd.ir.node_info import NodeInfo, Section, spec_of
+from lightning_spmd.ir.node_info import NodeInfo, Section
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import is_wait, starts_collective
 from lightning_spmd.stages.runtime.trial_runs.profile import clock_of
@@ -73,6 +73,7 @@ class TimedGraph:
         self.clock: Any = clock_of(step.graph_module.graph)
         self._watch = watch
         self._marks: list[Any] = []
+        self._operands: dict[str, list[Any]] = {}
 
     def timed(self) -> ShardedStep:
         """A copy of the graph that marks the time at its beginning and after each line."""
@@ -82,6 +83,9 @@ class TimedGraph:
             marks = [graph.call_function(self._begin)]
         for node in self.step.graph_module.graph.nodes:
             if node.op == "call_function":
+                if starts_collective(node):
+                    with graph.inserting_before(made[node]):
+                        marks.append(graph.call_function(self._see, (node.name, list(made[node].args))))
                 with graph.inserting_after(made[node]):
                     marks.append(graph.call_function(self._mark))
         for mark in marks:
@@ -112,9 +116,12 @@ class TimedGraph:
         )
 
     def _alone(self, collective: fx.Node) -> float:
-        """The shortest time of a collective, on tensors like its operands; all ranks do this at the same time."""
+        """The shortest time of a collective, on tensors like its operands; all ranks do this at the same time.
+
+        Like those of the last run: values decide how many rows experts exchange.
+        """
         target: Any = collective.target
-        args = fx.map_arg(collective.args, _like)
+        args = [_like(operand) for operand in self._operands[collective.name]]
         marks: list[tuple[Any, Any]] = []
         for _ in range(_TIMES):
             begin = self.clock.mark()
@@ -123,6 +130,9 @@ class TimedGraph:
             marks.append((begin, self.clock.mark()))
         self.clock.settle()
         return min(self.clock.seconds(*pair) for pair in marks)
+
+    def _see(self, collective: str, operands: Sequence[Any]) -> None:
+        self._operands[collective] = [_shape(operand) for operand in operands]
 
     def _begin(self) -> None:
         self._marks = [self.clock.mark()]
@@ -173,10 +183,27 @@ class Stopwatch:
         return found
 
 
-def _like(node: fx.Node) -> Tensor:
-    """Some tensor such as a node produces."""
-    spec = spec_of(node)
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+@dataclass(frozen=True)
+class _Shape:
+    """What is kept of a tensor, whose memory is given back."""
+
+    sizes: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _shape(operand: Any) -> Any:
+    """An operand without memory."""
+    if isinstance(operand, Tensor):
+        return _Shape(operand.shape, operand.dtype, operand.device)
+    return [_shape(item) for item in operand] if isinstance(operand, (list, tuple)) else operand
+
+
+def _like(operand: Any) -> Any:
+    """An operand like the one that had this shape."""
+    if isinstance(operand, _Shape):
+        return torch.zeros(operand.sizes, dtype=operand.dtype, device=operand.device)
+    return [_like(item) for item in operand] if isinstance(operand, list) else operand
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 from lightning_spmd.ir.node_info import TensorSpec
@@ -75,6 +77,38 @@ def test_a_run_that_was_abandoned_does_not_count() -> None:
     assert watch.results() == [], "and one run is too few"
     step(torch.ones(5))
     assert watch.results()[0].runs == 2
+
+
+def test_a_collective_alone_has_the_sizes_of_the_last_run(group: str) -> None:
+    """Values decide how many rows experts exchange: the graph knows neither the sizes nor the tensor's shape."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    sizes = graph.call_function(_rows, (x,))
+    functional = torch.ops._c10d_functional
+    sent = graph.call_function(functional.all_to_all_single.default, (x, sizes, sizes, group))
+    graph.output((graph.call_function(functional.wait_tensor.default, (sent,)),))
+    for node in graph.nodes:
+        node.meta["val"] = TensorSpec((5,), (1,), torch.float32, torch.device("cpu"))
+    sizes.meta["val"] = [5]
+    watch, meter = Stopwatch(), WaitMeter()
+    meter.stopwatch = watch
+    step = meter.timing(as_python, "whole")(ShardedStep(fx.GraphModule(nn.Module(), graph), Signature((), ()), ()))
+    for rows in (5, 3, 2):
+        (found,) = step(torch.ones(rows))
+        assert found.tolist() == [1.0] * rows
+    assert list(watch.results()[0].alone) == ["all_to_all_single_default"]
+
+
+def _rows(x: torch.Tensor) -> list[int]:
+    return [len(x)]
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
+    yield dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+    dist.destroy_process_group()
 
 
 def test_nobody_asked_and_the_graph_is_the_one_there_was() -> None:
