@@ -869,7 +869,8 @@ class Following:
             values = [meeting.part(v) if i in taken else v for i, v in enumerate(values)]
         is_global, log = meeting is not None, None if meeting is None else meeting.log_now
         with metrics_unseen():
-            queue.done(replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log))
+            results = replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log)
+        queue.worked_off(results)
 
     def _count_eager(self, reason: str) -> None:
         self._eager += 1

@@ -18,10 +18,11 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_spmd.errors import BatchError, CaptureError
+from lightning_spmd.errors import BatchError
 from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.follow.queue import named_value
 
 
 def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: Sequence[Any] = ()) -> Any:
@@ -31,7 +32,8 @@ def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: S
         if isinstance(value, LeafRef):
             return leaves[value.position]
         if isinstance(value, CallRef):
-            return _result(results[value.position], value.key)
+            result = results[value.position]
+            return result if value.key is None else named_value(result, value.key)
         return outputs[value.position] if isinstance(value, OutputRef) else value
 
     return map_leaves(leaf, tree)
@@ -80,23 +82,6 @@ def replay(
         else:
             results.append(getattr(target, call.method)(*args, **kwargs))
     return results
-
-
-def _result(result: Any, key: str | None) -> Any:
-    """What a recorded call returned, or an entry of it.
-
-    Raises:
-        CaptureError: a metric of the collection returns a dictionary, so that its values have other names.
-    """
-    if key is None:
-        return result
-    try:
-        return result[key]
-    except KeyError:
-        raise CaptureError(
-            f"a collection of metrics has no value {key!r} but {', '.join(map(repr, result))}: a metric in it returns "
-            "a dictionary. Log all of them with self.log_dict(self.collection(...))"
-        ) from None
 
 
 _LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]

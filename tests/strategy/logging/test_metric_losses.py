@@ -91,6 +91,19 @@ class KeptLosses(Returned):
     kind = Kept
 
 
+class Collected(Returned):
+    """The loss is a sum of values of a collection, which is logged by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = torchmetrics.MetricCollection({"kept": Kept(), "mean": Mean()})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        values = self.all(self(batch[0]), batch[1])
+        self.log_dict(self.all, on_step=False, on_epoch=True)
+        return values["kept"] + values["mean"]
+
+
 class Set(Returned):
     """A setting of the metric that a hook changes."""
 
@@ -99,7 +112,7 @@ class Set(Returned):
 
 
 class InParts(Returned):
-    """A sum of two metrics is no single one: its Python is the step's own from the second step on."""
+    """A sum of two metrics is no single one: on one device its Python is the step's own from the second step on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,39 +127,40 @@ def test_one_device_is_bitwise_eager(make: type[Net]) -> None:
     assert_as_eager(make)
 
 
-def test_what_consists_of_metrics_is_the_step_s_own_python() -> None:
-    assert_as_eager(InParts)
+@pytest.mark.parametrize("make", [InParts, pytest.param(Collected, marks=pytest.mark.long)])
+def test_what_consists_of_metrics_is_the_step_s_own_python(make: type[Net]) -> None:
+    assert_as_eager(make)
 
 
 def _on_ranks(make: type[Net]) -> Result:
     return run(make, "spmd", 2, max_epochs=1)
 
 
-@pytest.mark.parametrize("make", [Returned, KeptLosses])
+@pytest.mark.parametrize("make", [Returned, Collected, pytest.param(InParts, marks=pytest.mark.long)])
 def test_ranks_train_by_the_metric_of_the_whole_batch(two_ranks: RankPool, make: type[Net]) -> None:
     ours = two_ranks.run(_on_ranks, make)
     assert_compiled(*ours)
     assert_equals_one_device(ours, run(make, "auto", data=_in_order, max_epochs=1))
 
 
-class LoggedAndAsked(InParts):
-    """A metric that keeps what has a gradient is logged, before the value of another lets the step run eagerly."""
+class Asked(Returned):
+    """What a metric has seen so far lets the step run eagerly, behind a value that becomes the loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = Kept()
+        self.seen = torchmetrics.MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.kept(self(batch[0]), batch[1])
-        self.log("kept", self.kept)
-        return F.cross_entropy(self(batch[0]), batch[1]) + super().training_step(batch, batch_idx).detach()
+        value = self.criterion(self(batch[0]), batch[1])
+        self.log("loss", self.criterion, on_step=False, on_epoch=True)
+        self.seen.update(batch[0].square())
+        return value * float(self.seen.compute())
 
 
-@pytest.mark.long
-def test_logs_before_a_step_goes_on_eagerly_are_lightning_s_own(two_ranks: RankPool) -> None:
-    first, second = two_ranks.run(_on_ranks, LoggedAndAsked)
-    assert all(torch.equal(value, second.weights[name]) for name, value in first.weights.items())
-    assert "kept" in first.final
+def test_a_value_has_the_gradient_of_all_ranks_rows_where_a_step_goes_on_eagerly(two_ranks: RankPool) -> None:
+    ours = two_ranks.run(_on_ranks, Asked)
+    assert [r.mode for r in ours] == ["eager"] * 2
+    assert_equals_one_device(ours, run(Asked, "auto", data=_in_order, max_epochs=1))
 
 
 def _in_order() -> L.LightningDataModule:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import CallRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
-from lightning_spmd.stages.capture.follow.notes import tensors_in
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, reference_to
 from lightning_spmd.stages.capture.user_code import user_location
 
@@ -109,13 +109,13 @@ class Shadows:
         self.metrics: list[tuple[Any, Any]] = []
         self.modules: list[tuple[str, Any]] = []
         for path, part in root.named_modules():
-            if isinstance(part, (Metric, MetricCollection)):
+            if _is_metric(part):
                 self.metrics.append((path, part))
             elif callable(getattr(type(part), "log_dict", None)) and hasattr(part, "automatic_optimization"):
                 self.modules.append((path, part))
         known = {id(metric) for _, metric in self.metrics}
         for part in root.modules():
-            if not isinstance(part, (Metric, MetricCollection)):
+            if not _is_metric(part):
                 inside = [m for m in _in_containers(part) if id(m) not in known]
                 known |= set(map(id, inside))
                 self.metrics += [(m, m) for m in inside]
@@ -143,14 +143,20 @@ class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[m
         result: Callable[[CallRef, Callable[[], Any]], MetricResult],
     ) -> None:
         super().__init__(reference, now)
-        vars(self)["_named"] = {name: result(CallRef(reference.position, name), now) for name in names}
+
+        def entry(name: str) -> Callable[[], Any]:
+            return lambda: named_value(self.known(), name)
+
+        vars(self)["_named"] = {name: result(CallRef(reference.position, name), entry(name)) for name in names}
 
     def _held(self) -> Mapping[str, Any]:
         value = vars(self)["_value"]
         return vars(self)["_named"] if value is None else value
 
     def __getitem__(self, name: str) -> Any:
-        return self._held()[name]
+        held = self._held()
+        # a metric may give a dictionary, whose names nobody knows before
+        return held[name] if name in held else self.known()[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held())
@@ -169,6 +175,20 @@ class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[m
 
     __hash__ = object.__hash__
     keys, values, items, get = Mapping.keys, Mapping.values, Mapping.items, Mapping.get
+
+
+def named_value(found: Mapping[str, Any], name: str) -> Any:
+    """One of the values that a collection of metrics gives.
+
+    Raises:
+        CaptureError: a metric of the collection returns a dictionary, so that its values have other names.
+    """
+    if name in found:
+        return found[name]
+    raise CaptureError(
+        f"a collection of metrics has no value {name!r} but {', '.join(map(repr, found))}: a metric in it returns "
+        "a dictionary. Log all of them with self.log_dict(self.collection(...))"
+    )
 
 
 @contextlib.contextmanager
@@ -215,6 +235,8 @@ class Queue:
         self.is_own = self.has_ranks = False
         self.rows: Any = None
         self._results: list[MetricResult] = []
+        self._of_batch: set[int] = set()
+        """Positions of calls that give the value of a batch."""
         self._shadows, self._want, self._run_for_good = shadows, want, run_for_good
         self._before: list[tuple[Any, str, Any]] = []
 
@@ -271,6 +293,21 @@ class Queue:
         """Python is done. Arguments of metrics that were kept for early values are released."""
         for result in self._results:
             vars(result)["_now"] = None
+
+    def worked_off(self, results: Sequence[Any]) -> None:
+        """The step goes on eagerly, and the calls were made, with these results.
+
+        Of several ranks each has updated its metrics with its own rows. What the step may compute with is the value of
+        the whole batch nevertheless, and of all of it that value has a gradient.
+        """
+        if not self.has_ranks:
+            self.done(results)
+            return
+        for result in self._results:
+            if vars(result)["_reference"].position in self._of_batch:
+                result.known()
+            else:
+                result.becomes(results)
 
     def done(self, results: Sequence[Any]) -> None:
         """The calls were made, with these results."""
@@ -332,16 +369,18 @@ class Queue:
                 found = own(*parts[0], **parts[1])
                 if method != "forward" or self.part is None or self.is_own:
                     return found
-                return _of_this_batch(metric, *given)  # which the step may compute with
+                return _of_this_batch(metric, *given, syncs=False)  # which the step may compute with
             position = self.record(path, method, OutputRole.METRIC_INPUT, args, kwargs)
             if method not in ("forward", "compute"):
                 return None
-            grad = torch.is_grad_enabled()
+            grad, is_of_batch = torch.is_grad_enabled(), method == "forward"
+            self._of_batch |= {position} if is_of_batch else set()
 
             def now() -> Any:
-                if method == "forward" and not _has_parts(metric):
+                # on one device the parts of one draw random numbers, as eager's do, once
+                if is_of_batch and (self.has_ranks or not _has_parts(metric)):
                     with torch.set_grad_enabled(grad):
-                        return _of_this_batch(metric, args, kwargs)
+                        return _of_this_batch(metric, args, kwargs, syncs=self.is_own)
                 if not self.has_ranks:
                     self._shadows.computes(metric)
                 name = path if isinstance(path, str) else type(metric).__name__
@@ -381,23 +420,65 @@ def wanted_by(call: RecordedCall) -> list[int]:
     return found
 
 
-def _of_this_batch(metric: Metric | MetricCollection, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value of a metric for this batch alone."""
-    if _has_parts(metric):
-        state = tensors_in([list(vars(part).values()) for part in _parts_of(metric)])
-        fresh: Any = copy.deepcopy(metric, {id(t): t.detach() for t in state if t.grad_fn is not None})
-        copies = _parts_of(fresh)
-    else:
-        fresh = type(metric).__new__(type(metric))  # copy.copy makes torchmetrics print it, and that reads tensors
-        fresh.__setstate__(metric.__getstate__())
-        # its own containers: a reset empties a list of states in place, which the metric itself keeps
-        vars(fresh).update({n: copy.copy(v) for n, v in vars(fresh).items() if isinstance(v, (list, dict, set))})
-        copies = [fresh]
-    for part in copies:
-        for name in METHODS[1::2] if isinstance(part, Metric) else METHODS:  # a metric's copy has made the others anew
-            vars(part).pop(name, None)
+def _of_this_batch(
+    metric: Metric | MetricCollection, args: tuple[Any, ...], kwargs: dict[str, Any], *, syncs: bool
+) -> Any:
+    """The value of a metric for this batch alone.
+
+    Args:
+        metric: it is left as it is.
+        args: of its ``forward``.
+        kwargs: likewise.
+        syncs: whether it asks other ranks where the user says so; else the batch is that of all ranks.
+    """
+    fresh = _copied(metric, {})
+    for part in _parts_of(fresh):
+        if isinstance(part, Metric):
+            settings = vars(part)
+            settings["sync_on_compute"] = settings["_to_sync"] = False  # a wrapper asks its metric for compute()
+            settings["dist_sync_on_step"] = syncs and settings["dist_sync_on_step"]
     type(metric).reset(fresh)  # of several ranks each has a history of its own
     return type(metric).forward(fresh, *map(known, args), **{k: known(v) for k, v in kwargs.items()})
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """A metric, the metrics of which it is made, and their containers anew; everything else is shared.
+
+    Args:
+        value: a metric, or what one has.
+        copies: those made already, by ``id`` of what they are of.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    if _is_metric(value) or (isinstance(value, nn.Module) and any(map(_is_metric, value.modules()))):
+        fresh: Any = object.__new__(type(value))  # copy.copy makes torchmetrics print a metric, and that reads tensors
+        copies[id(value)] = fresh
+        fresh.__setstate__(_state_of(value, copies))
+        return fresh
+    if type(value) is tuple:
+        return tuple(_copied(inside, copies) for inside in value)
+    if not isinstance(value, (list, dict, set)):
+        return value
+    found = copies[id(value)] = copy.copy(value)  # a reset may empty it in place, and the metric itself keeps it
+    if not isinstance(found, set):
+        for key, inside in list(found.items()) if isinstance(found, dict) else enumerate(found):
+            found[key] = _copied(inside, copies)
+    return found
+
+
+def _state_of(module: nn.Module, copies: dict[int, Any]) -> dict[str, Any]:
+    """The attributes of a copy."""
+    found = dict(module.__getstate__())
+    if _is_metric(module):
+        for name in METHODS:  # the step's shadows
+            found.pop(name, None)
+    if isinstance(module, Metric):  # a batch begins without what others have left
+        found |= {name: [] for name, state in module.metric_state.items() if isinstance(state, list)}
+    return {name: _copied(value, copies) for name, value in found.items()}
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, (Metric, MetricCollection))
 
 
 def _parts_of(metric: Metric | MetricCollection) -> list[Any]:
@@ -407,7 +488,7 @@ def _parts_of(metric: Metric | MetricCollection) -> list[Any]:
 
 def _has_parts(metric: Any) -> bool:
     inside: list[Any] = [*list(metric.modules())[1:], *vars(metric).values()]
-    return bool(_in_containers(metric)) or any(isinstance(part, (Metric, MetricCollection)) for part in inside)
+    return bool(_in_containers(metric)) or any(map(_is_metric, inside))
 
 
 def _in_containers(owner: Any) -> list[Any]:
@@ -416,5 +497,5 @@ def _in_containers(owner: Any) -> list[Any]:
     for value in vars(owner).values():
         if type(value) in (list, tuple, dict):
             inside = value.values() if type(value) is dict else value
-            found += [item for item in inside if isinstance(item, (Metric, MetricCollection))]
+            found += [item for item in inside if _is_metric(item)]
     return found
