@@ -46,7 +46,10 @@ WAYS: dict[str, Update] = {
     "a row of state": lambda p, g, m: (m.mul_(0.9).add_(g), m[0].zero_(), p.sub_(m, alpha=0.1)),
     "two names": _seen_twice,
 }
-_SHORT = {"zero2": ("a row afterwards", "state, turned"), "zero3": ("all of it, flat", "a row before", "two names")}
+_SHORT = {
+    "zero2": ("a row afterwards", "state, turned", "a row of state"),
+    "zero3": ("all of it, flat", "a row before", "two names"),
+}
 
 
 class Updating(torch.optim.Optimizer):

@@ -200,8 +200,10 @@ class Placing:
         return total + (2.0 * leaving if kept and total >= LATENCY else 1e-3 * leaving)
 
     def _may_change(self, operand: fx.Node, writer: fx.Node) -> bool:
+        """Whether what is written may lie otherwise from here on: nothing sees that, nor is it wanted whole."""
         root = self.aliasing.roots[operand]
-        return root.op != "placeholder" and not self.aliasing.others_read_later(operand, writer)
+        is_free = root.op != "placeholder" and self.forced.get(root) != REPLICATE
+        return is_free and not self.aliasing.others_read_later(operand, writer)
 
     def _written(self, operand: fx.Node, placement: Placement, writer: fx.Node) -> None:
         others = self.aliasing.others_read_later(operand, writer)
