@@ -6,8 +6,9 @@ hundred microseconds.
 
 Not remembered: operators of libraries (their shape functions may look at anything), results that depend on data (those
 of ``x[index]`` only where an index is a mask) or on a storage offset, complex numbers (a conjugate view looks like any
-other tensor), operators that change the shape of their operand in place, and composite operators (``atleast_1d`` may
-return its operand, or a view).
+other tensor), operators that change the shape of their operand in place, composite operators (``atleast_1d`` may return
+its operand, or a view), and operators of numbers in place of tensors (``torch.div(16, 8)``): torch computes them at
+capture, too, and Python may ask for the value.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def key_of(op: Any, args: Any, kwargs: Any, look: Callable[[Any], Any]) -> Any:
         kwargs: of the call.
         look: returns the TensorSpec of a value that stands for a tensor, otherwise the value; raises :class:`Unlike`.
     """
-    if not _is_known(op):
+    if not _is_known(op) or (args and isinstance(args[0], (int, float)) and _takes_tensor_first(op)):
         return None
 
     def part(value: Any) -> Any:
@@ -95,6 +96,12 @@ def forget() -> None:
 
 def _is_mask(seen: Any) -> bool:
     return isinstance(seen, TensorSpec) and seen.dtype in _MASKS
+
+
+@functools.cache
+def _takes_tensor_first(op: Any) -> bool:
+    arguments = op._schema.arguments  # noqa: SLF001 - how operators are described everywhere in torch
+    return bool(arguments) and str(arguments[0].type) == "Tensor"
 
 
 @functools.cache

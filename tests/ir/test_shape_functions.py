@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,3 +58,19 @@ def test_cudnns_results_have_time_outermost_and_hand_on_packed_weights(first: bo
     assert (output.shape, output.stride()) == (sizes, strides)
     assert (gradients[0].shape, gradients[0].stride()) == (sizes, strides)
     assert [g.shape for g in gradients[3]] == [w.shape for w in weights]
+
+
+@pytest.mark.parametrize("name", ["index_put", "index_put_", "_unsafe_index_put"])
+@pytest.mark.parametrize("shape", [(3, 4), (4,), (3, 1), (2, 4), (1, 3, 4), (4, 3)], ids=str)
+def test_values_are_put_where_the_kernel_puts_them(name: str, shape: tuple[int, ...]) -> None:
+    put, indices = getattr(aten, name).default, [torch.tensor([0, 2, 4])]
+
+    def told(call: Callable[..., Tensor]) -> Any:
+        try:
+            return call(put, (torch.zeros(5, 4), indices, torch.zeros(shape)), {}).shape
+        except RuntimeError as error:
+            return str(error)
+
+    wanted = told(lambda op, args, kwargs: op(*args, **kwargs))
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
+        assert told(empty_result) == wanted

@@ -19,6 +19,8 @@ gradient has no shape function.
 as the input does, or as its gradient.
 
 ``batch_norm_stats`` and its kind, which ``torch.nn.SyncBatchNorm`` is made of, have kernels for GPUs and nothing else.
+
+``index_put`` takes values of any shape in torch's function; its kernels those that broadcast to what is indexed.
 """
 
 from __future__ import annotations
@@ -147,6 +149,23 @@ def of_scores(_: Any, __: Tensor, scores: Tensor, *___: Any, **____: Any) -> Ten
     return scores.new_empty(scores.shape)
 
 
+def put(op: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *others: Any, **more: Any) -> Any:
+    """What ``index_put`` and its kind give. How many places a mask chooses is unknown, so it takes any values.
+
+    Raises:
+        RuntimeError: the values do not broadcast to what is indexed.
+    """
+    if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        wanted = aten.index.Tensor(x, indices).shape
+        ends = zip(reversed(values.shape), reversed(wanted), strict=False)
+        if len(values.shape) > len(wanted) or not all(size == place or size == 1 for size, place in ends):
+            raise RuntimeError(
+                f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of "
+                f"shape {list(wanted)}"
+            )
+    return op(x, indices, values, *others, **more)
+
+
 def _bound(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001 - an operator's description
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -215,6 +234,10 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
         "batch_norm_elemt": like_first,
         "batch_norm_backward_reduce": sums_of_gradients,
         "batch_norm_backward_elemt": like_second,
+        "index_put": put,
+        "index_put_": put,
+        "_index_put_impl_": put,
+        "_unsafe_index_put": put,
     }.items()
     if hasattr(aten, name)
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir import known_results
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.stages.capture.record.fake_calls import FakeCalls, flat
 from tests.operators.cases import operators, samples
 
@@ -113,6 +114,14 @@ def test_calls_of_every_kind_known_or_not(around: Any) -> None:
     asked = asked_twice(_calls, tensors, around())
     assert not asked.different
     assert asked.known > 20
+
+
+def test_what_numbers_give_keeps_its_value_wherever_else_it_was_asked() -> None:
+    mode = private.FakeTensorMode(allow_non_fake_inputs=True)
+    call = torch.ops.aten.div.Tensor_mode, (16, 8), {"rounding_mode": "trunc"}
+    known_results.remember(known_results.key_of(*call, lambda value: value), TensorSpec.of(torch.tensor(2)))
+    with mode:
+        assert int(FakeCalls(mode).make(*call)) == 2
 
 
 def test_default_dtype_and_changed_shapes_are_seen() -> None:

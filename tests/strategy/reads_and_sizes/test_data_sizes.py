@@ -50,6 +50,17 @@ class Transcribes(Quiet):
         return F.ctc_loss(scores, targets, lengths, mask.sum(1), zero_infinity=True)
 
 
+class Overwrites(Quiet):
+    """Rows are written to as many places: two numbers that nothing but their values says are one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        h = torch.tanh(self.first(x))
+        written = h.clone()
+        written[torch.where(y > 0)] = 2 * h[torch.where(2 * y > 1)]
+        return F.cross_entropy(self.last(written), y)
+
+
 WAYS = [Masks, Kinds, Transcribes]
 
 
@@ -57,13 +68,13 @@ def _few() -> Any:
     return InOrder(rows(16), ROWS, shuffle=False)
 
 
-@pytest.mark.parametrize("make", WAYS)
+@pytest.mark.parametrize("make", [*WAYS, Overwrites])
 def test_sizes_that_the_data_say_stay_in_graphs(make: type[Net]) -> None:
     """Two batches, each three times: bitwise."""
     assert_compiled(assert_as_eager(make, data=_few))
 
 
-@pytest.mark.parametrize("make", WAYS)
+@pytest.mark.parametrize("make", [*WAYS, pytest.param(Overwrites, marks=pytest.mark.long)])
 def test_they_are_those_of_the_global_batch(make: type[Net], two_ranks: RankPool) -> None:
     ours = two_ranks.run(run, make, "spmd", 2, data=_few)
     assert_compiled(ours[0])
