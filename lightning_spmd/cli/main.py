@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import lightning
 import torch
-from lightning.pytorch.cli import LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_spmd  # registers the strategies that a recipe names
@@ -66,14 +65,15 @@ def _command(arguments: list[str], as_the_process_has_them: bool) -> None:
     if arguments[:1] == ["plan"]:
         plan.main(arguments[1:])
         return
-    # A mistake is answered with usage and message: the full usage, 60 lines of options, would hide the message.
-    usage = {name: {"usage": f"lightning-spmd {name} --config RECIPE [options]"} for name in LightningCLI.subcommands()}
     given = with_class_for_name(arguments)
+    cli = RecipeCLI.calling(given)
+    # A mistake is answered with usage and message: the full usage, 60 lines of options, would hide the message.
+    usage = {name: {"usage": f"lightning-spmd {name} --config RECIPE [options]"} for name in cli.subcommands()}
     with warnings.catch_warnings():
         # Lightning means callers from Python; here the arguments are the process's own, with a name spelt out.
         warnings.filterwarnings("ignore", message=".*parameter is intended to run from within Python.*")
         with refusals_in_one_line("lightning-spmd " + "".join(arguments[:1])):
-            RecipeCLI(
+            cli(
                 args=None if as_the_process_has_them and given == arguments else given,
                 # A rerun into the same folder replaces the recipe that was saved beside the last run's results.
                 save_config_kwargs={"overwrite": True},
