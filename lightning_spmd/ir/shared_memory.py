@@ -35,6 +35,18 @@ def reach(tensor: Tensor) -> int:
     return int(1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
 
 
+def may_meet(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage overlap; pieces of a bucket, one behind the other, do not."""
+    begins, ends = zip(*map(_extent, (one, other)), strict=True)
+    return max(begins) < min(ends)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Where the bytes of a tensor begin and end in its storage."""
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
+    return begin * size, (begin + (reach(tensor) if tensor.numel() else 0)) * size
+
+
 def _meet(one: Tensor, other: Tensor) -> bool:
     """Whether the elements of two tensors meet where their memory overlaps: columns of one matrix do not."""
     offset, rest = divmod(other.data_ptr() - one.data_ptr(), one.element_size())

@@ -24,7 +24,7 @@ from lightning_spmd.ir.counted import CountFits, samples_of
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.operators.generator_state import READ_STATE, SEED, WRITE_STATE
-from lightning_spmd.ir.shared_memory import shared
+from lightning_spmd.ir.shared_memory import may_meet, shared
 from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.unify import Apart
@@ -692,7 +692,7 @@ class Step(TorchFunctionMode):
             return None
         storage = private.storage_of(tensor)
         for i, other in enumerate(self.outside[:number]):
-            if private.storage_of(other) == storage:
+            if private.storage_of(other) == storage and may_meet(*map(private.local_tensor, (tensor, other))):
                 return i
         return None
 

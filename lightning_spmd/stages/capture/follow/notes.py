@@ -102,7 +102,7 @@ class Kind(NamedTuple):
         type: its class.
         spec: shape, strides, dtype, device.
         trained: whether it asks for gradients.
-        shares: the first tensor from outside with which it shares memory, if it is not itself.
+        shares: the first tensor from outside that it overlaps in memory, if it is not itself.
     """
 
     name: str | None
