@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from lightning_spmd._private_api import pytree
 from lightning_spmd.ir.counted import GRAPHS
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.several_optimizers import SeveralOptimizers
-from lightning_spmd.ir.sizes import Counts
+from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.mesh import make_mesh, mesh_sizes
@@ -186,8 +186,12 @@ def build(wanted: Wanted) -> Built:
     overlaps = step.variant.pauses
     context = settings.of_training(module, optimizer, ranks.streams(0), None, overlaps)
     real = precision.convert_input(step.batch(wanted.rank, wanted.rows))
-    with fake:
-        batch = Batch(pytree.tree_map(functools.partial(on_gpu, device=device), real))
+
+    def laid(batch: Any) -> Batch:
+        with fake:
+            return Batch(pytree.tree_map(functools.partial(on_gpu, device=device), batch))
+
+    batch = laid(real)
     clip = None if wanted.clip is None else functools.partial(clipped, precision, wanted.clip)
     sizes = {(leaf, dim): batch.tensor_values[leaf].shape[dim] for leaf, dim in step.vary}
     request = StepRequest(batch, step.variant, {"batch_idx": 0}, clip, vary=sizes)
@@ -200,16 +204,38 @@ def build(wanted: Wanted) -> Built:
             return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
     with mock.patch.object(private, "without_memory", without_memory):
-        program = _followed(builder, request, split, step, prefixes)
+        program = _followed(builder, request, split, step, prefixes, laid(_shorter(real, step.vary)))
     with _MadeOnDevice(fake):  # the optimizer's first state
         executable = builder.build(dataclasses.replace(request, program=program), split)
     return Built(executable, batch, ranks, prefixes)
 
 
+def _shorter(batch: Any, vary: Sequence[Dimension]) -> Any:
+    """A batch in which these sizes are a little smaller."""
+    leaves, structure = pytree.tree_flatten(batch)
+    for leaf, dim in vary:
+        leaves[leaf] = leaves[leaf].narrow(dim, 0, leaves[leaf].shape[dim] - 3)
+    return pytree.tree_unflatten(leaves, structure)
+
+
 def _followed(
-    builder: GraphBuilder, request: StepRequest, split: tuple[int, ...], kind: Step, prefixes: list[ShardedStep]
+    builder: GraphBuilder,
+    request: StepRequest,
+    split: tuple[int, ...],
+    kind: Step,
+    prefixes: list[ShardedStep],
+    shorter: Batch,
 ) -> Program:
-    """The path of a step; graphs of what comes before reads are collected."""
+    """The path of a step, for all sizes that vary; graphs of what comes before reads are collected.
+
+    Args:
+        builder: of graphs.
+        request: of the step.
+        split: rows of the global batch by rank.
+        kind: of step.
+        prefixes: where graphs are collected.
+        shorter: a batch of other sizes, with which an earlier step was made.
+    """
     steps: list[FollowedStep] = []
 
     def read(step: FollowedStep) -> list[Tensor]:
@@ -221,7 +247,12 @@ def _followed(
         sources = sources_in((read.args, read.kwargs))
         return answer(kind.answers, [step.fake_of(s) if type(s) is Made else step.tensor_of(s) for s in sources])
 
-    program = FollowedOnce(builder._capture_request(request, split), read).program
+    earlier = None
+    if kind.vary:
+        before = dataclasses.replace(request, batch=shorter, vary={})
+        earlier = FollowedOnce(builder._capture_request(before, split), read)
+    program = FollowedOnce(builder._capture_request(request, split), read, kind.vary, earlier).program
+    assert program.for_all_sizes == bool(kind.vary), program.why_not
     if not steps or not steps[0].counts:
         return program
     counts, samples = Counts(len(steps[0].counts)), steps[0].samples[:GRAPHS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules import rnn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_spmd import _private_api as private
 
@@ -23,7 +24,7 @@ def gpus(kernel: str = "flash") -> Iterator[None]:
     """As if there were GPUs whose ``scaled_dot_product_attention`` chooses the kernel of that name."""
     generator = torch.Generator()
     with (
-        mock.patch.object(F, "scaled_dot_product_attention", functools.partial(_attention, kernel)),
+        mock.patch.object(F, "scaled_dot_product_attention", _attention_by(kernel)),
         mock.patch.object(rnn._VF, "lstm", _lstm, create=True),
         mock.patch.object(rnn._VF, "gru", functools.partial(_one_state, _CUDNN_GRU), create=True),
         mock.patch.object(rnn._VF, "rnn_tanh", functools.partial(_one_state, _CUDNN_TANH), create=True),
@@ -36,6 +37,17 @@ def gpus(kernel: str = "flash") -> Iterator[None]:
 
 
 _OPTIONS = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _attention_by(kernel: str) -> Callable[..., Tensor]:
+    """A function that torch function modes see as one call, as they see torch's."""
+
+    def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
+        if has_torch_function((q, k, v)):
+            return handle_torch_function(scaled_dot_product_attention, (q, k, v), q, k, v, *others, **options)
+        return _attention(kernel, q, k, v, *others, **options)
+
+    return scaled_dot_product_attention
 
 
 def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:

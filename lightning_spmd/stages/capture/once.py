@@ -17,6 +17,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
+from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import speaking_of
@@ -62,14 +63,23 @@ class FollowedOnce:
     Args:
         request: what it is captured for; one without a forward part has no Python.
         read: gives what Python reads, as :attr:`Step.on_read` does; None: known is what follows from numbers alone.
+        vary: sizes of the tensors of the batch that the path leaves open.
+        earlier: the step of a batch in which these sizes are others; how integers follow from sizes, two steps show.
 
     Raises:
         CaptureError: it can be no graph.
         UnknownValueError: Python reads a value.
     """
 
-    def __init__(self, request: CaptureRequest, read: Callable[[Step], Sequence[Any]] | None = None) -> None:
-        self._read = read
+    def __init__(
+        self,
+        request: CaptureRequest,
+        read: Callable[[Step], Sequence[Any]] | None = None,
+        vary: Sequence[Dimension] = (),
+        earlier: FollowedOnce | None = None,
+    ) -> None:
+        self._read, self._vary = read, vary
+        self.follower: Follower | None = None if earlier is None else earlier.follower
         self._calls: Sequence[RecordedCall] = ()
         self._returned: Any = None
         self._wants: dict[Want, int] = {}
@@ -109,7 +119,9 @@ class FollowedOnce:
         module, optimizer, variant = request.module, request.update.optimizer, request.variant
         names = {id(t): name for name, t in module.named_buffers()} | parameter_names(module, optimizer)
         tree, given = _stand_ins(request)
-        step = Step(Follower(lambda: names, lambda name, tensor: names.get(id(tensor)) == name), given)
+        if self.follower is None:
+            self.follower = Follower(lambda: names, lambda name, tensor: names.get(id(tensor)) == name)
+        step = Step(self.follower, given, self._vary)
         step.stand_ins, wants = frozenset(range(len(given))), self._wants
         read = self._read
         step.on_read = lambda: _of_numbers(step) if read is None else read(step)
@@ -161,7 +173,17 @@ class FollowedOnce:
             wants.setdefault(Want(made, role), len(wants))
         live = Live(step.outside, step.numbers)
         free = frozenset(step.numbers)
-        self.program = Program(step.notes, step.path, tuple(wants), source, free, live, added=tuple(step.added))
+        self.program = Program(
+            step.notes,
+            step.path,
+            tuple(wants),
+            source,
+            free,
+            live,
+            for_all_sizes=step.tree is not None and step.tree.is_for_all(step.notes, step.path),
+            why_not=None if step.tree is None else step.tree.why_not,
+            added=tuple(step.added),
+        )
 
 
 def _stand_ins(request: CaptureRequest) -> tuple[Any, list[Tensor]]:
