@@ -104,6 +104,15 @@ class Collected(Returned):
         return values["kept"] + values["mean"]
 
 
+class Added(Returned):
+    """Its value is the second operand of a call."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        value = self.criterion(scores, batch[1])
+        return F.cross_entropy(scores, batch[1]) + value
+
+
 class Set(Returned):
     """A setting of the metric that a hook changes."""
 
@@ -122,7 +131,7 @@ class InParts(Returned):
         return self.sum(self(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("make", [Returned, Logged, KeptLosses, Set])
+@pytest.mark.parametrize("make", [Returned, Logged, Added, KeptLosses, Set])
 def test_one_device_is_bitwise_eager(make: type[Net]) -> None:
     assert_as_eager(make)
 
@@ -136,7 +145,10 @@ def _on_ranks(make: type[Net]) -> Result:
     return run(make, "spmd", 2, max_epochs=1)
 
 
-@pytest.mark.parametrize("make", [Returned, Collected, pytest.param(InParts, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "make",
+    [Returned, Collected, pytest.param(Added, marks=pytest.mark.long), pytest.param(InParts, marks=pytest.mark.long)],
+)
 def test_ranks_train_by_the_metric_of_the_whole_batch(two_ranks: RankPool, make: type[Net]) -> None:
     ours = two_ranks.run(_on_ranks, make)
     assert_compiled(*ours)

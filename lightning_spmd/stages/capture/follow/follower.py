@@ -788,6 +788,13 @@ class Step(TorchFunctionMode):
         kwargs = kwargs or {}
         return self.called(func, args, kwargs) if kind == "call" else self._otherwise(kind, func, args, kwargs)
 
+    def _as_python(self, value: Any) -> Any:
+        """Numbers of NumPy as Python's; an object that stands in for a tensor as the tensor."""
+        if hasattr(type(value), "is_tree_leaf"):
+            with self:  # what a metric computes are calls of the step, too
+                return known(value)
+        return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
     def _is_under_hooks(self, func: Any) -> bool:
         """Whether the user's saved-tensor hooks apply to a call."""
         return bool(self.saved.hooks and self.follower.kinds.get(func) == "call" and not isinstance(func, EngineCall))
@@ -852,7 +859,9 @@ class Step(TorchFunctionMode):
             args = (args[0], self._index(args[1]), *args[2:])
             if self.is_eager:
                 return self.for_good(func, args, kwargs)
-        args, kwargs = mapped(_as_python, args), mapped(_as_python, kwargs)
+        args, kwargs = mapped(self._as_python, args), mapped(self._as_python, kwargs)
+        if self.is_eager:  # a metric's value lets the step
+            return self.for_good(func, args, kwargs)
         if func in self.follower.numbers:
             args, kwargs = self._with_numbers(func, args, kwargs)
             if self.is_eager:
@@ -2117,13 +2126,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
-
-
-def _as_python(value: Any) -> Any:
-    """Numbers of NumPy as Python's; an object that stands in for a tensor as the tensor."""
-    if hasattr(type(value), "is_tree_leaf"):
-        return known(value)
-    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
 
 
 def _first_line(error: BaseException) -> str:
