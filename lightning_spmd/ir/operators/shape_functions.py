@@ -18,7 +18,8 @@ gradient has no shape function.
 ``native_batch_norm`` and its gradient lie on CPUs as the memory format of the input says, and torch's functions think
 as the input does, or as its gradient.
 
-``batch_norm_stats`` and its kind, which ``torch.nn.SyncBatchNorm`` is made of, have kernels for GPUs and nothing else.
+``batch_norm_stats`` and its kind, which ``torch.nn.SyncBatchNorm`` is made of, have kernels for GPUs and nothing else;
+``batch_norm_update_stats`` has kernels alone.
 
 ``index_put`` takes values of any shape in torch's function; its kernels those that broadcast to what is indexed.
 """
@@ -230,6 +231,7 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
         "_native_batch_norm_legit": normalized,
         "native_batch_norm_backward": normalized_backward,
         "batch_norm_stats": statistics,
+        "batch_norm_update_stats": statistics,
         "batch_norm_gather_stats_with_counts": statistics,
         "batch_norm_elemt": like_first,
         "batch_norm_backward_reduce": sums_of_gradients,
