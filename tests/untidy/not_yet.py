@@ -29,7 +29,6 @@ _EAGER = "eager: DDP, rows of a rank"
 NOT_YET_ON_RANKS: dict[str, str] = {
     **NOT_YET,
     "MetricWeighs": _EAGER,
-    "MetricCollections": "a collection that is made in the step is given the rows of all ranks, on each of them",
     "HalfPrecision": "sums over ranks round otherwise in half precision",
     "SkipsSteps": "raises: Lightning refuses None on several ranks",
 }
