@@ -93,6 +93,7 @@ FAMILIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "clamp_max": lambda p, g: p.copy_(_special(g)).clamp_max_(0.0),
     "clamp": lambda p, g: p.copy_(_special(g).clamp(-0.1, 0.2)),
     "clamp_": lambda p, g: p.copy_(_special(g)).clamp_(-0.1, 0.2),
+    "clamp_ of a view": lambda p, g: (p.view(-1).clamp_(-0.1, 0.2), p.copy_(p.flip(0))),
     "addcmul": lambda p, g: p.copy_(p.addcmul(g, g, value=0.3)).addcmul_(g, g),
     "addcdiv": lambda p, g: p.copy_(p.addcdiv(g, p, value=-0.3)).addcdiv_(g, p),
     "lerp": lambda p, g: p.lerp_(g, 0.3).copy_(p.lerp(g, p)),

@@ -38,6 +38,7 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.aliasing import storage_regions
 from lightning_spmd.ir.dependence import Dependences
 from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec, info_of, spec_of, value_of
@@ -82,11 +83,23 @@ def join_updates(step: ShardedStep, allowed: Callable[[fx.Node], bool]) -> str:
     dependences = Dependences(graph)
     groups = _find_groups(step, dependences, allowed)
     if groups:
-        _Writer(graph).write(_arranged(dependences, groups))
+        writer = _Writer(graph)
+        writer.write(_arranged(dependences, groups))
+        _forget_writes_to(writer.written_twice, graph)
         _erase_unread(graph)
     after = len(graph.nodes)
     members = sum(len(group) for group in groups)
     return f"{members} operators became {len(groups)}: {before} to {after} nodes" if after < before else ""
+
+
+def _forget_writes_to(written: Sequence[fx.Node], graph: fx.Graph) -> None:
+    """Drop what was counted for readers of storages that two operators write now where one did."""
+    if written:
+        regions = storage_regions(graph)
+        roots = {regions[node][0] for node in written}
+        for node in graph.nodes:
+            if any(regions[operand][0] in roots for operand in node.all_input_nodes):
+                forget_writes(node)
 
 
 def _share_numbers(graph: fx.Graph) -> None:
@@ -220,6 +233,7 @@ class _Writer:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.end: fx.Node = last(graph.nodes, "output")
+        self.written_twice: list[fx.Node] = []
         self._columns: dict[fx.Node, tuple[fx.Node, int]] = {}
         self._lengths: dict[fx.Node, int] = {}
 
@@ -285,6 +299,7 @@ class _Writer:
         results = tensors if call.in_place else self._items(made, group)
         self._call(list_operator(upper, True, False), group, None, results, high)
         if call.in_place:
+            self.written_twice += tensors
             self._finish(made, group, tensors, True)
 
     def _finish(self, made: fx.Node, group: Group, written: Sequence[fx.Node], in_place: bool) -> None:
