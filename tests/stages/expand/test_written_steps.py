@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_spmd.ir.verify import activation_collectives
 from tests.helpers.simulate import assert_equals_one_device
-from tests.helpers.tiny_capture import capture_module
+from tests.helpers.tiny_capture import capture_function, capture_module
 
 STEPS = 3
 
@@ -69,3 +69,23 @@ def test_no_row_moves(write: Callable[[Tensor], Tensor]) -> None:
     )
     steps = assert_equals_one_device(captured, live, (1, 3))
     assert activation_collectives(steps[0]) == []
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6,)])
+def test_a_row_is_written_into_what_sums_over_ranks_were_added_to(shape: tuple[int, ...]) -> None:
+    """As a codebook's statistics, which a step writes into a copy until it has read its last value."""
+
+    def function(p: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+        z = x @ p["w"]
+        with torch.no_grad():
+            sums = buffers["sums"].clone()
+            added = torch.tanh(z).sum(0) if len(shape) > 1 else z.sum()
+            sums.mul_(0.9).add_(added, alpha=0.1)
+            for row in (1, 2):
+                sums[row] = z[row].detach() if len(shape) > 1 else 1.0
+            buffers["sums"].copy_(sums)
+        return z.square().mean()
+
+    live = {"w": torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()}
+    captured, inputs = capture_function(function, live, {"sums": torch.ones(shape)}, [torch.randn(8, 3)])
+    assert_equals_one_device(captured, inputs, (4, 4))
