@@ -1195,10 +1195,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "are_graphs[WritesOutputs]",
         "lengths_say[Replaces]",
     ),
-    "tests/strategy/following/test_published_modules.py": (
-        "a_graph[Inferring]",
-        "a_graph[Masking]",
-    ),
+    "tests/strategy/following/test_published_modules.py": ("a_graph[Masking]",),
     "tests/strategy/following/test_shared_memory.py": (
         "one_memory[ReadBehindAWrite]",
         "one_memory[OwnWritten]",

@@ -31,7 +31,7 @@ class Adding(Quiet):
 
 
 class Inferring(Quiet):
-    """Makes tensors in inference mode, and keeps them."""
+    """Meets its weights in inference mode first, makes tensors there, and keeps them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,9 +45,10 @@ class Inferring(Quiet):
         return right
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        scores = self(batch[0])
-        self.kept.append(self.rates(scores, batch[1]))
-        return F.cross_entropy(scores, batch[1])
+        with torch.inference_mode():
+            before = self(batch[0])
+        self.kept.append(self.rates(before, batch[1]))
+        return F.cross_entropy(self(batch[0]), batch[1])
 
     def on_train_epoch_end(self) -> None:
         self.log("right", torch.stack(self.kept).sum().float())
@@ -173,16 +174,16 @@ def test_batch_norm_lies_as_its_kernel_leaves_it(order: tuple[int, ...]) -> None
         assert found == op(*given)[0].stride()
 
 
-def with_moved(make: type[Quiet]) -> tuple[Result, list[str]]:
+def watched(make: type[Quiet]) -> tuple[Result, Run]:
     with watching(noted := Run()):
         result = run(make, "spmd", 2, data=in_order, max_epochs=1)
-    return result, noted.moved
+    return result, noted
 
 
 def test_what_a_metric_is_given_stays_on_its_rank(two_ranks: RankPool) -> None:
     reference = run(Measured, "auto", data=in_order, max_epochs=1)
-    results, moved = zip(*two_ranks.run(with_moved, Measured), strict=True)
-    assert moved == ([], [])
+    results, noted = zip(*two_ranks.run(watched, Measured), strict=True)
+    assert [run.moved for run in noted] == [[], []]
     assert_equals_one_device(results, reference)
 
 
@@ -193,7 +194,8 @@ def in_order() -> InOrder:
 @pytest.mark.parametrize("make", [Adding, Inferring, Counting, Masking])
 def test_a_step_is_a_graph(make: type[Quiet], two_ranks: RankPool) -> None:
     reference = assert_as_eager(make, data=in_order, max_epochs=1)
-    results = two_ranks.run(run, make, "spmd", 2, data=in_order, max_epochs=1)
+    results, noted = zip(*two_ranks.run(watched, make), strict=True)
     assert results[0].mode == "compiled"
     assert results[0].captures > 0
+    assert [text for text in noted[0].told if "eagerly" in text] == []
     assert_equals_one_device(results, reference)

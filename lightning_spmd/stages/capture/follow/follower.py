@@ -320,7 +320,8 @@ class _Recording:
             if (place := placeholders.place_of_gone(live)) is not None:
                 return placeholders.without_history(twin_of(live.detach(), self.mode), place)
             return twin_of(live, self.mode)
-        with private.disable_dispatch_modes(), self.mode:
+        # the tensor may be met first where the user's inference mode is on
+        with private.disable_dispatch_modes(), self.mode, torch.inference_mode(live.is_inference()):
             return torch.empty(shape, dtype=live.dtype, device=live.device).requires_grad_(live.requires_grad)
 
     def unmet(self, source: Source) -> None:

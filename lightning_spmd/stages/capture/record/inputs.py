@@ -134,7 +134,7 @@ def twin_of(live: Tensor, fake_mode: Any) -> Tensor:
     """The fake twin of a live tensor; of a sharded one it is the whole."""
     if not isinstance(live, DTensor):
         return fake_mode.from_tensor(live, static_shapes=True)
-    with private.disable_dispatch_modes(), fake_mode:
+    with private.disable_dispatch_modes(), fake_mode, torch.inference_mode(live.is_inference()):
         fake = torch.empty_strided(live.shape, live.stride(), dtype=live.dtype, device=live.device)
         return nn.Parameter(fake, live.requires_grad) if isinstance(live, nn.Parameter) else fake
 
