@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -625,7 +626,8 @@ class Following:
             queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own
             queue.has_ranks = True
             meeting.metrics = queue.waiting
-        step.on_eager = lambda now: self._work_off(queue, [now(w.source) for w in wants], batch, meeting)
+        step.wanted = lambda: [(w.source, w.after or 0) for w in wants]
+        step.on_eager = lambda told: self._work_off(queue, list(itertools.starmap(told, step.wanted())), batch, meeting)
         hand = self._by_hand.of(step)
         with contextlib.ExitStack() as around:
             if meeting is not None:

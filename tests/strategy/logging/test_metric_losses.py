@@ -113,6 +113,18 @@ class Added(Returned):
         return F.cross_entropy(scores, batch[1]) + value
 
 
+class Overwritten(Returned):
+    """What the metric was given is written over before its value is used."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        given = scores.detach() * 1.0
+        value = self.criterion(given, batch[1])
+        self.log("loss", self.criterion, on_step=False, on_epoch=True)
+        given.zero_()
+        return F.cross_entropy(scores, batch[1]) * value
+
+
 class Set(Returned):
     """A setting of the metric that a hook changes."""
 
@@ -131,7 +143,7 @@ class InParts(Returned):
         return self.sum(self(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("make", [Returned, Logged, Added, KeptLosses, Set])
+@pytest.mark.parametrize("make", [Returned, Logged, Added, Overwritten, KeptLosses, Set])
 def test_one_device_is_bitwise_eager(make: type[Net]) -> None:
     assert_as_eager(make)
 
@@ -177,6 +189,23 @@ def test_a_value_has_the_gradient_of_all_ranks_rows_where_a_step_goes_on_eagerly
 
 def _in_order() -> L.LightningDataModule:
     return InOrder(rows(), ROWS, shuffle=False)
+
+
+class OverwrittenAndRead(Overwritten):
+    """The value is read behind the write, and a step that asks what a metric has seen goes on eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.update(batch[0].square())
+        return loss * float(self.seen.compute())
+
+
+def test_what_a_metric_was_given_is_what_it_was_where_a_step_goes_on_eagerly() -> None:
+    assert_as_eager(OverwrittenAndRead, max_epochs=1)
 
 
 class ReturnsAnother(Returned):

@@ -66,7 +66,7 @@ from lightning_spmd.stages.capture.follow.same_calls import same_before
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.sizes import OpenTree, moved
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of, surroundings
-from lightning_spmd.stages.capture.follow.worlds import World
+from lightning_spmd.stages.capture.follow.worlds import CallByHand, World
 from lightning_spmd.stages.capture.record.fake_calls import FakeCalls, flat
 from lightning_spmd.stages.capture.record.inputs import twin_of
 from lightning_spmd.stages.capture.record.known_values import KnownValues
@@ -465,6 +465,8 @@ class Step(TorchFunctionMode):
         stand_ins: positions of batch tensors that are stand-ins without values.
         was_told_draws: whether Python has read a value that depends on random numbers.
         is_over: whether Python is done.
+        wanted: sources of queued values, and the number of calls behind which each is wanted.
+        on_eager: the step goes on eagerly; given what tells the tensor that was wanted there.
         has_transforms: whether the step has used transforms of torch.func.
         looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
         is_below: whether the current call is one inside another, which the dispatcher alone sees.
@@ -503,7 +505,8 @@ class Step(TorchFunctionMode):
         self.stand_ins: Collection[int] = ()
         self.stale: dict[int, tuple[Tensor, Tensor]] = {}
         self.module_path: Callable[[], str] = lambda: ""
-        self.on_eager: Callable[[Callable[[Source], Tensor]], None] = lambda _: None
+        self.on_eager: Callable[[Callable[[Source, int], Tensor]], None] = lambda _: None
+        self.wanted: Callable[[], Iterable[tuple[Source, int]]] = tuple
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
         self.on_given: Callable[[int], None] = lambda _: None
@@ -1854,9 +1857,13 @@ class Step(TorchFunctionMode):
         values.engine.parameters = self.parameters
         if self.by_hand is not None:
             values.world = self.by_hand.live()
+        wanted, then = set(self.wanted()), dict[tuple[Source, int], Tensor]()
         with self.above_autograd(), private.disable_dispatch_modes():
             with self.memory.as_it_was():
                 for note in self.notes:
+                    for source, after in wanted - then.keys():
+                        if after <= note.depth and self._may_write(note, source):
+                            then[source, after] = values.of(source).clone()
                     values.run(note, self._numbers_of(note))
             for note in self.notes:
                 for index, placeholder in enumerate(note.handed):
@@ -1874,7 +1881,19 @@ class Step(TorchFunctionMode):
         values.made.clear()
         self.saved.for_good()
         self.settle()
-        self.on_eager(lambda s: handed[s.depth][s.index] if type(s) is Made else self.tensor_of(s))  # type: ignore[arg-type]
+
+        def told(source: Source, after: int) -> Tensor:
+            if (found := then.get((source, after))) is not None:
+                return found
+            return handed[source.depth][source.index] if type(source) is Made else self.tensor_of(source)  # type: ignore[arg-type]
+
+        self.on_eager(told)
+
+    def _may_write(self, note: Note, source: Source) -> bool:
+        """Whether a call may write into the memory of a tensor."""
+        root = self.notes[source.depth].roots[source.index][0] if type(source) is Made else source
+        is_engines = isinstance(note.func, (EngineCall, CallByHand))  # they write into what comes from outside
+        return root in note.writes or (is_engines and type(root) is not Made)
 
     def _forget(self) -> None:
         """Release recordings and copies."""

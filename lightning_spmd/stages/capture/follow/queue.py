@@ -374,7 +374,10 @@ class Queue:
             if method not in ("forward", "compute"):
                 return None
             grad, is_of_batch = torch.is_grad_enabled(), method == "forward"
-            self._of_batch |= {position} if is_of_batch else set()
+            if is_of_batch:
+                self._of_batch.add(position)
+                # the step may write into them before it computes with the value; what nobody uses is no part of a graph
+                args, kwargs = map_leaves(lambda _, v: v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
 
             def now() -> Any:
                 # on one device the parts of one draw random numbers, as eager's do, once
