@@ -74,3 +74,30 @@ def test_values_are_put_where_the_kernel_puts_them(name: str, shape: tuple[int, 
     wanted = told(lambda op, args, kwargs: op(*args, **kwargs))
     with private.FakeTensorMode(allow_non_fake_inputs=True):
         assert told(empty_result) == wanted
+
+
+TRANSPOSED, CONTIGUOUS, LOSS = torch.zeros(5, 3, 4).transpose(0, 1), torch.zeros(3, 5, 4), torch.zeros(())
+MEAN = torch.zeros(3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("_log_softmax_backward_data", (TRANSPOSED, CONTIGUOUS, -1, torch.float32)),
+        ("mse_loss_backward", (LOSS, TRANSPOSED, TRANSPOSED, 1)),
+        ("smooth_l1_loss_backward", (LOSS, TRANSPOSED, TRANSPOSED, 1, 1.0)),
+        ("huber_loss_backward", (LOSS, TRANSPOSED, TRANSPOSED, 1, 1.0)),
+        ("log_sigmoid_forward", (TRANSPOSED,)),
+        ("native_layer_norm_backward", (TRANSPOSED, TRANSPOSED, [5, 4], MEAN, MEAN, None, None, [True, False, False])),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_results_that_are_contiguous_whatever_the_operands_are(name: str, args: tuple[Any, ...]) -> None:
+    op = getattr(aten, name).default
+
+    def strides(made: Any) -> list[Any]:
+        return [None if t is None else t.stride() for t in (made if isinstance(made, tuple) else [made])]
+
+    wanted = strides(op(*args))
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
+        assert strides(empty_result(op, args, {})) == wanted

@@ -15,6 +15,9 @@ gradient has no shape function.
 
 ``_pin_memory`` copies into memory that GPUs read; torch's fake tensors refuse it.
 
+Some gradients of losses and norms, and log-sigmoid on CPUs, are contiguous whatever the operands are (``contiguous``);
+torch's functions think as these.
+
 ``native_batch_norm`` and its gradient lie on CPUs as the memory format of the input says, and torch's functions think
 as the input does, or as its gradient.
 
@@ -124,6 +127,16 @@ def like_second(op: Any, _: Any, x: Tensor, *__: Any) -> Tensor:
     return like_first(op, x)
 
 
+def contiguous(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch's function gives, laid out row by row."""
+    return private.pytree.tree_map_only(Tensor, Tensor.contiguous, op(*args, **kwargs))
+
+
+def log_sigmoid(op: Any, x: Tensor) -> Any:
+    """The logarithm of a sigmoid, and what CPUs keep for its gradient."""
+    return contiguous(op, x) if x.device.type == "cpu" else op(x)
+
+
 def sums_of_gradients(
     _: Any, __: Tensor, x: Tensor, mean: Tensor, ___: Tensor, weight: Tensor | None, *wanted: bool
 ) -> tuple[Tensor | None, ...]:
@@ -223,10 +236,16 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
         "_ctc_loss": ctc_losses,
         "_ctc_loss_backward": of_scores,
         "_cudnn_rnn_backward": recurrent_backward,
+        "_log_softmax_backward_data": contiguous,
         "_pin_memory": like_first,
         "_thnn_fused_lstm_cell": lstm_cell,
         "_thnn_fused_gru_cell": gru_cell,
         "_thnn_fused_gru_cell_backward": gru_cell_backward,
+        "huber_loss_backward": contiguous,
+        "log_sigmoid_forward": log_sigmoid,
+        "mse_loss_backward": contiguous,
+        "smooth_l1_loss_backward": contiguous,
+        "native_layer_norm_backward": contiguous,
         "native_batch_norm": normalized,
         "_native_batch_norm_legit": normalized,
         "native_batch_norm_backward": normalized_backward,

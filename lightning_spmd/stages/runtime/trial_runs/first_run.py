@@ -1,7 +1,7 @@
 """The first run of a graph checks the memory layout of each kernel's result, which capture could only assume.
 
 Shapes come from torch's shape functions, and some of these disagree with the kernels about strides (batch norm of a
-transposed input, the backward of an MSE loss). A captured ``view`` may then be impossible, and a fused optimizer that
+transposed input, a padding's gradient). A captured ``view`` may then be impossible, and a fused optimizer that
 walks gradient and parameter side by side would be silently wrong. So the first run executes node by node. If a result
 has another layout, a copy into the expected layout is inserted behind its node, in all later runs too.
 """
