@@ -23,6 +23,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 gc.set_threshold(*RARE_FULL_COLLECTIONS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.keyword and not any("::" in argument for argument in config.args):
         matrices.check(item.nodeid for item in items)
