@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -23,17 +24,8 @@ from tests.strategy.kinds import (
 from tests.strategy.kinds.base_kinds import Kind
 from tests.strategy.small import ROWS, rows, run
 
-SOURCES = (
-    objects_kinds,
-    containers_kinds,
-    functions_kinds,
-    outside_kinds,
-    tensors_kinds,
-    modules_kinds,
-    switches_kinds,
-    optimizers_kinds,
-    lightning_kinds,
-)
+OF_PYTHON = (objects_kinds, containers_kinds, functions_kinds, outside_kinds)
+SOURCES = (*OF_PYTHON, tensors_kinds, modules_kinds, switches_kinds, optimizers_kinds, lightning_kinds)
 KINDS: dict[str, type[Kind]] = {
     name: kind
     for source in SOURCES
@@ -47,7 +39,7 @@ SOME = (
     "CallbackAttribute", "DatamoduleAttribute", "Metrics", "EachStep", "Count", "PythonRandom", "Attention",
     "WeakMapping", "ReadByOptimizer", "ContextVariable",
 )  # fmt: skip
-"""Those that are tried on two ranks by default: of each sort one."""
+"""Of each sort one: these alone are tried on two ranks, and of what is Python's own on one device by default."""
 
 
 MOST = 6
@@ -59,7 +51,13 @@ def in_graphs(result: Result, kind: type[Kind]) -> bool:
     return result.mode == kind.mode and 0 < result.captures <= MOST and not any("eagerly" in w for w in result.warnings)
 
 
-@pytest.mark.parametrize("name", KINDS)
+def _rows() -> Iterator[Any]:
+    for name, kind in KINDS.items():
+        late = name not in SOME and kind.__module__ in {source.__name__ for source in OF_PYTHON}
+        yield pytest.param(name, marks=pytest.mark.long if late else ())
+
+
+@pytest.mark.parametrize("name", _rows())
 def test_what_changes_is_seen(name: str) -> None:
     """One device, bitwise."""
     kind = KINDS[name]
