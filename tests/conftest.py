@@ -44,11 +44,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+def settings_of_the_process() -> Iterator[None]:
+    """One thread; and what ``Trainer(deterministic=True)`` sets is over with its test."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 @pytest.fixture(scope="session", autouse=True)
