@@ -54,6 +54,13 @@ class Kept(Mean):
         return dim_zero_cat(self.losses).mean()
 
 
+class Both(Mean):
+    """Two values, with names."""
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"total": self.total, "mean": super().compute()}
+
+
 class Prints(Mean):
     """What it prints reads a tensor of it."""
 
@@ -97,11 +104,14 @@ class Collected(Returned):
     def __init__(self) -> None:
         super().__init__()
         self.all = torchmetrics.MetricCollection({"kept": Kept(), "mean": Mean()})
+        self.range = torchmetrics.MinMaxMetric(torchmetrics.SumMetric())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        values = self.all(self(batch[0]), batch[1])
+        scores = self(batch[0])
+        values = self.all(scores, batch[1])
         self.log_dict(self.all, on_step=False, on_epoch=True)
-        return values["kept"] + values["mean"]
+        losses = F.cross_entropy(scores, batch[1], reduction="none")  # that none is NaN is read twice
+        return values["kept"] + values["mean"] + 0.01 * self.range(losses)["raw"]
 
 
 class Added(Returned):
@@ -114,14 +124,15 @@ class Added(Returned):
 
 
 class Overwritten(Returned):
-    """What the metric was given is written over before its value is used."""
+    """What the metric was given is written over before its value is used, without its gradient."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         scores = self(batch[0])
-        given = scores.detach() * 1.0
-        value = self.criterion(given, batch[1])
+        given = scores * 1.0
+        value = self.criterion(given, batch[1]).detach()
         self.log("loss", self.criterion, on_step=False, on_epoch=True)
-        given.zero_()
+        with torch.no_grad():
+            given.zero_()
         return F.cross_entropy(scores, batch[1]) * value
 
 
@@ -148,7 +159,22 @@ def test_one_device_is_bitwise_eager(make: type[Net]) -> None:
     assert_as_eager(make)
 
 
-@pytest.mark.parametrize("make", [InParts, pytest.param(Collected, marks=pytest.mark.long)])
+class Named(Returned):
+    """A metric in the collection names its values itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = torchmetrics.MetricCollection({"both": Both(), "kept": Kept()})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Any = 0.0
+        for name, value in self.all(self(batch[0]), batch[1]).items():
+            self.log(name, value, on_step=False, on_epoch=True)
+            loss = loss + value
+        return loss
+
+
+@pytest.mark.parametrize("make", [InParts, Named, pytest.param(Collected, marks=pytest.mark.long)])
 def test_what_consists_of_metrics_is_the_step_s_own_python(make: type[Net]) -> None:
     assert_as_eager(make)
 

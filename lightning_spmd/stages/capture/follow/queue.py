@@ -61,8 +61,8 @@ class MetricResult:
         vars(self)["_value"] = found if reference.key is None else found.get(reference.key)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("detach", "clone", "cpu") and vars(self)["_value"] is None:  # of what is logged next
-            return lambda: self
+        if name in ("detach", "clone", "cpu") and vars(self)["_value"] is None:  # of what is logged next, or used
+            return lambda: MetricResult(vars(self)["_reference"], lambda: getattr(self.known(), name)())
         return getattr(self.known(), name)
 
     __hash__ = object.__hash__
@@ -133,6 +133,7 @@ class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[m
         now: computes it.
         names: of the values, as the collection itself would name them.
         result: makes one value.
+        are_all: whether these are all names; else the values have others, too.
     """
 
     def __init__(
@@ -141,6 +142,8 @@ class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[m
         now: Callable[[], Any],
         names: Iterable[str],
         result: Callable[[CallRef, Callable[[], Any]], MetricResult],
+        *,
+        are_all: bool,
     ) -> None:
         super().__init__(reference, now)
 
@@ -148,10 +151,14 @@ class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[m
             return lambda: named_value(self.known(), name)
 
         vars(self)["_named"] = {name: result(CallRef(reference.position, name), entry(name)) for name in names}
+        vars(self)["_are_all"] = are_all
 
     def _held(self) -> Mapping[str, Any]:
         value = vars(self)["_value"]
         return vars(self)["_named"] if value is None else value
+
+    def _listed(self) -> Mapping[str, Any]:
+        return self._held() if vars(self)["_are_all"] else self.known()
 
     def __getitem__(self, name: str) -> Any:
         held = self._held()
@@ -159,13 +166,13 @@ class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[m
         return held[name] if name in held else self.known()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held())
+        return iter(self._listed())
 
     def __len__(self) -> int:
-        return len(self._held())
+        return len(self._listed())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._held()
+        return name in self._listed()
 
     def __bool__(self) -> bool:
         return bool(self._held())
@@ -391,8 +398,8 @@ class Queue:
                 return None
 
             if isinstance(metric, MetricCollection):
-                names = map(str, metric.keys(keep_base=False))
-                self._results.append(MetricResults(CallRef(position), now, names, self._result))
+                names, are_all = map(str, metric.keys(keep_base=False)), not _names_its_own(metric.children())
+                self._results.append(MetricResults(CallRef(position), now, names, self._result, are_all=are_all))
                 return self._results[-1]
             return self._result(CallRef(position), now)
 
@@ -492,6 +499,12 @@ def _parts_of(metric: Metric | MetricCollection) -> list[Any]:
 def _has_parts(metric: Any) -> bool:
     inside: list[Any] = [*list(metric.modules())[1:], *vars(metric).values()]
     return bool(_in_containers(metric)) or any(map(_is_metric, inside))
+
+
+def _names_its_own(collection: Iterable[Any]) -> bool:
+    """Whether a metric of a collection says that its value is a dictionary: the value alone has the names then."""
+    said = [getattr(type(metric).compute, "__annotations__", {}).get("return") for metric in collection]
+    return any(word in str(one).lower() for one in said for word in ("dict", "mapping"))
 
 
 def _in_containers(owner: Any) -> list[Any]:

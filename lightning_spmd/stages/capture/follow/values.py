@@ -41,14 +41,14 @@ class Values:
         world: in which calls of manual optimization are made; None where there are none.
         engine: autograd's.
         number: gives a number that follows from sizes of the batch.
-        on_same: told of a mask, and of the one that was made before and is the same.
+        on_same: told of a mask, and of the one that was made before and is the same; None if nobody asks.
     """
 
     def __init__(self, of_outside: Callable[[Given | Outside], Tensor], engine: Engine | None = None) -> None:
         self.world: World | None = None
         self.engine = Engine() if engine is None else engine
         self.number: Callable[[Any], Any] = in_step
-        self.on_same: Callable[[Tensor, Tensor], None] = lambda _, __: None
+        self.on_same: Callable[[Tensor, Tensor], None] | None = None
         self.made: dict[Made, Tensor] = {}
         self.done = 0
         self._of_outside = of_outside
@@ -87,8 +87,9 @@ class Values:
 
     def tell_same(self, note: Note) -> None:
         """Mark masks as equal to those of an earlier call that made the same ones."""
-        for made in note.made if note.same is not None else ():
-            self.on_same(self.made[made], self.made[Made(note.same, made.index)])  # type: ignore[arg-type]
+        if note.same is not None and self.on_same is not None:  # who does not ask may not have made the earlier ones
+            for made in note.made:
+                self.on_same(self.made[made], self.made[Made(note.same, made.index)])
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Perform a call with these arguments."""
