@@ -65,6 +65,17 @@ class Slow(Quiet):
         return self.loss(batch) + self.slow.weight.sum() * 0.01
 
 
+class InPlace(Quiet):
+    """``p.data *= x`` ends by assigning ``p.data`` to itself; a result of the step likewise."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.first.weight.data *= 0.99
+        self.first.bias.data[:2] -= 0.01
+        h = batch[0] * 2
+        h.data += 1
+        return self.loss((h, batch[1]))
+
+
 class Chained(Quiet):
     """Assigned twice, swapped, and what was assigned is written to."""
 
@@ -129,7 +140,7 @@ class HeldOutside(Quiet):
         return self.loss(batch) + self.views[0].sum() * self.first.weight.sum()
 
 
-@pytest.mark.parametrize("make", [Slow, Chained])
+@pytest.mark.parametrize("make", [Slow, Chained, InPlace])
 def test_assigned_results_are_writes(make: type[Net]) -> None:
     assert assert_as_eager(make).captures == 2  # momentum begins as the first gradient
 

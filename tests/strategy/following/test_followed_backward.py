@@ -250,7 +250,32 @@ class Squared(autograd.Function):
         return gradient * 2 * x
 
 
-@pytest.mark.parametrize("kind", [TwoFunctions, SetUp, Dirty, Branches, Hooks, OfBoth])
+class ForBackwardAlone(Noted):
+    """Feedback alignment: a buffer that the forward pass does not use is given to a function for its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("feedback", torch.linspace(-1, 1, 16))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h: Any = Feedback.apply(self.hidden(batch[0]), self.feedback)
+        return self.loss_of(h, batch[1])
+
+
+class Feedback(autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, feedback: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(feedback)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        note("backward")
+        (feedback,) = ctx.saved_tensors
+        return gradient * feedback, None
+
+
+@pytest.mark.parametrize("kind", [TwoFunctions, SetUp, Dirty, Branches, Hooks, OfBoth, ForBackwardAlone])
 def test_python_in_the_backward_pass_runs_once_and_is_a_graph(kind: type[Noted]) -> None:
     assert_same(kind)
 

@@ -1548,6 +1548,8 @@ class Step(TorchFunctionMode):
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if (owner, name) == ("data", "__set__") and args[0] is args[1]:  # a module told to be what it is
             return None
+        if (owner, name) == ("data", "__set__") and self._is_all_of(args[0], args[1]):
+            return None
         if (owner, name) == ("data", "__set__") and self._can_be_written(args[0], args[1]):
             return self._write_data(args[0], args[1])
         if mine or name in ("backward",):
@@ -1557,6 +1559,20 @@ class Step(TorchFunctionMode):
             self.memory.hand_out(args[0])
         with self.beside():
             return func(*args, **kwargs)
+
+    def _is_all_of(self, tensor: Tensor, value: Any) -> bool:
+        """Whether ``tensor.data = value`` changes nothing, as at the end of ``tensor.data *= 2``: it is that memory."""
+        own, source = self.sources.get(id(tensor)), self.sources.get(id(value))
+        if self.is_eager or own is None or type(source) is not Made or value.shape != tensor.shape:
+            return False
+        note = self.notes[source.depth]
+        place, spec = note.roots[source.index], note.specs[source.index]
+        if note.sizes is not None or spec.dtype.is_complex:  # a conjugate has the same memory
+            return False
+        if type(own) is Made:
+            other = self.notes[own.depth]
+            return other.sizes is None and (other.roots[own.index], other.specs[own.index]) == (place, spec)
+        return ((own, 0), TensorSpec.of(tensor)) == (place, spec)
 
     def _can_be_written(self, tensor: Tensor, value: Any) -> bool:
         """Whether ``tensor.data = value`` may be a write into the tensor: no one else sees its memory.

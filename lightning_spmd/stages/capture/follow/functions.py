@@ -134,7 +134,8 @@ class Functions:
         parts = tuple([tuple(tensors_in(part)) for part in (context.dirty_tensors, context.non_differentiable)])
         place = self.placed(applied)
         self._nodes[place] = Node(name, context, applied)
-        joined = list(self.call(joined_as(name), (place, context.materialize_grads, inputs, made, *parts), {}))
+        with private.no_torch_functions():  # ``apply`` comes past the mode, which would see what noting asks of tensors
+            joined = list(self.call(joined_as(name), (place, context.materialize_grads, inputs, made, *parts), {}))
         results = tuple([joined.pop(0) if isinstance(o, Tensor) else o for o in outputs])
         return results if isinstance(found, tuple) else results[0]
 
