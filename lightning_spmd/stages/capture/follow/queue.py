@@ -394,7 +394,8 @@ class Queue:
                 if not self.has_ranks:
                     self._shadows.computes(metric)
                 name = path if isinstance(path, str) else type(metric).__name__
-                self._run_for_good(f"the value of metric {name!r} is used in the step")
+                value = "the value" if is_of_batch else "what compute() gives, not the batch's value,"
+                self._run_for_good(f"{value} of metric {name!r} is used in the step")
                 return None
 
             if isinstance(metric, MetricCollection):
