@@ -143,6 +143,32 @@ def test_split_layers_with_transposed_weights_equal_one_device(mesh: str) -> Non
     assert float(found.split()[0]) < 1e-12, found
 
 
+class Factorized(nn.Module):
+    """A flow's mixing matrix as ``torch.linalg.qr`` leaves it, column by column, and what factorizes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(torch.linalg.qr(torch.arange(16.0).view(4, 4).sin().double())[0])
+        assert not self.mixing.is_contiguous()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].flatten(1)[:, :4]
+        logarithm, determinant = torch.linalg.slogdet(self.mixing)[1], torch.linalg.det(self.mixing * 2)
+        inverse = torch.linalg.solve_ex(self.mixing, torch.eye(4).double())[0]
+        return (x @ inverse).square().mean() + logarithm + determinant * 0.1
+
+
+def test_what_factorizes_a_transposed_parameter_equals_one_device() -> None:
+    module, twin = Factorized(), Factorized()
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, twin))
+    training = SimulatedTraining(module, ours, plan="zero3")
+    train_eagerly(twin, theirs, batches(4))
+    for batch in batches(4):
+        training.train(batch)
+    found = largest_difference(module, ours, twin, theirs)
+    assert float(found.split()[0]) < 1e-12, found
+
+
 def test_gradients_travel_in_memory_order_without_a_copy_and_during_the_backward_pass() -> None:
     training = _train("adamw_fused", "replicate", options=BuildOptions(bucket_size_mb=1e-3))
     (_, _, (step, _)) = training.graphs[0]

@@ -5,6 +5,8 @@ it (and ``as_strided``, which addresses the storage behind its operand: ``storag
 
 * fused optimizers walk the memory of parameter, gradient and state side by side;
 * cuDNN's recurrent backward reads its forward kernel's result as that left it, whatever the strides say;
+* determinants and solves factorize the transposed matrix if it is contiguous, and their derivatives, which read the
+  factors, were recorded for the captured matrix: the gradient of another layout would be the transposed one;
 * kernels of libraries and users may do anything.
 
 For these, a value with another layout is first copied into the captured one. Decisions use only what all ranks see,
@@ -27,7 +29,12 @@ from lightning_spmd.parallel.pieces import local_spec
 from lightning_spmd.stages.expand.program.local_program import LocalProgram
 
 aten = torch.ops.aten
-_LOOKING = {aten._cudnn_rnn_backward.default}
+_LOOKING = {
+    aten._cudnn_rnn_backward.default,
+    aten._linalg_det.default,
+    aten._linalg_slogdet.default,
+    aten._linalg_solve_ex.default,
+}
 _PLAIN_NAMESPACES = ("aten", "prims", "_c10d_functional")
 
 
