@@ -205,6 +205,8 @@ class Training:
     def end(self) -> None:
         """The run is over: hooks are the user's own again."""
         self.accounts.end()
+        if self.iteration is not None:
+            self.iteration.end()
         self.ran = Ran()
         self._overlapping.take_away()
         self._pause_no_more()

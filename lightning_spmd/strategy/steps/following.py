@@ -817,6 +817,10 @@ class Following:
         followed.exchange({id(old): new for old, new in pairs})
         self._follower.forget_objects()
 
+    def let_go(self) -> None:
+        """The run is over."""
+        self._follower.let_go()
+
     def _flush_beside(self, step: Step) -> None:
         """Do what the last iteration left, in the middle of the user's Python."""
         with step.beside():

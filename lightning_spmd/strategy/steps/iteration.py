@@ -395,6 +395,10 @@ class TrainingIteration:
             with lost_ranks_named(self.context.control), unfinished:
                 pending.owner.clean_up(pending)
 
+    def end(self) -> None:
+        """The run is over: the last step's tensors go."""
+        self._following.let_go()
+
     @property
     def pending(self) -> Pending | None:
         """The work that the last iteration deferred."""

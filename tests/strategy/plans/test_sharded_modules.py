@@ -158,6 +158,25 @@ def test_recurrent_layers(two_ranks: RankPool, plan: str) -> None:
         assert ours == pytest.approx(losses, rel=1e-5)
 
 
+class Solves(SmallModule):
+    """The last step's solution has a history in autograd, which holds the matrix; its columns lie one by one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.head = nn.Linear(12, 5)
+        self.mixing = nn.Parameter((torch.randn(12, 12) + 4 * torch.eye(12)).t())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = torch.linalg.solve(self.mixing, batch["x"].mT).mT
+        return nn.functional.cross_entropy(self.head(x), batch["y"]) - 0.1 * torch.linalg.slogdet(self.mixing)[1]
+
+
+def test_solutions_with_matrices_in_parts(two_ranks: RankPool) -> None:
+    losses = _train(Solves, "auto", 1)[0]
+    for ours, _, _ in two_ranks.run(_train, Solves, {"data_parallel": "zero3"}, 2):
+        assert ours == pytest.approx(losses, rel=1e-5)
+
+
 def _evaluate(plan: str, devices: int) -> list[Any]:
     case = TrainingCase("gpt_tied", "adamw", dropout=0.0, eps=1e-5)
     module = case.module()

@@ -258,11 +258,21 @@ class Follower:
     def forget_objects(self) -> None:
         """Forget the objects of the last step: the next one has others, and its comparisons are compiled again."""
         self.bound.clear()
+        for note in self._notes():
+            note.take = None
+
+    def let_go(self) -> None:
+        """No step follows: what the last one handed out goes, and parameters that autograd has saved with it."""
+        self.forget_objects()
+        for note in self._notes():
+            note.handed.clear()
+
+    def _notes(self) -> Iterator[Note]:
         notes = [*self._roots.values(), *(tree.root for tree in self._trees.values())]
         while notes:
             note = notes.pop()
-            note.take = None
             notes += note.children
+            yield note
 
 
 def _kind_of_batch(places: Sequence[Dimension], tensors: Sequence[Any]) -> Any:
