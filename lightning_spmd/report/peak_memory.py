@@ -40,6 +40,7 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
+            _return_free_memory()
             with contextlib.suppress(OSError):
                 _CLEAR.write_text(_RESET_PEAK)
 
