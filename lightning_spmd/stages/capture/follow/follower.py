@@ -1556,9 +1556,7 @@ class Step(TorchFunctionMode):
             return self.called(func, args, kwargs)
         mine = [t for t in tensors_in((args, kwargs)) if id(t) in self.sources]
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if (owner, name) == ("data", "__set__") and args[0] is args[1]:  # a module told to be what it is
-            return None
-        if (owner, name) == ("data", "__set__") and self._is_all_of(args[0], args[1]):
+        if (owner, name) == ("data", "__set__") and (args[0] is args[1] or self._is_all_of(args[0], args[1])):
             return None
         if (owner, name) == ("data", "__set__") and self._can_be_written(args[0], args[1]):
             return self._write_data(args[0], args[1])
