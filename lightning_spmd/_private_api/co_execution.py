@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -138,8 +139,6 @@ class UnseenCalls:
             (torch.random, "set_rng_state"),
             (torch.random, "initial_seed"),
             (torch.random, "seed"),
-            *((torch.cuda, name) for name in _OF_CUDA),
-            *((torch.cuda.random, name) for name in _OF_CUDA),
             (nn.Parameter, "__new__"),
             (torch._C, "_swap_tensor_impl"),
             (torch.autograd.graph, "_get_grad_fn_or_grad_acc"),
@@ -151,6 +150,8 @@ class UnseenCalls:
             (_transforms, "_func_increment_nesting"),
         ):
             places.append((owner, name, self._after(vars(owner).get(name, getattr(owner, name)), name)))
+        for owner, name in itertools.product((torch.cuda, torch.cuda.random), _OF_CUDA):
+            places.append((owner, name, self._after(vars(owner)[name], f"torch.cuda.{name}")))
         places += [(kind, "__init__", self._making(kind.__init__)) for kind in (Metric, MetricCollection)]
         self._places = places
         self._before: list[Any] = []
@@ -212,12 +213,17 @@ def _copied(tensor: Tensor) -> Tensor:
     return found[0](*found[1])
 
 
-def generator_states() -> list[tuple[Any, Tensor]]:
-    """The states of torch's own generators, the host's and the current device's."""
-    generators = [torch.default_generator]
+def generators() -> list[torch.Generator]:
+    """Those of torch itself: the host's, and the current GPU's once it is in use."""
+    found = [torch.default_generator]
     if torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return [(generator, generator.get_state()) for generator in generators]
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
+
+
+def generator_states() -> list[tuple[Any, Tensor]]:
+    """The states of torch's own generators."""
+    return [(generator, generator.get_state()) for generator in generators()]
 
 
 def set_generator_states(states: list[tuple[Any, Tensor]]) -> None:

@@ -6,21 +6,21 @@ import random
 import sys
 from typing import Any
 
-import torch
+from lightning_spmd import _private_api as private
 
 
 class TorchRandomState:
-    """The states of torch's default generators, of the host and of all GPUs, as they are now."""
+    """The states of torch's default generators, of the host and of this rank's GPU, as they are now.
+
+    The generators themselves are asked: while a step is followed, torch's functions for this are the user's.
+    """
 
     def __init__(self) -> None:
-        self._host = torch.default_generator.get_state()
-        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._states = private.generator_states()
 
     def restore(self) -> None:
         """Put them back."""
-        torch.default_generator.set_state(self._host)
-        if self._devices:
-            torch.cuda.set_rng_state_all(self._devices)
+        private.set_generator_states(self._states)
 
 
 def python_random_states() -> tuple[Any, Any]:

@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "spmd, regions": {"lowering": "inductor"},
     "spmd, CUDA graphs": {"cuda_graphs": True},
     "spmd, both": {"lowering": "inductor", "cuda_graphs": True},
+    "spmd, loss in chunks": {"loss_chunks": 8},
 }
 """Sides of this strategy; those with an option that it has not are left out."""
 

@@ -1,7 +1,7 @@
 """Losses and weights of this strategy against Lightning's own single-device training, in one process.
 
-Plain, as CUDA graphs (in a toy run those of a recorder that stands in for a GPU), with compiled regions, and with
-activations that wait in the host's memory.
+Plain, as CUDA graphs (in a toy run those of a recorder that stands in for a GPU), with compiled regions, with
+activations that wait in the host's memory, with the loss in chunks, and with flags of the Trainer.
 
 float32 within 1e-4 of eager; bfloat16 within eager's own band from run to run, which is measured: kernels that add in
 no fixed order make two eager runs differ.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,9 +37,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "CUDA graphs": {"cuda_graphs": True},
     "regions": {"lowering": "inductor"},
     "offloaded": {"offload_activations": 0.5},
+    "loss in chunks": {"loss_chunks": 4},
 }
 FEW = ("gpt", "llama", "conv")
 """Models for the sides that a GPU alone has, or that take longer."""
+FLAGS: dict[str, dict[str, Any]] = {
+    "accumulated, clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "16-mixed, clipped": {"precision": "16-mixed", "gradient_clip_val": 0.3},
+    "bf16-true": {"precision": "bf16-true"},
+    "evaluated": {"limit_val_batches": 2, "val_check_interval": 3},
+}
+"""Flags of the Trainer by name."""
 
 
 @dataclass
@@ -101,18 +111,18 @@ def recordings(setting: Setting) -> Iterator[list[CUDAGraphs]]:
         yield found
 
 
-def train(setting: Setting, name: str, strategy: Any, precision: str, steps: int) -> Run:
-    """Train for some steps; a dict as strategy: arguments of ``SPMDStrategy``."""
+def train(setting: Setting, name: str, strategy: Any, precision: str, steps: int, **others: Any) -> Run:
+    """Train for some steps; a dict as strategy: arguments of ``SPMDStrategy``; ``others``: flags of the Trainer."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     module, data = made(name, toy=setting.toy)
     run, losses = Run(before=state_of(module)), Losses()
     with warnings.catch_warnings(record=True) as caught, recordings(setting) as recorded:
         warnings.simplefilter("always")
-        flags = {**setting.trainer_flags, "max_steps": steps, "precision": precision, "callbacks": [losses]}
+        flags = {**setting.trainer_flags, "max_steps": steps, "precision": precision, "callbacks": [losses], **others}
         made_of = SPMDStrategy(**strategy) if isinstance(strategy, dict) else strategy
         trainer = L.Trainer(strategy=made_of, **flags)
         L.seed_everything(4, verbose=False)  # of dropout
-        trainer.fit(module, DataLoader(data, batch_size=ROWS))
+        trainer.fit(module, DataLoader(data, batch_size=ROWS), DataLoader(data[: 2 * ROWS], batch_size=ROWS))
     run.after = state_of(module)
     run.losses = [float(value) for value in losses.values]
     run.mode, run.captures = str(getattr(trainer.strategy, "mode", "")), getattr(trainer.strategy, "captures", 0)
@@ -157,7 +167,7 @@ def judged(run: Run, eager: list[Run], tolerance: float) -> dict[str, Any]:
         "captures": run.captures,
         "complaints": run.complaints,
         "replays": run.replays,
-        "last_loss": run.losses[-1],
+        "last_loss": run.losses[-1] if run.losses else None,
         "passed": in_graphs and found[0] <= allowed[0] and found[1] <= max(allowed[1], 10 * tolerance),
     }
 
@@ -171,14 +181,45 @@ def equals_eager(setting: Setting, name: str) -> dict[str, Any]:
     for precision in ("32-true", "bf16-mixed"):
         eager = [train(setting, name, "auto", precision, steps) for _ in range(2)]
         for side, options in VARIANTS.items():
-            if side in ("regions", "offloaded") and (setting.toy or name not in FEW or precision != "32-true"):
+            is_long = side not in ("", "CUDA graphs")
+            if is_long and (setting.toy or name not in FEW or precision != "32-true"):
                 continue  # regions round once where eager rounds after each operator, which bfloat16 shows
-            row = judged(train(setting, name, options, precision, steps), eager, TOLERANCE)
-            if side == "CUDA graphs" and not row["replays"]:
+            row = judged(_tried(setting, name, options, precision, steps), eager, TOLERANCE)
+            if side == "CUDA graphs" and not row["complaints"] and not row["replays"]:
                 row |= {"passed": False, "complaints": ["nothing was replayed"]}
             rows.append({"model": f"{name}, {side}" if side else name, "precision": precision, "ranks": 1, **row})
             setting.write(data)
-    wrong = [f"{row['model']} {row['precision']}: {row_reason(row)}" for row in rows if not row["passed"]]
+    return _decided(data)
+
+
+def flags_equal_eager(setting: Setting, name: str) -> dict[str, Any]:
+    """One model with flags of the Trainer."""
+    exact()
+    rows: list[dict[str, Any]] = []
+    data: dict[str, Any] = {"kind": "equality", "rows": rows}
+    steps = FEW_STEPS if setting.toy else STEPS
+    for what, given in FLAGS.items():
+        if setting.toy and given.get("precision") == "16-mixed":
+            continue  # the scaler is a GPU's
+        others = dict(given)
+        precision = others.pop("precision", "32-true")
+        eager = [train(setting, name, "auto", precision, steps, **others) for _ in range(2)]
+        row = judged(_tried(setting, name, {}, precision, steps, **others), eager, TOLERANCE)
+        rows.append({"model": f"{name}, {what}", "precision": precision, "ranks": 1, **row})
+        setting.write(data)
+    return _decided(data)
+
+
+def _tried(setting: Setting, *args: Any, **others: Any) -> Run:
+    try:
+        return train(setting, *args, **others)
+    except Exception as error:  # the others go on
+        traceback.print_exc()
+        return Run(complaints=[f"{type(error).__name__}: {str(error)[:300]}"])
+
+
+def _decided(data: dict[str, Any]) -> dict[str, Any]:
+    wrong = [f"{row['model']} {row['precision']}: {row_reason(row)}" for row in data["rows"] if not row["passed"]]
     return {**data, "passed": not wrong, "reason": "; ".join(wrong)}
 
 

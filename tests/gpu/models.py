@@ -37,6 +37,9 @@ class Trained(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.network(batch)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("evaluated", self.network(batch))
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
 

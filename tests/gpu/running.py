@@ -118,6 +118,7 @@ def _environment() -> dict[str, str]:
     found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":")}
     found["CUDA_VISIBLE_DEVICES"] = found.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     found.setdefault("HF_HUB_OFFLINE", "1")
+    found["PYTHONFAULTHANDLER"] = "1"
     if sys.platform == "linux":  # a machine without a network may not be able to look up its own name
         found.setdefault("GLOO_SOCKET_IFNAME", "lo")
         found.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -64,13 +64,14 @@ class Outcome:
         return {0: "eager", STEPS: "graph"}.get(self.graph_steps, f"graph {self.graph_steps}/{STEPS}")
 
 
-def run_case(name: str, strategy: str, devices: int = 1) -> Outcome:
+def run_case(name: str, strategy: str, devices: int = 1, accelerator: str = "cpu") -> Outcome:
     """Fit the case for STEPS steps.
 
     Args:
         name: in CASES.
         strategy: of the Trainer.
         devices: ranks; for more than one this is one of them, as in a RankPool.
+        accelerator: of the Trainer.
     """
     kind, text, ran = CASES[name], io.StringIO(), _HowItRan()
     with tempfile.TemporaryDirectory() as folder, _set_back(folder), _counted(kind, folder) as runs:
@@ -78,6 +79,7 @@ def run_case(name: str, strategy: str, devices: int = 1) -> Outcome:
         module = kind()
         data = InOrder(_by_rank(samples(), devices), ROWS)
         flags = {"max_epochs": 1, "default_root_dir": folder, "logger": module.made_loggers(Path(folder))}
+        flags["accelerator"] = accelerator
         begun = time.perf_counter()
         with contextlib.redirect_stdout(text):
             result, _ = fit(module, data, strategy, devices, [ran], **flags)
@@ -154,7 +156,7 @@ def _random_states() -> dict[str, str]:
     states = {
         "random": repr(random.getstate()),
         "numpy": repr((keys.tolist(), *rest)),  # type: ignore[union-attr]
-        "torch": repr(torch.get_rng_state().tolist()),
+        "torch": repr([torch.get_rng_state().tolist(), [state.tolist() for state in torch.cuda.get_rng_state_all()]]),
     }
     return {name: hashlib.sha256(state.encode()).hexdigest() for name, state in states.items()}
 

@@ -1,5 +1,7 @@
 """The state of torch's generator on the host, in a graph: read, set and seeded between draws, as the step does.
 
+A GPU's is seeded with it, as ``torch.manual_seed`` does.
+
 All three count as draws of random numbers, which keep their places among one another.
 """
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.operators import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
 
 _LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
@@ -25,7 +28,8 @@ def _write(state: Tensor) -> None:
 
 
 def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
+    for generator in private.generators():
+        generator.manual_seed(int(seed))
 
 
 def _shape() -> Tensor:

@@ -14,12 +14,13 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import fx
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.node_info import info_of
 from lightning_spmd.ir.placement import REPLICATE
+from lightning_spmd.ir.random_states import TorchRandomState
 from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.ir.steps import ShardedStep
 
@@ -56,15 +57,12 @@ class RandomStreams:
         if not draws:
             yield
             return
-        host = torch.get_rng_state()
-        device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        before = TorchRandomState()
         try:
             self.select(None, 0)
             yield
         finally:
-            torch.set_rng_state(host)
-            if device is not None:
-                torch.cuda.set_rng_state(device)
+            before.restore()
 
     def select(self, axes: tuple[str, ...] | None, draw: int) -> None:
         """Draw from now on for values split over these axes; None: all axes. ``draw`` tells calls of a run apart."""
@@ -77,9 +75,8 @@ class RandomStreams:
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
         seed = int.from_bytes(digest, "big")
         # torch.manual_seed would also queue a call, with a formatted stack, for every kind of device that is not in use
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_available():
-            torch.cuda.manual_seed(seed)
+        for generator in private.generators():
+            generator.manual_seed(seed)
 
 
 @dataclasses.dataclass(frozen=True)

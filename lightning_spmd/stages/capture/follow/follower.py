@@ -24,6 +24,7 @@ from lightning_spmd.ir.counted import CountFits, samples_of
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.operators.generator_state import READ_STATE, SEED, WRITE_STATE
+from lightning_spmd.ir.random_states import TorchRandomState
 from lightning_spmd.ir.shared_memory import may_meet, shared
 from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
@@ -535,7 +536,7 @@ class Step(TorchFunctionMode):
         self._failed: tuple[Any, Any, Any] | None = None
         self._preview: Values | None = None
         self._copies: dict[Source, Tensor] = {}
-        self._generators: tuple[Tensor, list[Tensor]] | None = None
+        self._generators: TorchRandomState | None = None
         self._random: Any = None  # the state of torch's generator, as the step knows it
         self._seed = 0
         self._layers: Any = None
@@ -596,7 +597,7 @@ class Step(TorchFunctionMode):
         if name in private.TRANSFORMS:  # what they compute is seen below them
             self.has_transforms = self.looks_closer = True
             return original
-        if self.draws_as_eager and name in _OF_GENERATORS and not torch.cuda.is_available():
+        if self.draws_as_eager and name in _OF_GENERATORS:
             return functools.partial(self._of_generator, name, original)
         self.eagerly(f"{name} in the step")
         return original
@@ -1825,7 +1826,8 @@ class Step(TorchFunctionMode):
             raise CannotBeFollowed("a value is read behind random numbers, of which each rank draws its part")
         self.on_values()
         if self._preview is None:
-            self._preview, self._generators = Values(self._copied), _random_states()
+            with self.beside(), private.disable_dispatch_modes():
+                self._preview, self._generators = Values(self._copied), TorchRandomState()
             self._preview.engine.scaled = self.scaled
             if self.by_hand is not None:
                 self._preview.world = self.by_hand.on_copies(self._preview)
@@ -1873,7 +1875,7 @@ class Step(TorchFunctionMode):
             raise Abandoned(f"{why} within a transform of torch.func ({self.reason[1]})")
         self._forget()
         if self._generators is not None:
-            _put(self._generators)
+            self._generators.restore()
         self.on_values()
         self._given_becomes_real()
         values = self._live = Values(self.tensor_of)
@@ -2028,7 +2030,7 @@ class Step(TorchFunctionMode):
     def end(self) -> None:
         """End the step: its calls are compiled, so that the next step follows fast."""
         if self._preview is not None and self._generators is not None:
-            _put(self._generators)
+            self._generators.restore()
         self._forget()
         if self.is_eager:
             if self._live is not None:  # graphs that it has are autograd's to let go
@@ -2175,13 +2177,3 @@ def _is_plain(value: Any) -> bool:
 def _first_line(error: BaseException) -> str:
     text = str(error)
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
-
-
-def _random_states() -> tuple[Tensor, list[Tensor]]:
-    return torch.default_generator.get_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-
-def _put(state: tuple[Tensor, list[Tensor]]) -> None:
-    torch.default_generator.set_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
