@@ -21,6 +21,7 @@ from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages import finish
 from lightning_spmd.stages.runtime.agreement.same_graphs import describe, describe_capture, exchanges
+from lightning_spmd.stages.runtime.regions.choice import fitting_regions
 from tests.cuda.ranks import Built, Wanted, build, process_groups
 from tests.cuda.stand_ins import gpus
 
@@ -71,6 +72,13 @@ def facts(wanted: Wanted) -> Facts:
     """Of the graphs that the strategy builds."""
     with gpus(wanted.kernel), process_groups(wanted.rank, wanted.count):
         return _facts(build(wanted))
+
+
+def in_regions(wanted: Wanted) -> set[str]:
+    """Names of the operators that a compiler may take."""
+    with gpus(wanted.kernel), process_groups(wanted.rank, wanted.count):
+        regions = fitting_regions(build(wanted).executable.graphs.main)
+    return {_name(node) for region in regions.values() for node in region.nodes}
 
 
 def facts_of_ranks(wanted: Wanted) -> list[Facts]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cuda.facts import facts
+from tests.cuda.facts import facts, in_regions
 from tests.cuda.ranks import Wanted
 from tests.helpers.fake_cuda.lane import Lane
 
@@ -23,6 +23,12 @@ def test_attention_stays_one_kernel_without_a_gather(lane: Lane, kernel: str) ->
     name = f"aten._scaled_dot_product_{kernel}_attention"
     assert (found.operators[name], found.operators[f"{name}_backward"]) == (1, 1)
     assert found.fallbacks == found.activations == []
+
+
+def test_the_loss_of_classes_is_in_regions(lane: Lane) -> None:
+    """Else its steps in float32 are the largest tensors of a language model, and slow."""
+    found = lane.run(in_regions, Wanted("gpt", count=1, bf16=True))
+    assert {"aten.nll_loss_forward", "aten.nll_loss_backward", "aten.native_layer_norm_backward"} <= found
 
 
 def test_batch_norm_on_ranks_is_torchs_kernels_for_it(lane: Lane) -> None:

@@ -2,8 +2,8 @@
 
 Pointwise operators, reductions, norms, softmax, casts, copies and views. Not: products, convolutions and attention,
 whose own kernels are better; random draws, collectives, arithmetic on host numbers, lists of tensors (foreach and fused
-updates), gathers and scatters by index, and writes into what was not born in the region. What is not known here is not
-taken.
+updates), gathers and scatters by index (but for the loss of classes on a GPU), and writes into what was not born in the
+region. What is not known here is not taken.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _OTHERS = {
 """Operators that are neither tagged as pointwise nor as reductions, and are made of both."""
 _WRITERS = {_aten.copy_, _aten.fill_, _aten.zero_}
 """Operators that write into a value and are not tagged as pointwise."""
+_ON_GPUS = {_aten.nll_loss_forward, _aten.nll_loss_backward}
+"""Operators that look up an index: a wrong one ends a GPU's process anyway. On the host torch raises an error, and
+threads of compiled code end the process."""
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.int32}
 
 
@@ -46,7 +49,7 @@ def may_be_lowered(node: fx.Node) -> bool:
         return isinstance(parent, fx.Node) and may_be_lowered(parent)
     return (
         isinstance(node.target, OpOverload)
-        and (is_view(node) or _computes(node.target))
+        and (is_view(node) or _computes(node.target) or _is_for_gpus(node))
         and not _takes_back_a_cast(node)
         and all(_is_plain(value) for value in _values((node, *node.all_input_nodes)))
         and len({spec.device for spec in _specs((node, *node.all_input_nodes))}) == 1
@@ -72,6 +75,11 @@ def owner(node: fx.Node) -> fx.Node | None:
     """The value that a node writes into; None if it writes nowhere."""
     written = written_arguments(node)
     return written[0] if written else None
+
+
+def _is_for_gpus(node: fx.Node) -> bool:
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in _ON_GPUS and all(spec.device.type == "cuda" for spec in _specs((node,)))
 
 
 @functools.cache

@@ -90,13 +90,18 @@ class Region:
     @functools.cached_property
     def function(self) -> Callable[..., Sequence[Tensor]]:
         """The region as torch runs it: operator by operator, as in the graph."""
+        return function_of(self.module)
+
+    @functools.cached_property
+    def module(self) -> fx.GraphModule:
+        """The region as a graph of its own."""
         graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
         for number, node in enumerate(self.inputs):
             values[node] = graph.placeholder(f"input_{number}")
         for node in self.nodes:
             values[node] = graph.node_copy(node, lambda n: values[n])
         graph.output(tuple(values[node] for node in self.outputs))
-        return function_of(fx.GraphModule(torch.nn.Module(), graph))
+        return fx.GraphModule(torch.nn.Module(), graph)
 
     def emit(self, graph: fx.Graph, values: dict[fx.Node, fx.Node], function: Callable[..., Any]) -> None:
         """Put a call of a function in place of the region's nodes.

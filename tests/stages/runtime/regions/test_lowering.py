@@ -94,6 +94,28 @@ def test_a_sum_that_is_nothing_but_roundings_is_no_difference(compiler: Compiler
         run(LoweredStep(step, "inductor", LoweringContext()), live)
 
 
+def test_what_is_not_rounded_between_operators_is_no_difference(compiler: Compiler) -> None:
+    """As a GPU's code does it; beside operators that want all of their inputs in one precision."""
+    x = torch.randn(64, 16, dtype=torch.bfloat16)
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+        normed = torch.nn.functional.layer_norm(x.float(), (16,), p["w"][0])
+        return (p["w"] * 0).sum(), (x * 1.0).sum(0).float(), normed.detach()
+
+    def not_rounded(inputs: Sequence[Tensor], right: Sequence[Tensor]) -> Sequence[Tensor]:
+        whole = next((value.float().sum(0) for value in inputs if value.dtype == torch.bfloat16), None)
+        return [whole if value.shape == (16,) and whole is not None else value for value in right]
+
+    step, live = capture(loss, x)
+    compiler.fault = not_rounded
+    lowered = LoweredStep(step, "inductor", LoweringContext())
+    run(lowered, live)
+    assert torch.equal(run(lowered, live)[1], x.float().sum(0))
+    compiler.fault = lambda inputs, right: [value * 1.1 for value in not_rounded(inputs, right)]
+    with pytest.warns(UserWarning, match="off by"):
+        run(LoweredStep(step, "inductor", LoweringContext()), live)
+
+
 def test_results_that_share_storage_are_noticed(compiler: Compiler) -> None:
     step, live = chain()
     compiler.fault = lambda inputs, right: [inputs[0].view_as(v) if v.shape == inputs[0].shape else v for v in right]
