@@ -138,8 +138,14 @@ def _forget_source(filename: str) -> None:
 
 
 def collectives_begun(group: Any) -> int:
-    """How many collectives this rank has begun in a process group; unequal numbers mean that one of them hangs."""
-    return int(group._get_sequence_number_for_group())
+    """How many collectives this rank has begun in a process group; unequal numbers mean that one of them hangs.
+
+    0 of backends that do not count: MPI's, and those of others.
+    """
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 def frames_of_threads() -> dict[int, FrameType]:

@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for results.json, traces and logs; a temporary one by default")
     parser.add_argument("--minutes", type=float, help="for everything; what no longer fits is not run (8, or 20 --toy)")
     parser.add_argument("--parts", help="comma-separated names of parts, or 'correctness', 'benchmark'")
+    parser.add_argument("--sides", help="of benchmarks: names of sides, separated by semicolons; all by default")
     parser.add_argument("--jobs", type=int, default=4, help="correctness parts side by side")
     parser.add_argument("--toy", action="store_true", help="toy sizes, on the CPU")
     options = parser.parse_args(arguments)
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     began = datetime.datetime.now(datetime.UTC)
     told = ["--traces", str(out), *(["--toy"] if options.toy else [])]
+    told += ["--sides", options.sides] if options.sides else []
     outcomes = run_parts(parts, child_command(told), out, 60 * minutes, options.jobs, tell)
     table.with_shares(outcomes)
     facts = {

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_spmd import SPMDStrategy
+from lightning_spmd import SPMDStrategy, messages
 from lightning_spmd.report.peak_memory import PeakMemory
 from tests.gpu.child import Setting, settle
 from tests.gpu.models import CASES, GPT2, TOYS, ByLogits, Case, Trained, flops_per_token, loader
@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "spmd, regions": {"lowering": "inductor"},
     "spmd, CUDA graphs": {"cuda_graphs": True},
     "spmd, both": {"lowering": "inductor", "cuda_graphs": True},
-    "spmd, loss in chunks": {"loss_chunks": 8},
+    "spmd, regions, loss in chunks": {"lowering": "inductor", "loss_chunks": 8},
 }
 """Sides of this strategy; those with an option that it has not are left out."""
 
@@ -187,7 +187,7 @@ def sides(setting: Setting, case: Case) -> dict[str, Callable[..., Callable[...,
         if options.keys() <= known.keys():
             made = lambda options=options: SPMDStrategy(**options)  # noqa: E731
             found[name] = lambda made=made: lightning(setting, case, made, compile_it=False)
-    return found
+    return {name: side for name, side in found.items() if not setting.sides or name in setting.sides}
 
 
 def compare(setting: Setting, name: str) -> dict[str, Any]:
@@ -228,11 +228,16 @@ def compare(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def _turn(setting: Setting, case: Case, turn: Callable[..., str], trace: Path | None) -> dict[str, Any]:
-    clock = Clock(setting, case, trace)
-    mode = turn(clock)
+    clock, said = Clock(setting, case, trace), list[str]()
+    messages.hear(said)
+    try:
+        mode = turn(clock)
+    finally:
+        messages.hear_no_more(said)
     if clock.loss is None:
         raise RuntimeError("no step was run")
-    return {**clock.found, "mode": mode, "loss": float(clock.loss), "trace": None if trace is None else trace.name}
+    found = {**clock.found, "mode": mode, "said": said, "loss": float(clock.loss)}
+    return {**found, "trace": None if trace is None else trace.name}
 
 
 def _summary(row: dict[str, Any], case: Case) -> dict[str, Any]:
@@ -254,6 +259,7 @@ def _summary(row: dict[str, Any], case: Case) -> dict[str, Any]:
         "reserved_bytes": max(reserved, default=None),
         "loss": turns[-1]["loss"] if math.isfinite(turns[-1]["loss"]) else None,
         "mode": turns[-1]["mode"],
+        "said": turns[0]["said"],
         "trace": turns[0]["trace"],
     }
 

@@ -34,6 +34,7 @@ class Setting:
         device: ``"cuda"`` or ``"cpu"``.
         result: the file for what it finds.
         traces: folder for Chrome traces.
+        sides: of a benchmark; empty: all.
         deadline: by ``time.monotonic``, when the part is killed.
     """
 
@@ -42,6 +43,7 @@ class Setting:
     result: Path
     traces: Path
     deadline: float = math.inf
+    sides: tuple[str, ...] = ()
 
     def write(self, data: dict[str, Any]) -> None:
         """Keep what was found so far; a part that is killed later has at least said this."""
@@ -83,9 +85,11 @@ def main() -> None:
     parser.add_argument("--argument", default="")
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--sides", default="")
     options = parser.parse_args()
     deadline = time.monotonic() + float(os.environ.get(SECONDS, "inf"))
-    setting = Setting(options.toy, "cpu" if options.toy else "cuda", options.result, options.traces, deadline)
+    device, sides = "cpu" if options.toy else "cuda", tuple(filter(None, map(str.strip, options.sides.split(";"))))
+    setting = Setting(options.toy, device, options.result, options.traces, deadline, sides)
     module, _, function = options.function.partition(":")
     compiled = Path(tempfile.mkdtemp(prefix="lightning_spmd_gpu_compiled_"))
     if not options.toy:  # first steps are told as they are without kernels of an earlier run

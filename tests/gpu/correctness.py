@@ -44,7 +44,7 @@ FEW = ("gpt", "llama", "conv")
 FLAGS: dict[str, dict[str, Any]] = {
     "accumulated, clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "16-mixed, clipped": {"precision": "16-mixed", "gradient_clip_val": 0.3},
+    "16-mixed": {"precision": "16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
     "evaluated": {"limit_val_batches": 2, "val_check_interval": 3},
 }

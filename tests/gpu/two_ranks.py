@@ -1,4 +1,4 @@
-"""Two ranks against one device: by NCCL where it lets two processes share a GPU, else by Gloo.
+"""Two ranks against one device: by NCCL where it lets two processes share a GPU, else through the host.
 
 Few steps: sums over two halves are rounded otherwise than over the whole, and training makes more of that every step.
 """
@@ -21,24 +21,30 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_spmd import SPMDStrategy
+from tests.gpu import through_host
 from tests.gpu.child import Setting, exact
 from tests.gpu.correctness import FEW_STEPS, ROWS, TOLERANCE, Losses, Run, judged, made, row_reason, state_of, train
 
-MODELS = ("llama", "conv")
-PLANS = ("replicate", "zero3")
+PLANS: dict[str, dict[str, Any]] = {
+    "replicate": {"data_parallel": "replicate"},
+    "zero2": {"data_parallel": "zero2"},
+    "zero3": {"data_parallel": "zero3"},
+    "tensor parallel": {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"},
+}
+RUNS = [*(("llama", plan) for plan in PLANS), ("conv", "replicate"), ("conv", "zero3")]
 PROBE_SECONDS, RUN_SECONDS, TOY_SECONDS = 25.0, 80.0, 600.0
 
 
 def equal_one_device(setting: Setting, _argument: str) -> dict[str, Any]:
     """Several models and plans on two ranks, against one device on the batches of both."""
     exact()
-    backend, why = ("gloo", "there is no GPU") if setting.device == "cpu" else _backend(setting)
+    backend, why = (through_host.NAME, "there is no GPU") if setting.device == "cpu" else _backend(setting)
     rows: list[dict[str, Any]] = []
     data: dict[str, Any] = {"kind": "equality", "rows": rows, "backend": backend, "note": f"{backend}: {why}"}
     found = _on_two_ranks(setting, "train", backend, TOY_SECONDS if setting.toy else RUN_SECONDS)
-    for name in MODELS:
+    for name in dict.fromkeys(name for name, _ in RUNS):
         eager = [train(setting, name, "auto", "32-true", FEW_STEPS) for _ in range(2)]
-        for plan in PLANS:
+        for plan in (plan for other, plan in RUNS if other == name):
             row = judged(found[name, plan], eager, TOLERANCE)
             rows.append({"model": f"{name}, {plan}", "precision": "32-true", "ranks": 2, **row})
             setting.write(data)
@@ -50,7 +56,7 @@ def _backend(setting: Setting) -> tuple[str, str]:
     try:
         _on_two_ranks(setting, "probe", "nccl", PROBE_SECONDS)
     except RuntimeError as error:
-        return "gloo", f"NCCL does not share the GPU ({str(error).splitlines()[-1][:120]})"
+        return through_host.NAME, f"NCCL does not share the GPU ({str(error).splitlines()[-1][:120]})"
     return "nccl", "NCCL shares the GPU"
 
 
@@ -104,11 +110,11 @@ def _probe(backend: str) -> bool:
 
 def _train(setting: Setting, backend: str) -> dict[tuple[str, str], Run]:
     exact()
-    return {(name, plan): _fit(setting, name, plan, backend) for plan in PLANS for name in MODELS}
+    return {(name, plan): _fit(setting, name, plan, backend) for name, plan in RUNS}
 
 
-class _Halves(L.LightningDataModule):
-    """This rank's half of each batch."""
+class _Parts(L.LightningDataModule):
+    """This rank's part of each batch; all of it where ranks share their rows."""
 
     def __init__(self, data: list[Any]) -> None:
         super().__init__()
@@ -117,16 +123,16 @@ class _Halves(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         ranks = self.trainer.strategy.distributed_sampler_kwargs  # type: ignore[union-attr]
         sampler = DistributedSampler(self.data, **ranks, shuffle=False)  # type: ignore[arg-type]
-        return DataLoader(self.data, batch_size=ROWS // 2, sampler=sampler)  # type: ignore[arg-type]
+        return DataLoader(self.data, batch_size=ROWS // ranks["num_replicas"], sampler=sampler)  # type: ignore[arg-type]
 
 
 def _fit(setting: Setting, name: str, plan: str, backend: str) -> Run:
     module, data = made(name, toy=setting.toy)
     losses, run = Losses(), Run(before=state_of(module))
-    strategy = SPMDStrategy(data_parallel=plan, process_group_backend=backend)  # type: ignore[arg-type]
+    strategy = SPMDStrategy(**PLANS[plan], process_group_backend=backend)
     flags = {**setting.trainer_flags, "max_steps": FEW_STEPS, "num_nodes": 2, "callbacks": [losses]}
     trainer = L.Trainer(strategy=strategy, **flags)
-    trainer.fit(module, _Halves(data))
+    trainer.fit(module, _Parts(data))
     run.losses = [float(value) for value in losses.values]
     with strategy.full_parameters():
         run.after = state_of(module)
@@ -136,6 +142,7 @@ def _fit(setting: Setting, name: str, plan: str, backend: str) -> Run:
 
 def main() -> None:
     job, backend, file, device = sys.argv[1:]
+    through_host.register()
     setting = Setting(device == "toy", "cpu" if device == "toy" else device, Path(file), Path(file).parent)
     found: Any = _probe(backend) if job == "probe" else _train(setting, backend)
     if os.environ["RANK"] == "0":
