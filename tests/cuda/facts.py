@@ -12,6 +12,7 @@ from torch import fx
 
 from lightning_spmd._private_api import pytree
 from lightning_spmd.cost.memory import liveness
+from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.layout import lies_as, walked
 from lightning_spmd.ir.node_info import TensorSpec, spec_of
 from lightning_spmd.ir.reads import checks_of
@@ -22,6 +23,7 @@ from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages import finish
 from lightning_spmd.stages.runtime.agreement.same_graphs import describe, describe_capture, exchanges
 from lightning_spmd.stages.runtime.regions.choice import fitting_regions
+from lightning_spmd.strategy.ranks.backends import check_collectives
 from tests.cuda.ranks import Built, Wanted, build, process_groups
 from tests.cuda.stand_ins import gpus
 
@@ -79,6 +81,17 @@ def in_regions(wanted: Wanted) -> set[str]:
     with gpus(wanted.kernel), process_groups(wanted.rank, wanted.count):
         regions = fitting_regions(build(wanted).executable.graphs.main)
     return {_name(node) for region in regions.values() for node in region.nodes}
+
+
+def said_of_backend(wanted: Wanted, backend: str) -> str:
+    """Why a backend cannot run the graph; empty if it can."""
+    with gpus(wanted.kernel), process_groups(wanted.rank, wanted.count):
+        step = build(wanted).executable.graphs.main
+    try:
+        check_collectives(step, backend)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def facts_of_ranks(wanted: Wanted) -> list[Facts]:

@@ -44,6 +44,7 @@ from lightning_spmd.strategy.graphs.one_for_all_sizes import as_all_ranks, gener
 from lightning_spmd.strategy.graphs.prepared_optimizers import prepare
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext, StepRequest
 from lightning_spmd.strategy.notices.builds import BuildNotices
+from lightning_spmd.strategy.ranks.backends import check_collectives
 from lightning_spmd.strategy.state.memory import check_writes
 from lightning_spmd.strategy.state.replaced_tensors import check_used
 from lightning_spmd.strategy.steps.beginnings import Beginnings
@@ -306,6 +307,7 @@ class GraphBuilder:
                 "rank's part of them. With parameters in parts replace layers before fit or in configure_model; or use "
                 "data_parallel='replicate' or 'zero2'"
             )
+        check_collectives(graphs.main, context.settings.ranks.backend)
         captured.guards.values.append(state.layout_guard(graphs.main))
         self._notices.of_passes(captured, graphs)
         if not graphs.deferrable:

@@ -112,7 +112,7 @@ class ProcessStrategy(ParallelStrategy):
         if not self.is_distributed:
             return
         backend = self.process_group_backend or private.default_backend(self.root_device)
-        device = None if self.root_device.type == "cpu" else self.root_device
+        device = self.root_device if "nccl" in backend else None
         if self.cluster_environment is None:
             raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
         with self._meeting(self.cluster_environment):

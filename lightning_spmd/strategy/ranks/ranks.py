@@ -73,6 +73,11 @@ class Ranks:
         self._lookout: Lookout | None = None
         self._metrics: list[Metric] = []
 
+    @property
+    def backend(self) -> str:
+        """Of the process groups; empty on one device."""
+        return "" if self._processes is None else self._processes.backend
+
     # ------------------------------------------------------------------ from setup to teardown
     def check(self, count: int, on_node: int) -> None:
         """Check that the axes fit the number of processes.

@@ -29,7 +29,7 @@ from lightning_spmd.stages.runtime.regions.region import Region
 
 KIND = "region"
 """Of entries in the store."""
-_VERSION = 4
+_VERSION = 5
 """Of what is stored; another one is another key."""
 
 Code = Callable[[list[Any]], Sequence[Any]]

@@ -1,4 +1,4 @@
-"""What regions leave to torch's own kernels."""
+"""What regions take apart otherwise than the compiler."""
 
 from __future__ import annotations
 
@@ -46,3 +46,23 @@ def test_sums_over_rows_keep_their_kernel(mask: list[bool], affine: bool, dtype:
     assert BACKWARD not in targets
     for ours, theirs in zip(traced(*given), function(*given), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_gradient_of_the_loss_of_classes_is_no_scatter(reduction: int, weighted: bool) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(6, 5).log_softmax(1), torch.tensor([0, 4, -100, 2, 2, 1])
+    weight = torch.rand(5) if weighted else None
+    total = aten.nll_loss_forward.default(x, target, weight, reduction, -100)[1]
+    g = torch.randn(6) if reduction == 0 else torch.tensor(0.7)
+    operator = aten.nll_loss_backward.default
+
+    def function(g: Any, x: Any, target: Any, total: Any, *weight: Any) -> Any:
+        return operator(g, x, target, *(weight or (None,)), reduction, -100, total)
+
+    given = [g, x, target, total, *([weight] if weighted else [])]
+    table = dict(get_decompositions([BACKWARD, operator, aten.gelu.default, aten.gelu_backward.default]))
+    traced = make_fx(function, with_own_kernels(table), tracing_mode="fake")(*given)
+    assert not any("scatter" in str(node.target) or node.target is operator for node in traced.graph.nodes)
+    torch.testing.assert_close(traced(*given), function(*given), rtol=1e-6, atol=0)
