@@ -65,7 +65,7 @@ class ThroughHost(dist.ProcessGroup):
         self._gloo.allgather(places, host).wait()
         for some, found in zip(outputs, places, strict=True):
             _put(some, found)
-        return _done(outputs)
+        return _done()
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.allgather([list(output.view(-1).chunk(self.size()))], [given.reshape(-1)])
@@ -77,7 +77,7 @@ class ThroughHost(dist.ProcessGroup):
         whole = given.cpu()  # Gloo has no other way either
         self._gloo.allreduce([whole], _like(dist.AllreduceOptions(), opts)).wait()
         output.copy_(whole.view(-1).chunk(self.size())[self.rank()].view_as(output))
-        return _done([output])
+        return _done()
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._each([self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
@@ -86,11 +86,11 @@ class ThroughHost(dist.ProcessGroup):
         host, place = given.cpu(), torch.empty_like(output, device="cpu")
         self._gloo.alltoall_base(place, host, outgoing, incoming).wait()
         output.copy_(place)
-        return _done([output])
+        return _done()
 
     def barrier(self, opts: Any = None) -> Any:
         self._gloo.barrier().wait()
-        return _done([])
+        return _done()
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._gloo.gather(outputs, inputs, opts)
@@ -109,10 +109,10 @@ class ThroughHost(dist.ProcessGroup):
         more = () if opts is None else (opts,)
         getattr(self._gloo, name)(*arguments(host), *more).wait()
         _put(results, host)
-        return _done(results)
+        return _done()
 
     def _each(self, works: Sequence[Any]) -> Any:
-        return works[-1] if works else _done([])
+        return works[-1] if works else _done()
 
 
 def _made(store: Any, rank: int, size: int, timeout: timedelta) -> ThroughHost:
@@ -131,7 +131,7 @@ def _put(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             place.copy_(value)
 
 
-def _done(result: Any) -> Any:
+def _done() -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(result)
+    future.set_result([])  # with a GPU's tensors it would have to know the device
     return torch._C._distributed_c10d._create_work_from_future(future)
