@@ -208,9 +208,11 @@ class SPMDStrategy(SavingStrategy):
 
     # ------------------------------------------------------------------ from setup to teardown
     @override
-    def setup(self, trainer: Any) -> None:
-        if self.accelerator is None or self.model is None:
+    def lay_out_module(self) -> None:
+        module = self.lightning_module
+        if self.accelerator is None or self.model is None or module is None:
             raise ConfigurationError("SPMDStrategy is not attached to a Trainer: pass it to Trainer(strategy=...)")
+        trainer: Any = module.trainer
         self.accelerator.setup(trainer)
         check_offload(self.build_options.offload_activations, self.root_device)
         if self.is_distributed or trainer.state.fn == TrainerFn.FITTING:
@@ -226,6 +228,10 @@ class SPMDStrategy(SavingStrategy):
         if self.is_distributed:
             self._ranks.sync_metrics(self.model)
         self._layout.shard(self.model)
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        self.lay_out_once()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.parallel.state import is_in_parts
 from lightning_spmd.stages.runtime.agreement.control import Place
@@ -64,10 +66,34 @@ class SavingStrategy(ProcessStrategy):
         self._requeue: Requeue | None = None
         self._resumed: dict[str, Any] | None = None  # this package's part of the checkpoint that was read
         self._loaded: Path | None = None
+        self._laid_out = False
 
     @abstractmethod
     def flush(self) -> None:
         """Complete the work that the last iteration deferred."""
+
+    @abstractmethod
+    def lay_out_module(self) -> None:
+        """Bring the module to its device and shard it, as the first part of setup."""
+
+    def lay_out_once(self) -> None:
+        """:meth:`lay_out_module`, unless this run has done it.
+
+        A checkpoint is loaded before setup, as on one device, where hooks of the module and callbacks (``setup``,
+        ``on_fit_start``) come in this order around it. The module's layout has to be known then.
+        """
+        if not self._laid_out:
+            self.lay_out_module()
+            self._laid_out = True
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        self._laid_out = False  # another run begins
+        super().connect(model)
+
+    def _lay_out_before_loading(self) -> None:
+        if self._layout.plan.needs_graphs and private.is_attached(self.lightning_module):
+            self.lay_out_once()
 
     # ------------------------------------------------------------------ in parts and whole
     @override
@@ -136,6 +162,7 @@ class SavingStrategy(ProcessStrategy):
             entry = checkpoint[_CHECKPOINT_KEY] = self._random.entry(module.trainer)
             if self._requeue is not None:
                 self._requeue.complete(module.trainer, checkpoint, entry)
+        checkpoint = self._layout.of_others(checkpoint)
         if not self._layout.save_distributed or not self.is_distributed:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -149,11 +176,6 @@ class SavingStrategy(ProcessStrategy):
         self._layout.save(checkpoint, path, module, self.optimizers)
 
     # ------------------------------------------------------------------ in
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return self._layout.plan.needs_graphs  # then no rank needs to hold the whole module
-
     @override
     @names_lost_ranks
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -162,6 +184,7 @@ class SavingStrategy(ProcessStrategy):
         if module is None:
             super().load_model_state_dict(checkpoint, strict)
             return
+        self._lay_out_before_loading()
         try:
             with self._layout.loading(checkpoint["state_dict"], module) as parts:
                 super().load_model_state_dict({**checkpoint, "state_dict": parts}, strict)
@@ -186,6 +209,7 @@ class SavingStrategy(ProcessStrategy):
         path = Path(self.broadcast(checkpoint_path))
         self._check_intact(path)
         if is_distributed_checkpoint(path) and self.lightning_module is not None:
+            self._lay_out_before_loading()
             checkpoint = self._layout.load(path, self.lightning_module)
         else:
             checkpoint = self._load_file(checkpoint_path, weights_only)

@@ -57,7 +57,10 @@ def gathered(value: Any, state: StateMesh, *, keep: bool) -> Any:
     """
 
     def whole(tensor: Tensor) -> Tensor | None:
-        found = state.whole(tensor)
+        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):  # the norm of another
+            found = tensor.full_tensor()
+        else:
+            found = state.whole(tensor)
         return found.detach().cpu() if keep else None
 
     found = tensors_changed(value, whole)

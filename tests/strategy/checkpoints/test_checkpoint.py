@@ -10,11 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from torch import nn
 
 from tests.helpers.modules import GPT, MLP, samples
 from tests.helpers.ranks import RankPool
-from tests.helpers.training import InOrder, Result, TrainingCase, assert_compiled, fit
+from tests.helpers.training import InOrder, Result, TrainingCase, assert_compiled, assert_equals_one_device, fit, whole
+from tests.strategy.small import ROWS, Quiet, rows
 
 CASE = TrainingCase("gpt", "adamw", shuffle=True, count=16 * 4, scheduler="one_cycle")
 PER_EPOCH = 4
@@ -178,3 +180,59 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_device(two_ranks: RankPool, tm
     whole = two_ranks.run(_run, tmp_path / "whole", "spmd", 2, case=case)[0]
     resumed = _run(tmp_path / "again", "auto", resume=tmp_path / "whole/epoch=1.ckpt", case=case)
     assert resumed.losses == pytest.approx(whole.losses[-2 * PER_EPOCH :], rel=1e-5)
+
+
+class Grown(Quiet):
+    """Half of it frozen at first; keeps tensors of its own in checkpoints, and makes a layer of the size it finds."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.last = nn.Linear(10, classes)
+        self.kept: Any = None
+        self.at_start: list[Any] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = {"first": self.first.weight.detach().clone(), "norm": self.first.weight.detach().norm()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["kept"]
+        if self.last.out_features != 3:
+            self.last = nn.Linear(10, 3)
+
+    def on_fit_start(self) -> None:
+        self.at_start = [whole(self.first.weight.detach()), self.kept]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 0.01, eps=1e-5)
+
+
+class UnfreezesFirst(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.first)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.first, optimizer, 0.02)
+
+
+def _grown(folder: Path, strategy: Any, devices: int = 1) -> tuple[Result, list[Any]]:
+    """Two epochs, and a third one of a module that was built in another size."""
+    file, data = folder / "last.ckpt", InOrder(rows(ROWS * 2), ROWS)
+    saver = ModelCheckpoint(folder, save_last=True)
+    L.seed_everything(5)
+    fit(Grown(), data, strategy, devices, [UnfreezesFirst(), saver], max_epochs=2, enable_checkpointing=True)
+    module = Grown(3 if isinstance(strategy, dict) and strategy["save_distributed_checkpoint"] else 5)
+    resumed = fit(module, data, strategy, devices, [UnfreezesFirst()], file, max_epochs=3)[0]
+    return resumed, module.at_start
+
+
+@pytest.mark.parametrize("folder", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_checkpoint_is_there_before_hooks_of_a_fit_whatever_the_plan(
+    folder: bool, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """What callbacks restore in on_fit_start (groups of optimizers), and what hooks put into the file."""
+    strategy = {"data_parallel": "zero3", "save_distributed_checkpoint": folder}
+    theirs, (weight, kept) = _grown(tmp_path / "one", "auto")
+    for ours, (own_weight, own_kept) in two_ranks.run(_grown, tmp_path / "two", strategy, 2):
+        assert_equals_one_device([ours], theirs)
+        torch.testing.assert_close([own_weight, own_kept], [weight, kept], rtol=1e-4, atol=1e-5)
