@@ -76,7 +76,12 @@ def exact() -> None:
     """float32 means float32, and convolutions add in a fixed order: cuDNN would do otherwise by itself."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.deterministic = True
+    in_fixed_order(True)
+
+
+def in_fixed_order(is_fixed: bool) -> None:
+    """Whether convolutions add in a fixed order."""
+    torch.backends.cudnn.deterministic = is_fixed
 
 
 def main() -> None:

@@ -23,7 +23,18 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_spmd import SPMDStrategy
 from tests.gpu import through_host
 from tests.gpu.child import Setting, exact
-from tests.gpu.correctness import FEW_STEPS, ROWS, TOLERANCE, Losses, Run, judged, made, row_reason, state_of, train
+from tests.gpu.correctness import (
+    FEW_STEPS,
+    ROWS,
+    TOLERANCE,
+    Losses,
+    Run,
+    judged,
+    made,
+    row_reason,
+    state_of,
+    two_eager_runs,
+)
 
 PLANS: dict[str, dict[str, Any]] = {
     "replicate": {"data_parallel": "replicate"},
@@ -43,7 +54,7 @@ def equal_one_device(setting: Setting, _argument: str) -> dict[str, Any]:
     data: dict[str, Any] = {"kind": "equality", "rows": rows, "backend": backend, "note": f"{backend}: {why}"}
     found = _on_two_ranks(setting, "train", backend, TOY_SECONDS if setting.toy else RUN_SECONDS)
     for name in dict.fromkeys(name for name, _ in RUNS):
-        eager = [train(setting, name, "auto", "32-true", FEW_STEPS) for _ in range(2)]
+        eager = two_eager_runs(setting, name, "32-true", FEW_STEPS)
         for plan in (plan for other, plan in RUNS if other == name):
             row = judged(found[name, plan], eager, TOLERANCE)
             rows.append({"model": f"{name}, {plan}", "precision": "32-true", "ranks": 2, **row})

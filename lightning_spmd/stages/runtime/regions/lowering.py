@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.profiler import record_function
 
@@ -110,6 +111,8 @@ class LoweredStep:
             else:
                 functions[number] = tried(region, code, functools.partial(verdicts.__setitem__, number))
         outputs = function_of(self._with(functions))(*inputs)
+        if any(isinstance(value, Tensor) and value.is_cuda for value in inputs):
+            torch.cuda.empty_cache()  # both sides needed some at once
         self._decide(self._context.gather(verdicts))
         return outputs
 
