@@ -117,8 +117,8 @@ class SPMDStrategy(SavingStrategy):
             ``"256MiB"``. Losses are equal up to rounding; an info message says what is reached, or why nothing is done.
         lowering: ``"inductor"``: compile chains of pointwise operators and reductions in each graph's second run.
             ``"auto"``: only those that are worth the compile time and measured to be faster. ``"none"``: none.
-        cuda_graphs: on a GPU, run an iteration as a few CUDA graphs: less work for the host, more memory. No GPU has
-            run it yet. What cannot be recorded runs without; an info message says how much is recorded.
+        cuda_graphs: on a GPU, run an iteration as a few CUDA graphs: less work for the host, more memory. What
+            cannot be recorded runs without; an info message says how much is recorded.
         save_distributed_checkpoint: write checkpoints as folders into which every rank writes its shard, instead of
             single files that rank 0 assembles. Any plan on any number of devices reads either.
         passes: names of the graph passes to run, in order, and ``GraphPass`` objects of your own; None: the default.

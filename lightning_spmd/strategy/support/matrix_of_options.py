@@ -45,13 +45,13 @@ OPTIONS: tuple[Feature, ...] = (
     Feature(
         "CUDA graphs (SPMDStrategy(cuda_graphs=True))",
         Mode.COMPILED,
-        "what an iteration computes is recorded and launched as a few graphs; off by default, no GPU has run it",
+        "what an iteration computes is recorded and launched as a few graphs; off by default",
         "tests/stages/runtime/test_cuda_graphs.py::test_recorded_training_is_bitwise_unrecorded_training",
     ),
     Feature(
         "offload_activations=",
         Mode.COMPILED,
-        "on GPUs, of which none has run it; an error on the CPU and with cuda_graphs",
+        "on GPUs; an error on the CPU and with cuda_graphs",
         "tests/stages/passes/test_offload_activations.py::test_training_keeps_its_bits",
     ),
     Feature(
