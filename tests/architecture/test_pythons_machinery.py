@@ -64,3 +64,24 @@ def test_nothing_reads_or_replaces_pythons_machinery() -> None:
 )
 def test_each_way_is_found(text: str) -> None:
     assert list(_found(ast.parse(text)))
+
+
+_OF_GENERATORS = re.compile(r"^(get_rng_state|set_rng_state|manual_seed|initial_seed|seed)(_all)?$")
+
+
+def _asks_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _OF_GENERATORS.match(node.attr):
+            owner = ast.unparse(node.value)
+            if owner.partition(".")[0] == "torch" and "generator" not in owner and not owner.startswith("torch.ops"):
+                yield node.lineno, f"{owner}.{node.attr}"
+
+
+def test_what_runs_within_a_step_asks_generators_themselves() -> None:
+    """While a step is followed, torch's functions for this are the user's, who goes on eagerly behind some."""
+    within = [name for name in FILES if re.match(r"lightning_spmd/(stages|ir|strategy/steps)/", name)]
+    wrong = [f"{name}:{line}: {what}" for name in within for line, what in _asks_torch(tree_of(name))]
+    assert within
+    assert not wrong, "\n".join(wrong)
+    assert list(_asks_torch(ast.parse("torch.cuda.get_rng_state_all()")))
+    assert not list(_asks_torch(ast.parse("torch.default_generator.manual_seed(1)")))

@@ -366,7 +366,7 @@ class Meeting:
         """All ranks are here and learn why one of them cannot be followed."""
         self.is_eager = True
         was_told_draws = self._step is not None and self._step.was_told_draws
-        mine = reason, zlib.crc32(torch.get_rng_state().numpy().tobytes()), was_told_draws, looked
+        mine = reason, zlib.crc32(private.host_random_state()), was_told_draws, looked
         sides = self._control.gather(mine)
         self.runs_again = any(told for _, _, told, _ in sides)
         self.looked = max(looked for _, _, _, looked in sides)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.optim import Optimizer
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, SPMDError
 from lightning_spmd.ir.node_info import Section
 from lightning_spmd.ir.random_states import TorchRandomState
@@ -33,10 +34,10 @@ def grad_mode(variant: Variant) -> Iterator[None]:
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
     """The recorder advances torch's generators to recognise recomputed draws; put them back afterwards."""
-    before, seed = TorchRandomState(), torch.initial_seed()
+    before, seed = TorchRandomState(), private.host_seed()
     try:
         yield
-        if torch.initial_seed() != seed:
+        if private.host_seed() != seed:
             raise CaptureError(
                 f"{the_step()} seeds torch (manual_seed, seed_everything): that would happen once, at capture; seed "
                 f"before fit or in {batch_hook('start')}"

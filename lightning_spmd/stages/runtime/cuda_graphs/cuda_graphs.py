@@ -97,7 +97,7 @@ class CudaRecorder:
 
     def _recorded(self, work: Callable[[], None]) -> Any:
         graph, problem = torch.cuda.CUDAGraph(), None
-        drawn = torch.cuda.get_rng_state(self._device)
+        drawn = private.default_generator(self._device).get_state()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             # other threads (loaders that pin memory, NCCL's watchdog) go on with what they do
