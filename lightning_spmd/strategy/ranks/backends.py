@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.ir.node_info import spec_of
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import starts_collective
 
@@ -41,4 +41,5 @@ def _name(target: object) -> str:
 
 
 def _is_on_gpu(node: torch.fx.Node) -> bool:
-    return any(spec_of(operand).device.type == "cuda" for operand in node.all_input_nodes)
+    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+    return any(isinstance(value, TensorSpec) and value.device.type == "cuda" for value in operands)
