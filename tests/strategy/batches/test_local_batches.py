@@ -100,6 +100,7 @@ class Logs(Chemist):
 def _logs() -> dict[str, float]:
     module = Logs(steps=3)
     trainer, _ = fit(module)
+    assert {value.dtype for value in trainer.callback_metrics.values()} == {torch.float32}  # the shares are float64
     return {key: float(value) for key, value in trainer.callback_metrics.items()}
 
 

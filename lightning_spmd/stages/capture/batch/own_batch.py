@@ -114,7 +114,7 @@ class OwnBatch:
                 count = main if explicit[index] is None else next(others, main)
                 if said[index]:
                     calls[index] = self._joined(call, said[index], count, index, outputs)
-            shown = self.term(loss.detach() * main.share, "loss")
+            shown = self.term(loss.detach() * main.share, "loss").to(loss.dtype)  # shares are float64
         self.facts = OwnBatchFacts(position, why)
         return loss * main.share, shown, map_leaves(lambda _, leaf: shown if leaf is loss else leaf, returned)
 
@@ -146,6 +146,7 @@ class OwnBatch:
         """A recorded ``self.log`` with the value of all ranks."""
         here: Any = _value(said["value"], outputs)
         operation = operation_of(said)
+        dtype = _logged_dtype(here)
         if isinstance(here, _NUMBERS) and not isinstance(here, bool):
             here = torch.full((), here, dtype=torch.float64, device=self._device)
         if not isinstance(here, Tensor):  # a metric, which syncs by itself, or a number that is the same on all ranks
@@ -155,7 +156,7 @@ class OwnBatch:
             here = here.to(torch.get_default_dtype())
         name = f"log {index} {said['name']}"
         weighted = here if operation in _OPERATIONS else here * count.share
-        joined = self.term(weighted, name, operation if operation in ("max", "min") else "sum")
+        joined = self.term(weighted, name, operation if operation in ("max", "min") else "sum").to(dtype)
         said = {**said, "value": OutputRef(self._add_output(joined, OutputRole.LOGGED, (), name))}
         if said.get("batch_size") is not None:
             said["batch_size"] = OutputRef(self._add_output(count.total, OutputRole.LOGGED, (), f"rows of {name}"))
@@ -174,6 +175,11 @@ def said_in(call: RecordedCall) -> dict[str, Any]:
     if call.method != "log":
         return {}
     return {**dict(zip(LOG_ARGUMENTS, call.args, strict=False)), **call.kwargs}
+
+
+def _logged_dtype(value: Any) -> torch.dtype:
+    """The dtype in which one device logs a value."""
+    return value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.get_default_dtype()
 
 
 def _value(value: Any, outputs: Sequence[Any]) -> Any:
