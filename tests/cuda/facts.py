@@ -83,10 +83,14 @@ def in_regions(wanted: Wanted) -> set[str]:
     return {_name(node) for region in regions.values() for node in region.nodes}
 
 
-def said_of_backend(wanted: Wanted, backend: str) -> str:
-    """Why a backend cannot run the graph; empty if it can."""
+def said_of_backends(wanted: Wanted, backends: list[str]) -> list[str]:
+    """Why each backend cannot run the graph; empty if it can."""
     with gpus(wanted.kernel), process_groups(wanted.rank, wanted.count):
         step = build(wanted).executable.graphs.main
+    return [_said_of_backend(step, backend) for backend in backends]
+
+
+def _said_of_backend(step: ShardedStep, backend: str) -> str:
     try:
         check_collectives(step, backend)
     except ConfigurationError as error:

@@ -138,7 +138,7 @@ class _LooksAlone(L.Callback):
 
 @needs_compiler
 @pytest.mark.matrix
-@pytest.mark.parametrize("mode", ["inductor", "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("inductor", marks=pytest.mark.long), "auto"])
 def test_a_rank_that_finishes_alone_waits_for_nobody(two_ranks: RankPool, tmp_path: Path, mode: str) -> None:
     options = {"overlap_iterations": True, "bucket_size_mb": 0.0005}
     case = TrainingCase("mlp", "adamw", batches=20, eps=1e-5)
