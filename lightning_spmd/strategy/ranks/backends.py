@@ -27,8 +27,8 @@ def check_collectives(step: ShardedStep, backend: str) -> None:
     of_gpus = [part.removeprefix("cuda:") for part in backend.split(",") if not part.startswith("cpu:")]
     if of_gpus != ["gloo"]:
         return
-    found = {_name(n.target): n for n in step.graph_module.graph.nodes if starts_collective(n)}
-    refused = [name for name, n in found.items() if name.rstrip("_") not in _OF_GLOO and _is_on_gpu(n)]
+    found = {_name(n.target) for n in step.graph_module.graph.nodes if starts_collective(n) and _is_on_gpu(n)}
+    refused = [name for name in found if name.rstrip("_") not in _OF_GLOO]
     if refused:
         raise ConfigurationError(
             f"process_group_backend={backend!r}: this step needs {', '.join(sorted(refused))} of a GPU's tensors, "
