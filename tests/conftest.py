@@ -1,8 +1,8 @@
 """Few threads, because tests start several processes on one machine; ranks for the session; a text to train on.
 
 ``.ci/test`` runs the tests in two processes (pytest-xdist). Tests of a file stay together, for they share captured
-graphs and the runs of one device that they compare with; those on four ranks stay together too, so that one process
-alone starts four.
+graphs and the runs of one device that they compare with; those on four ranks stay together too, and those on
+fake GPUs, so that one process alone starts them.
 """
 
 import gc
@@ -34,7 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("matrix")
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         four = "four_ranks" in getattr(item, "fixturenames", ()) or parameters.get("ranks") == 4
-        item.add_marker(pytest.mark.xdist_group("four ranks" if four else item.path.stem))
+        group = item.path.parent.name if "lane" in getattr(item, "fixturenames", ()) else item.path.stem
+        item.add_marker(pytest.mark.xdist_group("four ranks" if four else group))
 
 
 def pytest_collection_finish() -> None:

@@ -228,6 +228,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_device[norm-adamw_fused-zero2]",
     ),
     "tests/stages/runtime/test_cuda_graphs.py": (
+        "as_without[conv small buckets]",
         "[gpt zero3 overlaps]",
         "unrecorded_training[gpt, schedule]",
         "unrecorded_training[clip]",
@@ -357,6 +358,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "replaces_may_lie_as_they_like[replicate]",
     ),
     "tests/strategy/hooks/test_overlap.py": (
+        "as_others_do[late-flags1]",
         "[mlp-radam-plain]",
         "'val_check_interval': 3",
         "[conv-sgd-accumulate]",
@@ -372,6 +374,8 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "tests/strategy/ranks/test_requeue.py": ("end[flags",),
     "tests/strategy/plans/test_sharded_modules.py": (
+        "parameters_stays[overlaps]",
+        "of_one_device[replicate]",
         "test_configure_model_gives_the_values_of_one_device[zero2]",
         "test_evaluation_under_every_plan[zero2]",
         "test_hooks_see_gradients[zero2-conv]",
@@ -413,6 +417,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "[CollectsUntilLarge-zero2]",
     ),
     "tests/strategy/plans/test_followed_in_parts.py": (
+        "nothing_of[tp2]",
         "[tp2-KeepsGradients]",
         "test_optimization_by_hand[zero2-",
         "test_layers_to_share_are_found_from_a_followed_step[ByHand]",
@@ -653,6 +658,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "each_way[_all_tokens-Gated-2]",
     ),
     "tests/strategy/runs/test_features.py": (
+        "ddp_on_two_ranks[backward overridden]",
         "test_ragged_last_batch_on_two_ranks_equals_one_device[conv]",
         "test_ragged_last_batch_equals_eager[conv]",
         "test_ragged_last_batch_on_two_ranks_equals_one_device[mlp]",
@@ -1181,6 +1187,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "with_state[Rprop-",
     ),
     "tests/strategy/optimizers/test_first_step.py": (
+        "make_their_parts[zero2]",
         "the_others[adamw_fused-1]",
         "the_others[rmsprop_centered-1]",
         "the_others[nadam-1]",
@@ -1189,7 +1196,7 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "tests/strategy/ranks/test_lost_ranks.py": ("its_line[sums a weight-gathering of a sharded tensor]",),
     "tests/strategy/reads_and_sizes/test_many_reads.py": (
-        "one_devices[Writes-replicate]",
+        "one_devices[Writes-zero3]",
         "one_devices[Writes-tensor]",
         "one_devices[Turns-replicate]",
         "one_devices[Turns-zero3]",
@@ -1209,6 +1216,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "two_ranks[ByHand-zero2]",
     ),
     "tests/strategy/runs/test_guards.py": ("one_device[RowCount]",),
+    "tests/strategy/runs/test_more_features.py": ("test_tuners_train[tuner1]",),
 }
 """By file, rows of either part that ``.ci/run`` has no time for: ``pytest -m long``."""
 
