@@ -79,13 +79,6 @@ class Contents:
         moving = self.curve[where] if self.curve else {}
         return {kind: self.always.get(kind, 0) + moving.get(kind, 0) for kind in KINDS}
 
-    def by_module(self) -> dict[str, int]:
-        """Bytes at the highest point by the module that made them, the largest first."""
-        found = Counter[str]()
-        for held in self.at_peak:
-            found[held.module] += held.bytes
-        return dict(found.most_common())
-
 
 def contents_of(step: ShardedStep) -> Contents:
     """The contents of memory while the graph runs."""

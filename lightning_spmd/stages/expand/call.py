@@ -301,11 +301,6 @@ class LocalCall:
         placements = [layout.outputs[index] for layout in self.layouts]
         return list(local_shape(self.outputs[index].shape, placements, self.program.axes))
 
-    def sharded_axes(self, operand: int = 0) -> list[ShardAxis]:
-        """The axes over which operand ``operand`` is split."""
-        pairs = zip(self.program.axes, self.layouts, strict=True)
-        return [axis for axis, layout in pairs if isinstance(layout.inputs[operand], Shard)]
-
     def emitting_axes(self, emit: Emit) -> list[ShardAxis]:
         """The axes whose layout asked for this emitter; of one that splits in chunks, the ranks that hold them."""
         pairs = zip(self.program.axes, self.layouts, strict=True)

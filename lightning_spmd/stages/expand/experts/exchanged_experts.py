@@ -25,7 +25,7 @@ from torch import fx
 
 from lightning_spmd.ir.expert_rows import ROWS_BY_EXPERT, ROWS_BY_RANK, ROWS_BY_SOURCE
 from lightning_spmd.ir.node_info import BALANCED, SHARE, Section, info_of, named
-from lightning_spmd.ir.placement import BROUGHT, CHUNK, OWN, PARTIAL, Brought, Placement, Shard, ShardAxis
+from lightning_spmd.ir.placement import BROUGHT, CHUNK, OWN, PARTIAL, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, Signature
 from lightning_spmd.stages.expand.axis_plan import AxisPlan
 from lightning_spmd.stages.expand.call import Emit, Layout, LocalCall, OpCall
@@ -51,11 +51,6 @@ class Trip:
     sent: fx.Node
     got: fx.Node
     ends: fx.Node
-
-
-def is_brought(placement: Placement) -> bool:
-    """Whether rows are with their experts."""
-    return isinstance(placement, Shard) and isinstance(placement.outer, Brought)
 
 
 def layout_of_going(call: OpCall) -> Layout:
