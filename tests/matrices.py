@@ -358,7 +358,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "replaces_may_lie_as_they_like[replicate]",
     ),
     "tests/strategy/hooks/test_overlap.py": (
-        "as_others_do[late-flags1]",
         "[mlp-radam-plain]",
         "'val_check_interval': 3",
         "[conv-sgd-accumulate]",
@@ -518,7 +517,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "-64-clipped]",
         "-60-sgd]",
     ),
-    "tests/strategy/hooks/test_ahead.py": ("leave_no_trace[Net]",),
+    "tests/strategy/hooks/test_ahead.py": ("leave_no_trace[Net-", "leave_no_trace[Normed-auto]"),
     "tests/stages/expand/test_tensor_parallel_zoo.py": (
         "[opt-True-False]",
         "[qwen3-True-False]",
