@@ -212,7 +212,8 @@ def _anywhere(case: Case) -> Account:
     account = Account()
     found = ended(account, start(job, training), job, {case.victim: (KILLED,), case.survivor: (0, 1)})
     if found[case.survivor].code == 1:
-        says(account, found[case.survivor], rf"rank {case.victim} \(?(is gone|process)|rank {case.victim}\b")
+        # killed before it came, it is any of those that rank 0 waits for
+        says(account, found[case.survivor], rf"rank {case.victim}\b|has waited for the other ranks")
     nothing_lost(account, job)
     goes_on(account, job)
     return account

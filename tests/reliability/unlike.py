@@ -44,6 +44,23 @@ def _differs(case: Case, change: Change, *words: str, **settings: Any) -> Accoun
     return account
 
 
+def _other_code(case: Case) -> Account:
+    """As above. Only other calls in ``training_step`` can be trained with whole parameters, eagerly as with DDP."""
+    job, change = case.job(), {"make": (OtherStep, OtherOptimizer, MoreParameters)[case.index % 3]}
+    if change["make"] is not OtherStep or job.plan != "replicate":
+        return _differs(case, lambda *_: change, *_NAMES)
+    account = Account()
+
+    def training(job: Job, rank: int) -> None:
+        note_the_fault(job)
+        train(job, **(change if rank == case.victim else {}))
+
+    first, _ = ended(account, start(job, training), job, {0: (0,), 1: (0,)})
+    says(account, first, r"the ranks call different things: .*rank \d calls mul at .*unlike.py:\d+")
+    account.demand(all(job.end(rank).exists() for rank in (0, 1)), "training did not go on")
+    return account
+
+
 class OtherStep(Net):
     """Another line in training_step."""
 
@@ -74,10 +91,6 @@ class WiderLayer(Net):
 
     def __init__(self, width: int = 10) -> None:
         super().__init__(width + 6)
-
-
-def _code(job: Job, index: int) -> dict[str, Any]:
-    return {"make": (OtherStep, OtherOptimizer, MoreParameters)[index % 3]}
 
 
 def _shapes(job: Job, index: int) -> dict[str, Any]:
@@ -174,8 +187,8 @@ _ROWS = (
     (
         "other code",
         "one rank has another training_step, optimizer or layer",
-        _BOTH,
-        lambda c: _differs(c, _code, *_NAMES),
+        f"{_BOTH}. Under `replicate` other calls in `training_step` are named, and train eagerly as with DDP",
+        _other_code,
     ),
     ("other shapes", "one rank's layers are of another width", _BOTH, lambda c: _differs(c, _shapes, *_NAMES)),
     (

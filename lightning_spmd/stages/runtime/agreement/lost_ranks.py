@@ -161,11 +161,15 @@ class Peers:
     def _suspects(self) -> str:
         silent = [r for r in self._others() if self._get("lost", r) is None]
         waiting = [f"rank {rank} waits at {text}" for rank, text in self.waiting().items()]
-        named = ", ".join(f"rank {r} (process {self._processes[r].pid} on {self._processes[r].host})" for r in silent)
-        staying = [f"rank {rank} has been {here}" for rank, here in self.staying().items()]
+        named = ", ".join(map(self._name, silent))
+        staying = [f"{self._name(rank)} has been {here}" for rank, here in self.staying().items()]
         unknown = f"no sign of life of {named}" if named else "the connection to another rank broke"
         parts = [*staying, *waiting] if staying else [unknown, *waiting]
         return "; ".join(parts)
+
+    def _name(self, rank: int) -> str:
+        process = self._processes[rank]
+        return f"rank {rank} (process {process.pid} on {process.host})"
 
     def _others(self) -> list[int]:
         return [rank for rank in range(len(self._processes)) if rank != self._rank]
