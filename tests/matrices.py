@@ -228,7 +228,6 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_device[norm-adamw_fused-zero2]",
     ),
     "tests/stages/runtime/test_cuda_graphs.py": (
-        "as_without[conv small buckets]",
         "[gpt zero3 overlaps]",
         "unrecorded_training[gpt, schedule]",
         "unrecorded_training[clip]",

@@ -103,7 +103,9 @@ def snapshots(overlap: Any, folder: Path, **flags: Any) -> tuple[list[Any], dict
     watcher = Snapshots()
     callbacks: list[L.Callback] = [watcher, LearningRateMonitor()]
     if flags.pop("save", False):
-        callbacks.append(ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=3))
+        weights = {"save_weights_only": True, "every_n_train_steps": 1}
+        for name, settings in (("weights{step}", weights), ("{step}", {"every_n_train_steps": 3})):
+            callbacks.append(ModelCheckpoint(folder, filename=name, save_top_k=-1, **settings))  # type: ignore[arg-type]
     data = InOrder(samples("gpt", 16 * 6), 16)
     strategy = {"overlap_iterations": overlap, "bucket_size_mb": SMALL}
     settings = {"max_epochs": 2, "limit_val_batches": 2, **flags}
@@ -138,7 +140,7 @@ def test_hooks_and_checkpoints_see_the_same_bits(two_ranks: RankPool, tmp_path: 
         for name, checkpoint in saved.items():
             expected = wanted_saved[name]
             assert all(torch.equal(checkpoint["state_dict"][k], v) for k, v in expected["state_dict"].items()), name
-            assert str(checkpoint["optimizer_states"]) == str(expected["optimizer_states"]), name
+            assert str(checkpoint.get("optimizer_states")) == str(expected.get("optimizer_states")), name
 
 
 class Fails(L.LightningModule):
