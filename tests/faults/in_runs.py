@@ -118,8 +118,10 @@ IN_RUNS: tuple[Mutant, ...] = (
         "groups in which a collective hangs are used again",
         AGREEMENT,
         "parallel/shared_groups.py",
-        "            if not _agree([begun for _, begun in sides]):\n",
-        "            if None in [begun for _, begun in sides]:\n",
+        # what the counts do not tell, the collective that follows would
+        "            if not _agree([begun for _, begun in sides]):\n                self._retire(key)\n"
+        "        left = [key for key in keys if key in self.kept]\n",
+        "            if None in [begun for _, begun in sides]:\n                self._retire(key)\n        left = []\n",
         ("tests/strategy/runs/test_many_fits.py::test_a_collective_left",),
     ),
     # ------------------------------------------------------------------ strategy
