@@ -347,6 +347,9 @@ LONG: dict[str, tuple[str, ...]] = {
         "test_after_one_rank_failed_alone[replicate]",
     ),
     "tests/strategy/batches/test_memory_layouts.py": (
+        "bitwise_eager[adam_foreach]",
+        "bitwise_eager[rmsprop]",
+        "bitwise_eager[sgd_fused]",
         "replaces_may_lie_as_they_like[zero3]",
         "test_what_nobody_updates_may_overlap[replicate]",
         "sees_lie_as_their_parameters[replicate]",
@@ -438,6 +441,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_device[Counted-replicate]",
     ),
     "tests/strategy/logging/test_logger_calls.py": (
+        "training_tells[Usual-accumulated]",
         "one_devices_values[zero3]",
         "one_devices_values[zero2]",
         "one_devices_values[paused]",
@@ -526,6 +530,9 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_device[llama-False-False]",
     ),
     "tests/stages/expand/test_context_parallel.py": (
+        "two_lengths[lengths2-False]",
+        "shared_layers[False]",
+        "differs[gpt-False]",
         "[llama-cp4-True]",
         "[encoder-cp2 dp2-False]",
         "one_device[gpt-cp3-False]",
@@ -555,6 +562,10 @@ LONG: dict[str, tuple[str, ...]] = {
         "one_device[gpt-zero3-lists]",
     ),
     "tests/stages/expand/test_chosen.py": (
+        "moves[_shapes-(6, 6)]",
+        "moves[_written_back-(3, 4, 5)]",
+        "moves[_the_same_for_all-(3, 4, 5)]",
+        "order[_views_written-(7, 5)]",
         "test_no_activation_moves[_chosen_twice-(1, 11)]",
         "test_no_activation_moves[_masked_elements-(1, 11)]",
         "test_no_activation_moves[_the_same_for_all-(1, 11)]",
@@ -753,6 +764,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "any_moment[convnet]",
     ),
     "tests/stages/passes/test_rematerialize.py": (
+        "activation_more[zero3]",
         "move_no_activation_more[zero3, uneven]",
         "move_no_activation_more[tp2]",
         "activation_more[replicate]",
@@ -980,6 +992,8 @@ LONG: dict[str, tuple[str, ...]] = {
         "every_rank[validated in graphs]",
     ),
     "tests/stages/passes/test_bucket_collectives.py": (
+        "nothing_else_is_cast[gpt-0]",
+        "without_buckets[gpt-clipped]",
         "with_and_without_buckets[gpt_tied-clipped]",
         "with_and_without_buckets[sequence_first-sgd]",
         "without_buckets[convnet-clipped]",
@@ -1215,6 +1229,10 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "tests/strategy/runs/test_guards.py": ("one_device[RowCount]",),
     "tests/strategy/runs/test_more_features.py": ("test_tuners_train[tuner1]",),
+    "tests/strategy/runs/test_bad_input.py": (
+        "lose_no_gradient[Branch]",
+        "draw_together[Item]",
+    ),
 }
 """By file, rows of either part that ``.ci/run`` has no time for: ``pytest -m long``."""
 
