@@ -34,9 +34,9 @@ from lightning_spmd.parallel.mesh import make_mesh, mesh_sizes
 from lightning_spmd.parallel.parallel_plan import ReplicatedPlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import Step as FollowedStep
 from lightning_spmd.stages.capture.follow.notes import Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program
+from lightning_spmd.stages.capture.follow.step import Step as FollowedStep
 from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.graphs.building import GraphBuilder
@@ -245,7 +245,8 @@ def _followed(
         prefixes.append(beginning.executable.graphs.main)
         read = step.notes[-1]
         sources = sources_in((read.args, read.kwargs))
-        return answer(kind.answers, [step.fake_of(s) if type(s) is Made else step.tensor_of(s) for s in sources])
+        fake = step.recorder.fake_of
+        return answer(kind.answers, [fake(s) if type(s) is Made else step.tensor_of(s) for s in sources])
 
     earlier = None
     if kind.vary:
@@ -255,7 +256,7 @@ def _followed(
     assert program.for_all_sizes == bool(kind.vary), program.why_not
     if not steps or not steps[0].counts:
         return program
-    counts, samples = Counts(len(steps[0].counts)), steps[0].samples[:GRAPHS]
+    counts, samples = Counts(len(steps[0].counts)), steps[0].data_counts.samples[:GRAPHS]
     program.live.counts = steps[0].counts
     return dataclasses.replace(program, counts=counts, samples=samples)
 

@@ -40,7 +40,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "whether a tensor from outside is trained is not compared",
         CAPTURE,
-        f"{FOLLOW}/follower.py",
+        f"{FOLLOW}/step_state.py",
         "if kind.type is not _class_of(tensor) or kind.trained is not tensor.requires_grad:",
         "if kind.type is not _class_of(tensor):",
         (BY_HAND,),
@@ -48,7 +48,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "one parameter is as good as another",
         CAPTURE,
-        f"{FOLLOW}/follower.py",
+        f"{FOLLOW}/step_state.py",
         "return kind.name is None or self.follower.is_named(kind.name, tensor)",
         "return True",
         (FOLLOWED,),
@@ -56,7 +56,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "results with other numbers are taken to be as large",
         CAPTURE,
-        f"{FOLLOW}/follower.py",
+        f"{FOLLOW}/recorder.py",
         "        return [TensorSpec.of(t) for t in made] == note.specs\n",
         "        return True\n",
         (FOLLOWED,),
@@ -73,7 +73,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "one row is treated like many",
         CAPTURE,
-        f"{FOLLOW}/follower.py",
+        f"{FOLLOW}/data_counts.py",
         "                note.least = count + 1\n",
         "                note.least = 0\n",
         (COUNTS,),
@@ -81,8 +81,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "a call for one count is for all",
         CAPTURE,
-        f"{FOLLOW}/follower.py",
-        "        return not note.pins or all(self.counts[i] == count for i, count in note.pins.items())",
+        f"{FOLLOW}/data_counts.py",
+        "        return not note.pins or all(self._step.counts[i] == count for i, count in note.pins.items())",
         "        return True",
         (COUNTS,),
     ),
@@ -90,7 +90,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "what is done to torch's generator is not seen",
         CAPTURE,
-        f"{FOLLOW}/follower.py",
+        f"{FOLLOW}/own_generator.py",
         "        if known == now:\n            return False\n",
         "        if known is not None:\n            return False\n",
         (GENERATORS,),

@@ -76,8 +76,8 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "whether tensors share memory is not compared",
         CAPTURE,
-        "stages/capture/follow/follower.py",
-        "if kind.spec != TensorSpec.of(tensor) or kind.shares != self._shares(tensor, number):",
+        "stages/capture/follow/step_state.py",
+        "if kind.spec != TensorSpec.of(tensor) or kind.shares != self.shares(tensor, number):",
         "if kind.spec != TensorSpec.of(tensor):",
         (FOLLOWED,),
     ),

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd.examples.gpt_bytes import GPT
-from lightning_spmd.stages.capture.follow.follower import Follower, Step
+from lightning_spmd.stages.capture.follow.follower import Follower
+from lightning_spmd.stages.capture.follow.step import Step
 
 
 class HandedOut(TorchFunctionMode):

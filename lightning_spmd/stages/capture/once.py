@@ -22,12 +22,13 @@ from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import speaking_of
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
-from lightning_spmd.stages.capture.follow.follower import Follower, Step
+from lightning_spmd.stages.capture.follow.follower import Follower
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
 from lightning_spmd.stages.capture.follow.notes import sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
 from lightning_spmd.stages.capture.follow.same_calls import is_repeatable
+from lightning_spmd.stages.capture.follow.step import Step
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.optimizer.newborn_state import OnBirths

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.stages.capture.follow.engine import EngineCall
-from lightning_spmd.stages.capture.follow.follower import Step
 from lightning_spmd.stages.capture.follow.notes import Made, Note, Outside, Source, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
+from lightning_spmd.stages.capture.follow.step import Step
 
 MOST_KNOWN = 64
 """Meetings in different places whose outcome is kept."""
@@ -83,7 +83,7 @@ def told_by(step: Step) -> list[CallSummary]:
     for note in step.notes:
         sources = tuple(sources_in((note.args, note.kwargs)))
         alone, state = _may_be_alone(note, step), any(kind.name is not None for kind in note.met.values())
-        later = alone and not note.reads and step.is_open_for(note)
+        later = alone and not note.reads and step.left_out.is_open_for(note)
         later = later and not any(type(root) is Outside for root, _ in note.roots)
         found.append(CallSummary(note.in_words(), sources, met, alone, later, state))
         met = max([met, *(number + 1 for number in note.met)])
@@ -176,4 +176,4 @@ def read_alone(alone: Alone, step: Step, values: Sequence[Tensor]) -> Sequence[A
         values: the values of ``alone.wants``.
     """
     told: Mapping[Source, Tensor] = dict(zip(alone.wants, values, strict=True))
-    return step.leaves_path(alone.calls, told)
+    return step.reads.leaves_path(alone.calls, told)

@@ -28,7 +28,8 @@ from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, warn
 from lightning_spmd.stages.capture.batch.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed
+from lightning_spmd.stages.capture.follow.eager_run import Abandoned
+from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt

@@ -25,7 +25,8 @@ from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
-from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Follower, Step
+from lightning_spmd.stages.capture.follow.eager_run import Abandoned
+from lightning_spmd.stages.capture.follow.follower import Follower
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
 from lightning_spmd.stages.capture.follow.notes import (
     Given,
@@ -46,6 +47,8 @@ from lightning_spmd.stages.capture.follow.queue import (
     wanted_by,
 )
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
+from lightning_spmd.stages.capture.follow.step import Step
+from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
 from lightning_spmd.stages.capture.record.packing import parameter_names
 from lightning_spmd.stages.runtime.executor import Executable, Pending
@@ -168,7 +171,7 @@ class FollowedStep:
             else:  # what is told behind calls of this rank alone is told behind those of all
                 wants.append(dataclasses.replace(want, after=kept.calls))
         self._wants = wants
-        self._step.leave_out(kept.calls)
+        self._step.left_out.leave(kept.calls)
         self.program, self.mark = made_anew(self._step, [*self._wants, *kept.wants])
 
     def fill(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -181,7 +184,7 @@ class FollowedStep:
             raise ValueError("a step that ran for good has nothing to fill")
         by_want = dict(zip(self.program.wants, values, strict=True))
         if self._kept is not None:
-            own = self._step.left_out({want.source: by_want[want] for want in self._kept.wants})
+            own = self._step.left_out.perform({want.source: by_want[want] for want in self._kept.wants})
             for made in self._own:
                 self._step.fill(made, own[made])
         for want in self._wants:
@@ -194,7 +197,7 @@ class FollowedStep:
 
     def ran_eagerly(self, meeting: Meeting | None) -> RanEagerly:
         """What is raised once the step has run for good."""
-        returned, weight, gradients = self.returned, 1.0, self._step.gradients
+        returned, weight, gradients = self.returned, 1.0, self._step.eager.gradients
         if meeting is not None:
             returned, weight = meeting.weighed(returned, self.queue.rows)
         if gradients is not None and weight != 1:
@@ -589,7 +592,7 @@ class Following:
             if source is None and isinstance(tensor, DTensor):  # no rank has all of it: a graph tells it
                 source = step.source_of(step.called(Tensor.detach, (tensor,), {}))
             if source is None:  # it is told as it is now, whoever writes into it later
-                return step.value_now(tensor)
+                return step.reads.value_now(tensor)
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))
 
         tensors, split = batch.tensor_values, () if meeting is None else meeting.split
@@ -692,8 +695,8 @@ class Following:
         if self._taken[step.path] == 1 and len(self._taken) > most and may_wait:
             step.eagerly("it takes a path that no step took before")
             return FollowedStep(step, _resolved(returned), queue, (), None)
-        if step.apart is not None:
-            step.eagerly(step.apart)
+        if step.data_counts.apart is not None:
+            step.eagerly(step.data_counts.apart)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         mark = step.mark if meeting is None or is_own else self._mark(step)
         return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
@@ -736,7 +739,7 @@ class Following:
         if step.counts:
             counts = self._counts.setdefault(step.path, Counts(len(step.counts), by_rank=in_parts))
             if step.path not in self._samples:
-                samples = step.samples[:GRAPHS]
+                samples = step.data_counts.samples[:GRAPHS]
                 self._samples[step.path] = with_parts(samples) if in_parts else samples
             program = dataclasses.replace(program, counts=counts, samples=self._samples[step.path])
         return program

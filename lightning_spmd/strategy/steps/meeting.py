@@ -25,8 +25,10 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.tree import leaves, map_leaves
 from lightning_spmd.stages.capture.batch.batch import Batch
-from lightning_spmd.stages.capture.follow.follower import Abandoned, CannotBeFollowed, Step
+from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.memory import array_of
+from lightning_spmd.stages.capture.follow.step import Step
+from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.capture.follow.tripwires import Tripwires
 from lightning_spmd.stages.capture.record.inputs import global_spec
 from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
@@ -194,7 +196,7 @@ class Meeting:
                 raise CaptureError("the user's code raises an error")
             batch = Batch(self._batch.tree, {*self._batch.shared, *shared}, part=True)
             given = for_all_ranks(batch, self.rows, self.wires)[1]
-            if self._step is not None and not self._step.fits(given):
+            if self._step is not None and not self._step.recorder.fits(given):
                 raise CaptureError("the step does not fit")
 
         return find_shared(self._control, self._batch, tried)

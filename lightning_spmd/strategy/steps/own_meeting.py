@@ -18,8 +18,8 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.steps import OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch.own_batch import operation_of, said_in
-from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed
 from lightning_spmd.stages.capture.follow.program import Live, Log, Want
+from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.strategy.steps.meeting import DONE, Meeting
 from lightning_spmd.strategy.steps.replay import log_of_rank
 

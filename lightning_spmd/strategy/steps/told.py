@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_spmd.stages.capture.follow.engine import EngineCall
-from lightning_spmd.stages.capture.follow.follower import Step
 from lightning_spmd.stages.capture.follow.notes import Made, Note, Outside, Source, sources_in
+from lightning_spmd.stages.capture.follow.step import Step
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import CallByHand
 

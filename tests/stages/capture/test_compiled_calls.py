@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_spmd.stages.capture.follow.follower import Follower, Step
+from lightning_spmd.stages.capture.follow.follower import Follower
+from lightning_spmd.stages.capture.follow.step import Step
 
 
 def _steps(function: Callable[[int, Tensor], Any], count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spmd.stages.capture.follow.follower import Step
+from lightning_spmd.stages.capture.follow.step import Step
 from tests.strategy.following.test_followed_backward import Noted, _run, assert_same, note
 
 

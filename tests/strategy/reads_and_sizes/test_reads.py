@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_spmd import SPMDStrategy
-from lightning_spmd.stages.capture.follow.follower import Step
+from lightning_spmd.stages.capture.follow.copies import Copies
 from lightning_spmd.strategy.steps.beginnings import Beginnings
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
@@ -226,8 +226,8 @@ class ReadsLoss(Quiet):
 def test_graphs_tell_values_in_all_precisions(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a precision changes torch's switches around the step, copies told them, and the graph computed it again."""
     copies: list[int] = []
-    original = Step._values_so_far
-    monkeypatch.setattr(Step, "_values_so_far", lambda step: copies.append(1) or original(step))
+    original = Copies._values_so_far
+    monkeypatch.setattr(Copies, "_values_so_far", lambda own: copies.append(1) or original(own))
     assert_as_eager(ReadsLoss, precision=precision)
     assert len(copies) <= 4  # for the paths that are new
 

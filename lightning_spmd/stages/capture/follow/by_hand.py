@@ -21,8 +21,9 @@ from typing_extensions import override
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.follow.engine import Begin
-from lightning_spmd.stages.capture.follow.follower import CannotBeFollowed, Step
 from lightning_spmd.stages.capture.follow.notes import Made, Source
+from lightning_spmd.stages.capture.follow.step import Step
+from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import (
     BackwardCall,
@@ -70,7 +71,7 @@ class ByHand:
         """The world of the running step, for calls outside of notes that run eagerly."""
         if self.step is None or self.step.step.is_eager:
             return Live(self.optimizers)
-        return OnFakes(self.step.step.recorded_tensors)
+        return OnFakes(self.step.step.recorder.tensors)
 
     def of(self, step: Step) -> HandStep:
         """The manual optimization of a step."""
@@ -269,7 +270,7 @@ class HandStep:
         """The tensors that get gradients; None if only autograd itself knows them."""
         step = self.step
         if wanted is not None:
-            return list(wanted) if all(map(step.is_leaf, wanted)) else None
+            return list(wanted) if all(map(step.recorder.is_leaf, wanted)) else None
         sources = tuple([step.source_if_known(root) for root in roots])
         if None in sources:
             return None
@@ -278,7 +279,7 @@ class HandStep:
             if func is self._common.backward and note.args[0] == sources and not note.args[-1]:
                 return [step.tensor_in_hand(source) for source in note.args[2]]
         try:
-            return step.recorded_leaves(sources, leaves_of)
+            return step.recorder.leaves(sources, leaves_of)
         except CannotBeFollowed as error:
             step.eagerly(str(error))
             return None

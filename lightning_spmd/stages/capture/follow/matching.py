@@ -260,7 +260,7 @@ def compiled(
         terms.append("not kwargs")
     terms += code.switches()
     if note.pins:
-        terms.append(f"step.is_pinned({code.bind(note)})")
+        terms.append(f"step.data_counts.is_pinned({code.bind(note)})")
     if note.anew and len(note.met) > 1:
         return never
     lines = ["def take(step, args, kwargs):", " try:", f"  if not ({' and '.join(terms)}): return MISSED"]
@@ -277,12 +277,12 @@ def _taking(code: _Compiler, note: Note) -> Iterator[str]:
     """The lines that take a call."""
     code.names["h"] = note.handed
     if note.draws:
-        yield f" if not step.may_draw(): return step.called({code.bind(note.func)}, args, kwargs or {{}})"
+        yield f" if not step.generator.may_draw(): return step.called({code.bind(note.func)}, args, kwargs or {{}})"
     if note.least:  # it may be another call for so few rows
-        yield f" if step.fewest < {note.least}: return step.take({code.bind(note)}, args, kwargs or {{}})"
+        yield f" if step.data_counts.fewest < {note.least}: return step.take({code.bind(note)}, args, kwargs or {{}})"
     if note.sizes is not None:
         counts = "".join(f"step.counts[{i}], " for i in note.needs)
-        yield f" if ({counts}) != {code.bind(note)}.sized_for: step.resize({code.bind(note)})"
+        yield f" if ({counts}) != {code.bind(note)}.sized_for: step.data_counts.resize({code.bind(note)})"
     yield " sources = step.sources"
     for number in sorted(code.met):
         yield f" sources[id({code.met[number]})] = {code.bind(Outside(number))}"

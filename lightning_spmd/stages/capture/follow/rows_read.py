@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_spmd.stages.capture.follow.follower import Step
 from lightning_spmd.stages.capture.follow.notes import Given, Made, Note, Source, sources_in
+from lightning_spmd.stages.capture.follow.step import Step
 
 _DECIDE = {
     Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,

@@ -1,0 +1,153 @@
+"""Reads of values: a graph runs up to there, or the calls run on copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.follow.copies import Copies
+from lightning_spmd.stages.capture.follow.matching import numbers_that_differ
+from lightning_spmd.stages.capture.follow.memory import ARRAYS
+from lightning_spmd.stages.capture.follow.notes import Made, Note, Source, mapped, sources_in, tensors_in
+from lightning_spmd.stages.capture.follow.own_generator import OwnGenerator
+from lightning_spmd.stages.capture.follow.recorder import Recorder
+from lightning_spmd.stages.capture.follow.sizes import moved
+from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
+from lightning_spmd.stages.capture.follow.values import Values
+
+_TEXTS = {Tensor.__repr__, Tensor.__format__}
+
+
+class Reads:
+    """The reads of one step.
+
+    Args:
+        step: the step.
+        recorder: of its calls.
+        copies: give values that no graph gives.
+        generator: torch's.
+    """
+
+    def __init__(self, step: StepState, recorder: Recorder, copies: Copies, generator: OwnGenerator) -> None:
+        self._step, self._recorder, self._copies, self._generator = step, recorder, copies, generator
+        self._own_calls: tuple[int, Values] | None = None
+
+    def read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Python reads values: run the calls so far, by a graph that goes on later, or on copies."""
+        step = self._step
+        mine = tensors_in((args, kwargs))
+        if step.memory.look():
+            return step.for_good(func, args, kwargs)
+        is_array = func in ARRAYS and (kwargs.get("force") or not self._recorder.asks(args[0]))
+        if is_array and (array := step.memory.array(args[0], args[1:], kwargs)) is not None:
+            return array[0]
+        if step.is_eager:
+            return step.for_good(func, args, kwargs)
+        if not any(id(t) in step.sources or isinstance(t, DTensor) for t in mine):
+            step.on_values()
+            if any(step.shares(t, len(step.outside)) is not None for t in mine if t.layout is torch.strided):
+                step.eagerly(
+                    f"{getattr(func, '__name__', func)} of a tensor that shares memory with others of the step"
+                )
+            with step.beside():
+                return func(*args, **kwargs)
+        if (reason := step.refuses_read(func, mine)) is not None:
+            step.eagerly(reason)
+        source = step.sources.get(id(args[0])) if args else None
+        fake = self._recorder.fake_of(source) if type(source) is Made and func in _TEXTS else None
+        history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
+        try:
+            step.take(self._read_note(func, args, kwargs), args, kwargs)
+            args, kwargs = self._true((args, kwargs), writable=func is private.reduced or is_array)  # memory is kept
+        except CannotBeFollowed as error:
+            step.eagerly(str(error))
+        is_alone = self._take_out()
+        if is_array and not (is_alone or step.is_eager or args[0].is_complex()):
+            return step.memory.array_of_copy(source, args[0], args[1:], kwargs)
+        with step.beside():
+            found = func(*args, **kwargs)
+        if func in _TEXTS and history is not None and not step.is_eager:
+            found = found.replace("requires_grad=True", f"grad_fn=<{history}>")
+        return found
+
+    def _read_note(self, func: Any, args: Any, kwargs: Any) -> Note:
+        step = self._step
+        for note in reversed(step.here.children):
+            if not (note.at is step.at or moved(note, step.at)):
+                continue
+            if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, step) == {}:
+                return note
+        if step.knows_too_many() and not step.must_be_graph:
+            raise CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
+        known = len(step.outside)
+        note = Note(len(step.notes), func, mapped(step.noted, args), mapped(step.noted, kwargs), reads=True)
+        self._recorder.complete(note, known)
+        note.marked(step.here)
+        step.here.children.append(note)
+        return note
+
+    def _true(self, value: Any, *, writable: bool = False) -> Any:
+        """A structure with the values of tensors in place of placeholders."""
+        step = self._step
+        self._generator.watch()
+        with step.beside():
+            given = step.on_read()
+        step.was_told_draws = step.was_told_draws or any(note.draws for note in step.notes)
+        return self._copies.with_values(value, given, writable=writable)
+
+    def asks_for_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that reads values, and may compute beside."""
+        found = self.read(func, args, kwargs)
+        if self._step.is_eager or not tensors_in(found):
+            return found
+        self._step.eagerly(f"{getattr(func, '__name__', func)} reads the values of a tensor")
+        return func(*args, **kwargs)
+
+    def leaves_path(self, calls: int, told: Mapping[Source, Tensor]) -> Sequence[Tensor]:
+        """Python reads results of calls that are only for itself; they leave the step. Returns the values.
+
+        Args:
+            calls: so many calls of the step are before that.
+            told: values of what these gave.
+        """
+        step = self._step
+        values = Values(lambda source: told[source] if source in told else step.tensor_of(source))
+        values.made.update({source: value for source, value in told.items() if type(source) is Made})
+        *own, read = step.notes[calls:]
+        with step.beside(), private.disable_dispatch_modes(), torch.no_grad():
+            for note in own:
+                values.run(note, step.numbers_of(note))
+        self._own_calls = calls, values
+        return [values.of(source) for source in sources_in((read.args, read.kwargs))]
+
+    def _take_out(self) -> bool:
+        """Take calls that Python made for itself out of the path; their results become plain tensors."""
+        step = self._step
+        if self._own_calls is None:
+            return False
+        (calls, values), self._own_calls = self._own_calls, None
+        own = step.cut(calls)
+        with step.beside(), torch.no_grad():
+            for note in own:
+                step.held.pop(note.depth, None)
+                for index, placeholder in enumerate(note.handed):
+                    del step.sources[id(placeholder)]
+                    private.exchange(placeholder, values.made[Made(note.depth, index)].detach())
+                note.handed.clear()
+        met = min((number for note in own for number in note.met), default=len(step.outside))
+        for tensor in step.outside[met:]:
+            del step.sources[id(tensor)]
+        del step.outside[met:]
+        self._recorder.now = None
+        return True
+
+    def value_now(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor that no call of the step has met."""
+        self._step.on_values()
+        with self._step.beside(), torch.no_grad():
+            return tensor.detach().clone()

@@ -1,0 +1,719 @@
+"""Sees every torch call of a step. It follows known paths, records new calls, and computes nothing.
+
+A call that torch functions do not show (``jit.script``) reaches the dispatcher, where it is followed or recorded like
+others. A step that cannot be followed runs eagerly: first the calls up to there, then the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.ir.stable_hash import stable_hash
+from lightning_spmd.stages.capture.follow import placeholders
+from lightning_spmd.stages.capture.follow.becoming import VIEWED_IN_PLACE, Becoming
+from lightning_spmd.stages.capture.follow.copies import Copies
+from lightning_spmd.stages.capture.follow.data_counts import DataCounts
+from lightning_spmd.stages.capture.follow.eager_run import EagerRun
+from lightning_spmd.stages.capture.follow.engine import EngineCall
+from lightning_spmd.stages.capture.follow.follower import Follower
+from lightning_spmd.stages.capture.follow.functions import Functions
+from lightning_spmd.stages.capture.follow.left_out import LeftOut
+from lightning_spmd.stages.capture.follow.matching import MISSED, compiled, never, numbers_that_differ
+from lightning_spmd.stages.capture.follow.memory import Memory, is_foreign, is_plain
+from lightning_spmd.stages.capture.follow.notes import (
+    Fresh,
+    Given,
+    Made,
+    Note,
+    Operand,
+    Place,
+    Source,
+    around_now,
+    leaves_by_place,
+    mapped,
+    tensors_in,
+    with_numbers,
+)
+from lightning_spmd.stages.capture.follow.own_generator import OwnGenerator
+from lightning_spmd.stages.capture.follow.packed import PackedSequences
+from lightning_spmd.stages.capture.follow.queue import known
+from lightning_spmd.stages.capture.follow.reads import Reads
+from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, Recorder, Recording
+from lightning_spmd.stages.capture.follow.saved import Saved
+from lightning_spmd.stages.capture.follow.sizes import moved
+from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
+
+_READS = {
+    Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.tolist,
+    Tensor.numpy, Tensor.__array__, Tensor.__contains__, Tensor.__format__, Tensor.__repr__, Tensor.__reversed__,
+    Tensor.equal, Tensor.allclose, Tensor.is_nonzero, torch.is_nonzero, torch.equal, torch.allclose,
+}  # fmt: skip
+_SIZES = frozenset(
+    {"size", "dim", "is_floating_point", "is_complex", "numel", "__len__", "element_size", "nelement", "ndimension",
+     "is_signed"}
+)  # fmt: skip
+_STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense", "dim_order"})
+_PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "itemsize",
+                         "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
+_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
+_MEMORY = {Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
+           Tensor.__dlpack_device__, Tensor.share_memory_, Tensor.set_}  # fmt: skip
+"""What hands out the memory of a tensor, or exchanges it."""
+_READ_OPERATORS = {
+    CHECK,
+    *(getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")),
+}
+_NOWHERE = torch.device("meta")
+_OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
+_INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
+_POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
+
+
+class _Below(private.TorchDispatchMode):
+    """Sees calls in the dispatcher that no torch function showed."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self._step = step
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        step = self._step
+        if step.is_eager and step.eager.stale:  # C++ code above holds what placeholders were
+            args, kwargs = mapped(step.eager.current, args), mapped(step.eager.current, kwargs)
+        if step.is_apart or step.is_eager or func.namespace in ("prim", "profiler"):
+            return func(*args, **kwargs)
+        if kwargs.get("device") == _NOWHERE or any(t.is_meta for t in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)  # torch asks how large a result is
+        reads = func in _READ_OPERATORS and step.concerns(args[0])
+        if not reads and not any(step.concerns(t) for t in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        step.is_below = True
+        try:
+            return self._followed(func, args, kwargs, reads=reads)
+        finally:
+            step.is_below = False
+
+    def _followed(self, func: Any, args: Any, kwargs: Any, *, reads: bool) -> Any:
+        step = self._step
+        if reads:
+            return step.reads.read(func, args, kwargs)
+        if func.namespace == "c10d":  # what torch.distributed does cannot be tried out, and computes nothing
+            step.eagerly(f"torch.distributed's {func.name().partition('::')[2].strip('_')} in the step")
+            return func(*mapped(step.eager.current, args), **mapped(step.eager.current, kwargs))
+        if func in VIEWED_IN_PLACE:
+            return step.becoming.viewed_in_place(func, args, kwargs)
+        if not step.has_transforms:
+            return step.called(func, args, kwargs)
+        out = step.called(func, args, kwargs)
+        return out if step.is_eager else step.fresh(out)
+
+
+class Step(StepState, TorchFunctionMode):
+    """One step.
+
+    Args:
+        follower: the known paths of such steps.
+        given: the tensors of the batch.
+        vary: the sizes of tensors of the batch that differ from step to step.
+
+    Attributes:
+        recorder: records calls that are new.
+        data_counts: the data-dependent sizes of results.
+        reads: what Python reads.
+        eager: the step, once it runs eagerly.
+        left_out: calls that are not of this step, but of one rank alone.
+        added: (parameter, gradient) of backward passes within the backward pass of the loss.
+        needed: the number of first calls that the step itself needs, for its loss and logged values; later calls
+            are for kept results.
+    """
+
+    def __init__(self, follower: Follower, given: Sequence[Tensor], vary: Sequence[Dimension] = ()) -> None:
+        super().__init__(follower, given, vary)
+        self.functions = Functions(self, follower.begins)
+        self.saved = Saved(self, self.functions, follower.saving)
+        self.memory = Memory(self, follower.holders)
+        self.recorder = Recorder(self)
+        self.generator = OwnGenerator(self)
+        self._copies = Copies(self, self.recorder, self.generator)
+        self.data_counts = DataCounts(self, self.recorder, self._copies)
+        self.reads = Reads(self, self.recorder, self._copies, self.generator)
+        self.becoming = Becoming(self, self.recorder)
+        self.left_out = LeftOut(self)
+        self.eager = EagerRun(self, self.recorder, self._copies, self.left_out)
+        self._below = _Below(self)
+        self.added: list[tuple[Source, Source]] = []
+        self.needed = 0
+
+    # ------------------------------------------------------------------ around the user's code
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """A context in which calls are followed."""
+        if not self.memory.begin(self.follower.bound.values()):
+            self.follower.forget_objects()
+        self.layers = private.dispatch_layers()
+        packed = PackedSequences(self)
+        private.UNSEEN.begin(self, self.saved)
+        private.replace_packing(packed)
+        try:
+            with self._below, self:
+                yield
+                self.generator.watch()
+                self.memory.look()
+                self.memory.sync()
+        finally:
+            private.replace_packing(None)
+            private.UNSEEN.end()
+            packed.end()
+            self.is_apart = self.is_over = True
+            self.eager.stale.clear()
+
+    def apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+        """A call of a user's ``autograd.Function``."""
+        if self.is_apart or self.is_eager or (self.has_transforms and private.in_transforms()):
+            return private.applied(kind, args, kwargs)
+        if kind is private.ReentrantCheckpoint:
+            return self.saved.reentrant(*args)
+        return self.functions.apply(kind, args, kwargs)
+
+    def instead(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of a function that no mode sees."""
+        if self.is_apart or self.is_eager:
+            return original
+        if original is private.reduced:
+            return functools.partial(self._reduced, original)
+        if name == "__copy__":
+            return functools.partial(self._copied_shallow, original)
+        if name in ("load", "_rebuild_tensor", "__new__"):
+            return functools.partial(self._made_beside, name, original)
+        if name in private.TRANSFORMS:  # what they compute is seen below them
+            self.has_transforms = self.looks_closer = True
+            return original
+        if self.draws_as_eager and name in _OF_GENERATORS:
+            return functools.partial(self.generator.of, name, original)
+        self.eagerly(f"{name} in the step")
+        return original
+
+    def _reduced(self, original: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+        """A tensor is pickled, which reads its values."""
+        with private.no_torch_functions():
+            return self.reads.read(original, (tensor, *args), {})
+
+    def _made_beside(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Loading a file or making a parameter gives the user's own tensor, unless it is made of the step's results."""
+        with private.no_torch_functions():
+            if any(id(t) in self.sources for t in tensors_in((args, kwargs))):
+                self.eagerly(
+                    "a parameter of what the step has computed" if name == "__new__" else f"{name} in the step"
+                )
+                return original(*args, **kwargs)
+            with self.beside():
+                return original(*args, **kwargs)
+
+    def _copied_shallow(self, original: Callable[..., Any], tensor: Tensor) -> Any:
+        """``copy.copy``, which shares the memory."""
+        with private.no_torch_functions():
+            if id(tensor) in self.sources and type(tensor) is Tensor and not self.asks(tensor):
+                return self.called(Tensor.detach, (tensor,), {})
+            self.eagerly("copy.copy of a tensor in the step")
+            return original(tensor)
+
+    # ------------------------------------------------------------------ what others ask
+    def asks(self, tensor: Tensor) -> bool:
+        """Whether a tensor requires gradients."""
+        return self.recorder.asks(tensor)
+
+    def fake_made(self, placeholder: Tensor) -> Tensor:
+        """A result as recorded, if no call writes into it."""
+        return self.recorder.fake_made(placeholder)
+
+    def live_node(self, token: Tensor) -> Any:
+        """The node of autograd's graph behind a token, in a step that runs eagerly."""
+        return self.eager.node(token)
+
+    @property
+    def next_notes(self) -> Sequence[Note]:
+        """The calls that came next in other steps, the likeliest last."""
+        return self.here.children
+
+    # ------------------------------------------------------------------ calls
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.reason is not None or self.is_apart:
+            if self.memory.is_apart and not self.is_apart:
+                return self.for_good(func, args, kwargs or {})
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if self.looks_closer:
+            if self.memory.is_shared:
+                if self.memory.look((args, kwargs or {})):
+                    return self.for_good(func, args, kwargs or {})
+                if self.follower.kinds.get(func) == "call":  # what writes is compared there
+                    return self.called(func, args, kwargs or {})
+            if self.has_transforms and private.in_transforms():
+                return func(*args, **kwargs) if kwargs else func(*args)
+            if self._is_under_hooks(func):
+                return self.called(func, args, kwargs or {})
+        for note in reversed(children := self.here.children):
+            if note.func is func and note.take is not None and (note.at is self.at or moved(note, self.at)):
+                found = note.take(self, args, kwargs)
+                if found is not MISSED:
+                    if children[-1] is not note and self.here is note:
+                        children.remove(note)
+                        children.append(note)
+                    return found
+        kind = self.follower.kinds.get(func)
+        if kind is None:
+            kind = self._kind_of(func)
+        if kind == "gradient" and self.by_hand is not None:  # asked often
+            return self.by_hand.gradient(args[0])
+        if kind == "about":  # no operator runs
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        return self.called(func, args, kwargs) if kind == "call" else self._otherwise(kind, func, args, kwargs)
+
+    def _as_python(self, value: Any) -> Any:
+        """Numbers of NumPy as Python's; an object that stands in for a tensor as the tensor."""
+        if hasattr(type(value), "is_tree_leaf"):
+            with self:  # what a metric computes are calls of the step, too
+                return known(value)
+        return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+    def _is_under_hooks(self, func: Any) -> bool:
+        """Whether the user's saved-tensor hooks apply to a call."""
+        return bool(self.saved.hooks and self.follower.kinds.get(func) == "call" and not isinstance(func, EngineCall))
+
+    def _kind_of(self, func: Any) -> str:
+        """How to treat calls of a function, found at its first call."""
+        name = getattr(func, "__name__", "")
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if self.by_hand is not None and self.by_hand.handles(name, owner):
+            kind = "gradient" if (owner, name) == ("grad", "__get__") else "by hand"
+        elif private.is_of_profiler(func):  # ``record_function``, which all optimizers call
+            kind = "about"
+        elif func in _READS:
+            kind = "read"
+        elif func in _DATA:
+            kind = "data"
+        elif func is Tensor.__deepcopy__:
+            kind = "copy"
+        elif func in _MEMORY:
+            kind = "set"
+        elif func in VIEWED_IN_PLACE:
+            kind = "in place"
+        elif name == "__get__" and owner in _PROPERTIES or name in _SIZES or name == "_set_grad_enabled":
+            kind = "about"
+        elif name == "__set__" or name in ("requires_grad_", "register_hook", "retain_grad", "backward", "grad"):
+            kind = "set"
+        elif name == "__get__" and owner in ("T", "mT", "H", "mH", "data", "real", "imag"):
+            kind = "call"
+        elif name == "__get__" or name in _STRIDES:
+            kind = "history"
+        else:
+            return "unknown"
+        self.follower.kinds[func] = kind
+        return kind
+
+    def _otherwise(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if kind == "read":
+            return self.reads.read(func, args, kwargs)
+        if kind == "data":
+            return self._data(func, args, kwargs)
+        if kind == "history":
+            return self._about_history(func, args, kwargs)
+        if kind == "copy":
+            return self._deepcopy(func, args, kwargs)
+        if kind == "in place":
+            return self.becoming.viewed_in_place(func, args, kwargs)
+        if kind == "checks":  # operator by operator: one of them is a read
+            with private.no_torch_functions():
+                return func(*args, **kwargs)
+        if kind == "by hand" and self.by_hand is not None:
+            return self.by_hand.called(func, args, kwargs)
+        return self._set(func, args, kwargs) if kind == "set" else self.called(func, args, kwargs)
+
+    # ------------------------------------------------------------------ following and recording
+    @override
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _INDEXING:
+            args = (args[0], self._index(args[1]), *args[2:])
+            if self.is_eager:
+                return self.for_good(func, args, kwargs)
+        args, kwargs = mapped(self._as_python, args), mapped(self._as_python, kwargs)
+        if self.is_eager:  # a metric's value lets the step
+            return self.for_good(func, args, kwargs)
+        if func in self.follower.numbers:
+            args, kwargs = self._with_numbers(func, args, kwargs)
+            if self.is_eager:
+                return self.for_good(func, args, kwargs)
+        if (out := kwargs.get("out")) is not None and self.becoming.takes_the_size_of(out, args, kwargs):
+            return self.becoming.made_as(out, func, args, kwargs)
+        if self.memory.look((args, kwargs)):
+            return self.for_good(func, args, kwargs)
+        if any(isinstance(v, torch.Generator) for _, v in leaves_by_place((args, kwargs))):
+            if kwargs.get("generator") is not torch.default_generator:
+                return self._with_generator(func, args, kwargs)
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        if self.saved.hooks and not isinstance(func, EngineCall) and torch.is_grad_enabled():
+            return self.saved.call(func, args, kwargs)
+        around = around_now()
+        known = len(self.outside)
+        for note in reversed(self.here.children):
+            if note.func != func or note.around != around or note.reads or not self.data_counts.is_pinned(note):
+                continue
+            if not (note.at is self.at or moved(note, self.at)):
+                continue
+            found = numbers_that_differ(note, args, kwargs, self)
+            if found is not None and (not found or self.recorder.is_as_large(note, args, kwargs)):
+                if found and not found.keys() <= note.free:
+                    note.free |= found.keys()
+                    note.take = None
+                elif note.take is not None and not found:  # of other objects each time: none are kept to compare with
+                    note.take = never if note.anew else None
+                    note.anew = True
+                return self.take(note, args, kwargs)
+            self.recorder.unmet(known)
+        if self.generator.watch():
+            return self.called(func, args, kwargs)
+        if self.knows_too_many() and not self.must_be_graph:
+            self.eagerly(f"{getattr(func, '__name__', func)} is called with other arguments in every step")
+            return self.for_good(func, args, kwargs)
+        places = len(self.follower.numbers.get(func, ()))
+        try:
+            note = self.recorder.record(func, args, kwargs, around, self.data_counts.counts_first)
+        except CannotBeFollowed as error:
+            self.recorder.failed = func, args, kwargs
+            self.eagerly(str(error))
+            return self.for_good(func, args, kwargs)
+        except Checks:
+            self.recorder.unmet(known)
+            self.follower.kinds[func] = "checks"
+            return self._otherwise("checks", func, args, kwargs)
+        except private.DataDependentOutputException:
+            self.recorder.unmet(known)
+            if len(self.follower.numbers.get(func, ())) > places:
+                return self.called(func, args, kwargs)
+            if isinstance(func, FunctionType):  # torch's own Python, which reads one of its operators' results
+                self.follower.kinds[func] = "checks"
+                return self._otherwise("checks", func, args, kwargs)
+            return self.reads.asks_for_values(func, args, kwargs)
+        if note is None:
+            return self._about_history(func, args, kwargs)
+        return self.take(note, args, kwargs)
+
+    def _index(self, index: Any) -> Any:
+        """An index as torch takes it: one number as Python's, lists of them as a tensor, and not one number each."""
+        if type(index) is tuple:
+            return tuple(map(self._index, index))
+        if isinstance(index, Tensor) and index.ndim == 0 and index.dtype in _POSITIONS:
+            return self.reads.read(Tensor.item, (index,), {})
+        numbers = type(index) is list and index and all(type(i) in (int, bool) for i in index)
+        if numbers or type(index).__module__ == "numpy" and getattr(index, "ndim", 0):
+            return torch.as_tensor(index)
+        return index
+
+    def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The arguments; tensors that torch takes as numbers are read."""
+        places = self.follower.numbers[func]
+        found = [(p, v) for p, v in leaves_by_place((args, kwargs)) if p in places and isinstance(v, Tensor)]
+        return with_numbers((args, kwargs), {p: self.reads.read(Tensor.item, (v,), {}) for p, v in found})
+
+    def of_engine(self, func: Any, args: Any, kwargs: Any, *, create: bool) -> Any:
+        """A call of autograd's engine."""
+        if self.functions.are_there:
+            return self.functions.through_engine(func, args, kwargs, create=create)
+        return self.called(func, args, kwargs)
+
+    def fresh(self, out: Any) -> Any:
+        """Placeholders for the dispatcher. Autograd above may make views of them, once."""
+        note = self.notes[-1]
+        replaced: dict[int, Tensor] = {}
+        for index, mould in enumerate(note.moulds):
+            was = note.handed[index]
+            replaced[id(was)] = note.handed[index] = made = mould.detach()
+            self.sources[id(made)] = self.sources.pop(id(was))
+        return mapped(lambda leaf: replaced.get(id(leaf), leaf), out)
+
+    def takes(self, note: Note, tensor: Any, number: int) -> bool:
+        """Whether an object that is new in each step may be the note's operand of this number."""
+        is_new = isinstance(tensor, Tensor) and id(tensor) not in self.sources and not is_foreign(tensor)
+        return is_new and self.accepts(note, tensor, number)
+
+    def hand_out(self, note: Note) -> None:
+        """Make new placeholders for results whose placeholder is missing or still referenced."""
+        with self.beside():
+            placeholders.handed_out(note)
+
+    @override
+    def take(self, note: Note, args: Any, kwargs: Any) -> Any:
+        if self.memory.refuses(note):
+            self.eagerly(f"{note.name} writes into memory that may be an array's as well")
+            return self.for_good(note.func, args, kwargs)
+        if note.draws and not self.generator.may_draw():
+            return self.called(note.func, args, kwargs)
+        if note.counts and self.memory.look():
+            return self.for_good(note.func, args, kwargs)
+        if note.met and note.last_met >= len(self.outside):
+            for tensor in tensors_in((args, kwargs)):
+                self.source_of(tensor)
+        self.notes.append(note)
+        self.held[note.depth] = args, kwargs
+        if note.counts or self.counts:
+            before, self.here, known_counts = self.here, note, len(self.counts)
+            try:
+                if note.counts:
+                    self.data_counts.count(note, args, kwargs)
+                self.data_counts.fit(note)
+            except CannotBeFollowed as error:
+                self.notes.pop()
+                del self.held[note.depth]
+                self.data_counts.take_back(known_counts)
+                self.here = before
+                self.eagerly(str(error))
+                return note.func(*args, **kwargs)
+            self.here = before
+        self.hand_out(note)
+        for placeholder, source in zip(note.handed, note.made, strict=True):
+            self.sources[id(placeholder)] = source
+        siblings = self.here.children
+        if siblings[-1] is not note:
+            siblings.remove(note)
+            siblings.append(note)
+        self.here = note
+        return self.results(note, args, kwargs)
+
+    def results(self, note: Note, args: Any, kwargs: Any) -> Any:
+        """The results of a call."""
+        handed = note.handed
+        operands: list[Tensor] | None = None
+
+        def leaf(value: Any) -> Any:
+            nonlocal operands
+            if type(value) is Fresh:
+                return handed[value.index]
+            if type(value) is Operand:
+                operands = tensors_in((args, kwargs)) if operands is None else operands
+                return operands[value.index]
+            return value
+
+        return mapped(leaf, note.results)
+
+    # ------------------------------------------------------------------ other things than calls
+    def _about_history(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A question about a tensor's autograd history, answered by the recorded tensor: a placeholder has none."""
+        source = self.sources.get(id(args[0])) if args else None
+        of = getattr(getattr(func, "__self__", None), "__name__", "")
+        if of == "requires_grad" and type(source) is Made:
+            return self.asks(args[0])
+        subject = self.recorder.fake_now(source) if type(source) is Made else None
+        if of == "grad_fn" and subject is not None:
+            return self.functions.node(args[0], subject)
+        sizes = self.notes[source.depth].sizes if type(source) is Made else None
+        if type(source) is Made and sizes is not None and getattr(func, "__name__", "") in _STRIDES:
+            with self.beside():
+                subject = torch.empty_strided(*sizes(self.counts)[source.index], device="meta")
+        with self.beside():
+            if subject is None:
+                return func(*args, **kwargs)
+            found = func(subject, *args[1:], **kwargs)
+        if not _is_plain(found):  # what is done to it, or with it, would be lost
+            self.eagerly(f"{of or getattr(func, '__name__', func)} of a tensor of the step")
+            return func(*args, **kwargs)
+        return found
+
+    def _set(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Hooks, ``requires_grad_`` and the like: at once on the user's own tensors, else a noted call or eager."""
+        name = getattr(func, "__name__", "")
+        if name in ("grad",):
+            return self.of_engine(func, args, kwargs, create=args[4] if len(args) > 4 else kwargs.get("create_graph"))
+        if name in ("register_hook", "retain_grad") and type(self.sources.get(id(args[0]))) in (Made, Given):
+            if not self.asks(args[0]):
+                raise RuntimeError(f"cannot {name.replace('_', ' ')} of a tensor that doesn't require gradient")
+            return self.functions.hook(*args, **kwargs) if name == "register_hook" else self.functions.retain(args[0])
+        if name == "requires_grad_" and type(self.sources.get(id(args[0]))) is Made:
+            return self.called(func, args, kwargs)
+        mine = [t for t in tensors_in((args, kwargs)) if id(t) in self.sources]
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if (owner, name) == ("data", "__set__") and (args[0] is args[1] or self.becoming.is_all_of(args[0], args[1])):
+            return None
+        if (owner, name) == ("data", "__set__") and self.becoming.can_be_written(args[0], args[1]):
+            return self.becoming.write_data(args[0], args[1])
+        if mine or name in ("backward",):
+            what = f"tensor.{owner} = ..." if name == "__set__" else f"{name} of {owner or 'a tensor'}"
+            self.eagerly(f"{what} in the step")
+        if func in _MEMORY and not self.is_eager:
+            self.memory.hand_out(args[0])
+        with self.beside():
+            return func(*args, **kwargs)
+
+    def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Tensors made of Python's data are the user's own; made of a placeholder they are a call."""
+        if args and isinstance(args[0], Tensor):
+            return self.called(func, args, kwargs)
+        is_number = args and type(args[0]) in (int, float, bool)
+        own = () if is_number else tensors_in((args, kwargs))
+        if any(id(t) in self.sources for t in own):
+            return self.reads.read(func, args, kwargs)
+        self.is_apart = True
+        try:
+            with contextlib.nullcontext() if own else private.BelowDispatchModes():
+                return func(*args, **kwargs)
+        finally:
+            self.is_apart = False
+
+    def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``copy.deepcopy``, which keeps copies in a dictionary. The copy of a result is a call."""
+        tensor, memo = args
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        source = self.sources.get(id(tensor))
+        fake = self.recorder.fake_of(source) if type(source) is Made else tensor
+        if source is None or fake.requires_grad or type(tensor) is not Tensor:
+            if source is not None:
+                self.eagerly("a deep copy of a tensor with a gradient")
+            self.on_values()
+            with self.beside():
+                return func(*args, **kwargs)
+        memo[id(tensor)] = self.called(torch.clone, (tensor,), {})
+        return memo[id(tensor)]
+
+    def _with_generator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A draw from a generator of the user's own happens when it is called."""
+        used = [v for _, v in leaves_by_place((args, kwargs)) if isinstance(v, torch.Generator)]
+        if any(id(t) in self.sources for t in tensors_in((args, kwargs))) or private.are_torchs_own(used):
+            self.eagerly(f"{getattr(func, '__name__', func)} draws with a generator, and into a tensor of the step")
+        with self.beside():
+            return func(*args, **kwargs)
+
+    # ------------------------------------------------------------------ the other end: for good, as eager training
+    @override
+    def eagerly(self, why: str, place: str | None = None) -> None:
+        self.eager.begin(why, place)
+
+    @override
+    def for_good(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.eager.call(func, args, kwargs)
+
+    def of_loss(self, loss: Tensor, divisor: int) -> None:
+        """Run the user's Python in the backward pass of the loss."""
+        if self.by_hand is not None:
+            self.by_hand.zero()
+        self.functions.of_loss(loss, divisor)
+        if self.by_hand is not None and not self.is_eager:
+            pairs = [(self.sources.get(id(t)), self.sources.get(id(g))) for t, g in self.by_hand.added()]
+            self.added = [(of, added) for of, added in pairs if of is not None and added is not None]
+
+    def settle(self) -> None:
+        """Write the step's gradients into ``.grad``."""
+        if self.by_hand is not None:
+            self.by_hand.settle()
+        self.functions.settle()
+
+    # ------------------------------------------------------------------ the end
+    @property
+    def numbers(self) -> dict[tuple[int, Place], Any]:
+        """The numbers of calls that differ in other steps, once Python is done."""
+        return self.known_numbers or {}
+
+    def end(self) -> None:
+        """End the step: its calls are compiled, so that the next step follows fast."""
+        self._copies.forget()
+        self.recorder.forget()
+        if self.is_eager:
+            self.eager.end()
+            self.memory.let_go()
+            return
+        if self.tree is not None and self.at is not None:
+            places = self.tree.sizes.places
+            others = functools.partial(self.follower.others, places)
+            recording = functools.partial(Recording, self, None)
+            open_now = self.tree.end(self.notes, self.path, self.at, others, recording, self.numbers_of)
+            if not open_now and self.notes and self.notes[0].for_all is None:
+                self.follower.closed(self.tree, self.notes[0])
+        free = [self.notes[depth] for depth in self.held if self.notes[depth].free]
+        self.known_numbers = {(n.depth, p): v for n in free for p, v in self.numbers_of(n).items()}
+        if self.counts and any(note.least is None and note.apart is None for note in self.notes):
+            self.data_counts.find_sizes()
+        for depth, (args, kwargs) in self.held.items():
+            note = self.notes[depth]
+            if note.take is None and not note.reads:
+                is_call = self.follower.kinds.get(note.func) == "call"  # what is not has more to do where it is called
+                arguments = args, kwargs, self.sources, self.notes, self.follower.given
+                met = {number: self.outside[number] for number in note.met}
+                is_bound = is_call and not self.memory.has(list(met.values()))
+                note.take = compiled(note, *arguments) if is_bound else never
+                if is_bound and not note.anew:
+                    self.follower.bound |= {(note.number, n): t for n, t in met.items() if is_plain(t)}
+        self.memory.let_go()
+
+    @property
+    def mark(self) -> int:
+        """A hash of the path so far, and of its numbers that differ in other steps."""
+        numbers = self.numbers_between(0, len(self.notes)) if self.known_numbers is None else self.known_numbers
+        return stable_hash((self.here.mark, sorted(numbers.items(), key=repr))) if numbers else self.here.mark
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no path is known yet."""
+        return not self.here.children
+
+    def kept(self) -> list[Made | Given]:
+        """The results that are still referenced, and on several ranks the stand-ins of batch tensors."""
+        self.held.clear()
+        self.functions.forget()
+        retained = self._retained()
+        if self.by_hand is not None:
+            self.by_hand.let_go(self.sources)
+        self.sources.clear()
+        given = [Given(i) for i in placeholders.kept(self.follower.given) if i in self.stand_ins]
+        made = placeholders.still_had(self.notes)
+        for of, gradient in retained:
+            if isinstance(of, Given) or of in made:
+                self.functions.keep(self.tensor_now(of), self.tensor_now(gradient))
+                made.append(gradient)
+        return given + list(dict.fromkeys(made))
+
+    def _retained(self) -> list[tuple[Made | Given, Made]]:
+        """The retained gradients with their tensors."""
+        pairs = [(self.sources.get(id(t)), self.sources.get(id(g))) for t, g in self.functions.retained.values()]
+        self.functions.retained.clear()
+        return [(of, g) for of, g in pairs if isinstance(of, (Made, Given)) and isinstance(g, Made)]
+
+    def fill(self, source: Made | Given, value: Tensor) -> None:
+        """Give a kept result, or the stand-in of a batch tensor, its value."""
+        if isinstance(source, Given):
+            given = self.follower.given[source.position]
+            placeholders.fill(given, value, trained=given.requires_grad)
+            return
+        note = self.notes[source.depth]
+        placeholder, fake = note.handed[source.index], note.fakes[source.index]
+        is_retained = id(placeholder) in self.functions.retained  # its gradient is asked of a leaf
+        made_at = None if fake.is_leaf or is_retained else note.source or note.name
+        value = self.memory.of_kept(source, value)
+        placeholders.fill(placeholder, value, trained=self.recorder.is_trained(source), made_at=made_at)
+        del placeholder
+        note.handed[source.index] = note.moulds[source.index].detach()
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an answer is a plain value that cannot change and through which nothing can be changed."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

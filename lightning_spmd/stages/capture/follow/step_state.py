@@ -1,0 +1,352 @@
+"""What is known of a step: its calls so far, and where its tensors come from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.shared_memory import may_meet
+from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.stages.capture.follow import placeholders
+from lightning_spmd.stages.capture.follow.follower import Follower
+from lightning_spmd.stages.capture.follow.functions import Functions
+from lightning_spmd.stages.capture.follow.memory import Memory
+from lightning_spmd.stages.capture.follow.notes import Given, Kind, Made, Note, Outside, Place, Source, leaves_by_place
+from lightning_spmd.stages.capture.follow.saved import Saved
+from lightning_spmd.stages.capture.follow.values import Values
+from lightning_spmd.stages.capture.follow.worlds import World
+
+MOST_NEXT = 32
+"""A call behind which more than that many others have come next is one that no graph will know."""
+
+
+class CannotBeFollowed(Exception):
+    """Control flow: the step goes on eagerly."""
+
+
+class HandStep(Protocol):
+    """The manual optimization of a step; implemented in ``by_hand.py``."""
+
+    def handles(self, name: str, owner: str) -> bool:
+        """Whether a function of torch is about manual optimization."""
+        ...
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note a call of such a function."""
+        ...
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the step has put gradients into ``.grad`` of parameters."""
+        ...
+
+    def gradient(self, tensor: Tensor) -> Tensor | None:
+        """``tensor.grad`` in the step. For callers outside of the step's modes."""
+        ...
+
+    def trained_at_first(self, tensor: Tensor) -> bool:
+        """Whether a live tensor asked for gradients when the step met it."""
+        ...
+
+    def refuse_state(self, tensor: Tensor) -> None:
+        """Raise if a tensor belongs to the state of an optimizer that steps in this step."""
+        ...
+
+    def on_fakes(self, others: Callable[[], Any]) -> World:
+        """The world for recording."""
+        ...
+
+    def on_copies(self, values: Values) -> World:
+        """The world that computes values for Python on copies."""
+        ...
+
+    def live(self) -> World:
+        """The world of a step that runs eagerly."""
+        ...
+
+    def let_go(self, sources: dict[int, Source]) -> None:
+        """Drop gradients of tensors that the step made and that no longer exist."""
+        ...
+
+    def settle(self) -> None:
+        """Write the step's gradients into ``.grad``."""
+        ...
+
+    def exchange(self, new: Mapping[int, Tensor]) -> None:
+        """Put other tensors in place of some, by ``id``."""
+        ...
+
+    def zero(self) -> None:
+        """Zero gradients, as Lightning does before the backward pass of the loss."""
+        ...
+
+    def added(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients that backward passes within that of the loss gave to parameters."""
+        ...
+
+
+class Beside:
+    """A context in which calls are not the user's; entered for many calls, so it is no generator."""
+
+    __slots__ = ("_before", "_step")
+
+    def __init__(self, step: StepState) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._before, self._step.is_apart = self._step.is_apart, True
+
+    def __exit__(self, *error: object) -> None:
+        self._step.is_apart = self._before
+
+
+class StepState:
+    """What is known of a step. :class:`~lightning_spmd.stages.capture.follow.step.Step` sees its calls.
+
+    Args:
+        follower: the known paths of such steps.
+        given: the tensors of the batch.
+        vary: the sizes of tensors of the batch that differ from step to step.
+
+    Attributes:
+        notes: the path so far.
+        here: its last call.
+        at: the sizes of this step, where a path is for several.
+        sources: where tensors come from, by ``id``.
+        held: arguments of calls that are to be compiled or have numbers that differ in other steps, by depth.
+        outside: tensors that the step did not make, in the order in which it met them.
+        known_numbers: the numbers of calls that differ from step to step, by depth and place, once Python is done.
+        counts: the data-dependent sizes of results, in the order in which Python got them.
+        reason: why the step went on eagerly, with ``file:line``; None if it did not.
+        is_apart: whether calls now come from other code than the user's.
+        stand_ins: positions of batch tensors that are stand-ins without values.
+        was_told_draws: whether Python has read a value that depends on random numbers.
+        is_over: whether Python is done.
+        wanted: sources of queued values, and the number of calls behind which each is wanted.
+        on_eager: the step goes on eagerly; given what tells the tensor that was wanted there.
+        has_transforms: whether the step has used transforms of torch.func.
+        looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
+        is_below: whether the current call is one inside another, which the dispatcher alone sees.
+        layers: torch's dispatch layers as the user's code finds them.
+        functions: the user's Python in backward passes.
+        saved: saved-tensor hooks and checkpointed parts.
+        memory: memory that tensors share with others and with arrays.
+        scaled: gives the scaled loss, with which its backward pass begins.
+        draws_as_eager: whether graphs draw eager training's numbers, from torch's own generators.
+        parameters: gives the parameters whose gradients Lightning zeroes before this backward pass.
+        whole: gives the whole tensors of the batch on several ranks, where Python gets stand-ins.
+        must_be_graph: whether the step must not run eagerly.
+        draws_elsewhere: whether graphs draw other numbers than torch's generator, as on several ranks.
+    """
+
+    functions: Functions
+    saved: Saved
+    memory: Memory
+
+    def __init__(self, follower: Follower, given: Sequence[Tensor], vary: Sequence[Dimension] = ()) -> None:
+        super().__init__()
+        self.follower = follower
+        follower.given[:] = given
+        self.notes: list[Note] = []
+        self.outside: list[Tensor] = []
+        self.counts: list[int] = []
+        self.reason: tuple[str, str | None] | None = None
+        self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
+        self.has_transforms = self.looks_closer = self.is_below = False
+        self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+        self.parameters: Callable[[], Iterable[Tensor]] = tuple
+        self.draws_as_eager = True
+        self.whole: Callable[[], Sequence[Tensor]] | None = None
+        self.stand_ins: Collection[int] = ()
+        self.module_path: Callable[[], str] = lambda: ""
+        self.on_eager: Callable[[Callable[[Source, int], Tensor]], None] = lambda _: None
+        self.wanted: Callable[[], Iterable[tuple[Source, int]]] = tuple
+        self.before_eager: Callable[[], None] = lambda: None
+        self.on_values: Callable[[], None] = lambda: None
+        self.on_given: Callable[[int], None] = lambda _: None
+        self.on_read: Callable[[], Sequence[Any] | None] = lambda: None
+        self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
+        self.by_hand: HandStep | None = None
+        self.tree = follower.tree(vary)
+        self.at = None if self.tree is None else self.tree.begin(given)
+        self.here = self.root
+        self.held: dict[int, tuple[Any, Any]] = {}
+        self.sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
+        self.known_numbers: dict[tuple[int, Place], Any] | None = None
+        self.layers: Any = None
+        self._names: dict[int, str] | None = None
+
+    # ------------------------------------------------------------------ the path
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Follow or record a call."""
+        raise NotImplementedError
+
+    def take(self, note: Note, args: Any, kwargs: Any) -> Any:
+        """Take a call for this note. A note's compiled function does the same."""
+        raise NotImplementedError
+
+    def eagerly(self, why: str, place: str | None = None) -> None:
+        """Run the calls so far eagerly, and continue the step eagerly.
+
+        Args:
+            why: for the user.
+            place: ``file:line`` of it, if not of what is called now.
+        """
+        raise NotImplementedError
+
+    def for_good(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a step that runs eagerly."""
+        raise NotImplementedError
+
+    @property
+    def root(self) -> Note:
+        """Where paths of such steps begin."""
+        return self.follower.root() if self.tree is None else self.tree.root
+
+    @property
+    def path(self) -> int:
+        """The number of the path that the step took."""
+        return self.here.number
+
+    def cut(self, calls: int) -> list[Note]:
+        """Keep this many first calls of the path. Returns the others."""
+        rest, self.notes = self.notes[calls:], self.notes[:calls]
+        self.here = self.notes[-1] if calls else self.root
+        return rest
+
+    def knows_too_many(self) -> bool:
+        """Whether too many different calls are known to follow here for more to be of use."""
+        known = self.here.children
+        return len(known) >= MOST_NEXT and sum(n.for_all is not None or n.at is self.at for n in known) >= MOST_NEXT
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the step runs eagerly."""
+        return self.reason is not None
+
+    # ------------------------------------------------------------------ where tensors come from
+    def source_of(self, tensor: Tensor) -> Source:
+        """Where a tensor of this step comes from."""
+        source = self.sources.get(id(tensor))
+        if source is None:
+            source = self.sources[id(tensor)] = Outside(len(self.outside))
+            self.outside.append(tensor)
+        return source
+
+    def source_if_known(self, tensor: Tensor) -> Source | None:
+        """The source of a tensor of the step; None for other tensors."""
+        return self.sources.get(id(tensor))
+
+    def concerns(self, tensor: Tensor) -> bool:
+        """Whether a call with this tensor belongs to the step, and not to computation beside it."""
+        return id(tensor) in self.sources or tensor.requires_grad
+
+    def tensor_of(self, source: Given | Outside) -> Tensor:
+        """The tensor itself."""
+        if type(source) is Given:
+            return (self.follower.given if self.whole is None else self.whole())[source.position]
+        return self.outside[source.number]  # type: ignore[union-attr]
+
+    def tensor_now(self, source: Source) -> Tensor:
+        """The tensor of a source in this step."""
+        return self.notes[source.depth].handed[source.index] if type(source) is Made else self.tensor_of(source)  # type: ignore[arg-type]
+
+    def tensor_in_hand(self, source: Source) -> Tensor:
+        """The tensor of a source as Python holds it: on several ranks a batch's stand-in, not the gathered batch."""
+        return self.follower.given[source.position] if type(source) is Given else self.tensor_now(source)
+
+    def live_of(self, source: Source) -> Tensor | None:
+        """The live tensor that a graph works on; None for a stand-in."""
+        if type(source) is Outside:
+            return self.outside[source.number]
+        is_given = type(source) is Given and self.whole is None and source.position not in self.stand_ins
+        return self.follower.given[source.position] if is_given else None  # type: ignore[union-attr]
+
+    def accepts(self, note: Note, tensor: Tensor, number: int) -> bool:
+        """Whether a tensor from outside may be what a note has under this number."""
+        kind = note.met.get(number)
+        if kind is None:  # it was met before, and compared then
+            return True
+        if kind.type is not _class_of(tensor) or kind.trained is not tensor.requires_grad:
+            return False
+        if tensor.grad_fn is not None and kind.type is not placeholders.WithoutHistory:
+            return False
+        if kind.spec != TensorSpec.of(tensor) or kind.shares != self.shares(tensor, number):
+            return False
+        return kind.name is None or self.follower.is_named(kind.name, tensor)
+
+    def shares(self, tensor: Tensor, number: int) -> int | None:
+        """Which of this many outside tensors has memory in common with a tensor."""
+        if private.is_memory_its_own(tensor):
+            return None
+        storage = private.storage_of(tensor)
+        for i, other in enumerate(self.outside[:number]):
+            if private.storage_of(other) == storage and may_meet(*map(private.local_tensor, (tensor, other))):
+                return i
+        return None
+
+    def kind(self, tensor: Tensor, number: int) -> Kind:
+        """What steps on the same path must have as their outside tensor of this number.
+
+        Raises:
+            CannotBeFollowed: it is no tensor of which that can be said.
+        """
+        if tensor.layout is not torch.strided or private.is_wrapped(tensor) or tensor.is_meta:
+            raise CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
+        if tensor.grad_fn is not None and placeholders.place_of_gone(tensor) is None:
+            raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
+        if self.by_hand is not None:
+            self.by_hand.refuse_state(tensor)
+        if self._names is None:
+            self._names = self.follower.holders.names = self.follower.names()
+        name = self._names.get(id(tensor))
+        if name is None and isinstance(tensor, DTensor):
+            raise CannotBeFollowed("a tensor in parts that is no parameter or buffer of the module")
+        return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, self.shares(tensor, number))
+
+    def noted(self, value: Any) -> Any:
+        """An argument as a note has it."""
+        return self.source_of(value) if isinstance(value, Tensor) else value
+
+    # ------------------------------------------------------------------ numbers that differ
+    def numbers_between(self, begin: int, end: int) -> dict[tuple[int, Place], Any]:
+        """The numbers between two depths that differ in other steps, so far."""
+        return {(n.depth, p): v for n in self.notes[begin:end] if n.free for p, v in self.numbers_of(n).items()}
+
+    def numbers_of(self, note: Note) -> dict[Place, Any]:
+        """The numbers of a call in this step that differ in other steps."""
+        if not note.free:
+            return {}
+        if self.known_numbers is not None:
+            return {place: value for (depth, place), value in self.known_numbers.items() if depth == note.depth}
+        args, kwargs = self.held[note.depth]
+        return {place: value for place, value in leaves_by_place((args, kwargs)) if place in note.free}
+
+    def settle(self) -> None:
+        """Write the step's gradients into ``.grad``."""
+        if self.by_hand is not None:
+            self.by_hand.settle()
+        self.functions.settle()
+
+    # ------------------------------------------------------------------ contexts
+    def beside(self) -> Beside:
+        """A context in which calls are not the user's."""
+        return Beside(self)
+
+    def above_autograd(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which calls have an autograd history, although the dispatcher is below autograd."""
+        return private.layers_as(self.layers) if self.is_below else contextlib.nullcontext()
+
+
+def _class_of(tensor: Tensor) -> type:
+    """The class of an outside tensor, sharded or not."""
+    if isinstance(tensor, DTensor):
+        return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+    return placeholders.WithoutHistory if placeholders.place_of_gone(tensor) is not None else type(tensor)
