@@ -86,6 +86,11 @@ def exchange(one: Tensor, other: Tensor) -> None:
     _SWAP(one, other)
 
 
+def is_tied(tensor: Tensor) -> bool:
+    """Whether autograd ties a tensor to others, which live as long as it does: by its history, or as a view of one."""
+    return tensor.grad_fn is not None or tensor._is_view()
+
+
 _OF_CUDA = (
     "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state", "get_rng_state_all",
     "set_rng_state", "set_rng_state_all",

@@ -265,7 +265,10 @@ class Emitter:
         if want in versions:
             return versions[want]
         if not versions:
-            raise ExpansionError(f"{node.name} was written through a view that is a copy on the ranks")
+            raise ExpansionError(
+                f"what {named(node)} returns is a view of a tensor that is written later, and is read or kept after "
+                "that, and on the ranks it is a copy; keep a copy (`.clone()`)"
+            )
         spec, section = node.meta["val"], info_of(node).section
 
         def distance(have: Placements) -> float:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev, jvp, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -125,9 +126,16 @@ class Scripted(Quiet):
         self.first = torch.jit.script(self.first)  # type: ignore[assignment]
 
 
+class KeepsAView(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        self.kept = self.first.weight.t()
+        return super().loss(batch)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (KeepsAView, ("aten.t.default at ", "test_attacked.py", ".clone()")),
         (HeldForTheLoss, ("first.weight from before it was sharded", "a dictionary")),
         (Hooked, ("hooks are registered on first.weight", "test_attacked.py")),
         (HookedLate, ("hooks are registered on first.weight", "test_attacked.py")),
@@ -328,3 +336,20 @@ def test_a_backward_that_only_data_is_behind_is_not_left_out(make: type[Quiet]) 
 
 def test_a_function_of_ones_own_stays_in_the_graph() -> None:
     assert_compiled(assert_as_eager(OwnFunction))
+
+
+# ---------------------------------------------------------------------- what autograd has saved below a transform
+class Transformed(Quiet):
+    """torch.func differentiates with respect to the batch, and the loss with respect to the weights."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, _ = batch
+        weights = dict(self.named_parameters())
+        slopes = vmap(jacrev(lambda row: functional_call(self, weights, (row,))))(x)
+        _, moved = jvp(lambda rows: functional_call(self, weights, (rows,)), (x,), (torch.ones_like(x),))
+        return super().loss(batch) + 0.1 * slopes.square().mean() + 0.1 * moved.square().mean()
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_transforms_keep_no_views_of_parts(two_ranks: RankPool, plan: str) -> None:
+    _equals_one_device(two_ranks, Transformed, {"data_parallel": plan}, max_epochs=1)

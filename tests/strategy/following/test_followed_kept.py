@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from lightning_spmd.stages.capture.follow.step import Step
 from tests.strategy.following.test_followed_backward import Noted, _run, assert_same, note
@@ -61,7 +62,16 @@ class AsksForGradients(Noted):
         return self.loss_of(self.hidden(x), batch[1])
 
 
-def test_a_result_that_is_told_to_ask_for_gradients_is_not_kept() -> None:
+class Transforms(Noted):
+    """Below a transform autograd saves what the step's calls give."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = vmap(self.hidden)(batch[0][:, None])[:, 0]
+        return self.loss_of(h, batch[1])
+
+
+@pytest.mark.parametrize("make", [AsksForGradients, Transforms])
+def test_what_nobody_has_is_not_kept(make: type[Noted]) -> None:
     kept = list[int]()
 
     def counting(step: Step) -> Any:
@@ -71,5 +81,5 @@ def test_a_result_that_is_told_to_ask_for_gradients_is_not_kept() -> None:
 
     real = Step.kept
     with mock.patch.object(Step, "kept", counting):
-        assert_same(AsksForGradients)
+        assert_same(make)
     assert set(kept) == {1}  # the loss

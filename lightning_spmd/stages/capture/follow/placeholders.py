@@ -38,6 +38,18 @@ def kept(given: list[Tensor]) -> list[int]:
     return [index for index in range(len(given)) if sys.getrefcount(given[index]) > OURS]
 
 
+def end_histories(notes: Iterable[Note]) -> None:
+    """Autograd histories of what a transform of ``torch.func`` has computed end: Python is done.
+
+    Below a transform autograd itself saves placeholders and the bases of views, which would count as kept.
+    """
+    with private.no_torch_functions():
+        for note in notes:
+            for handed, mould in zip(note.handed, note.moulds, strict=False):
+                if private.is_tied(handed):
+                    private.exchange(handed, mould.detach())
+
+
 def still_had(notes: Iterable[Note]) -> list[Made]:
     """The placeholders of this step that are referenced elsewhere."""
     found: list[Made] = []

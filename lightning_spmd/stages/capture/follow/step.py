@@ -675,6 +675,8 @@ class Step(StepState, TorchFunctionMode):
             self.by_hand.let_go(self.sources)
         self.sources.clear()
         given = [Given(i) for i in placeholders.kept(self.follower.given) if i in self.stand_ins]
+        if self.has_transforms:
+            placeholders.end_histories(self.notes)
         made = placeholders.still_had(self.notes)
         for of, gradient in retained:
             if isinstance(of, Given) or of in made:

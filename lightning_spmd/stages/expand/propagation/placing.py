@@ -210,9 +210,11 @@ class Placing:
         lost = operand in self.detached and self.aliasing.roots[operand] in self.kept
         if lost or (others and (operand in self.detached or any(o in self.detached for o in others))):
             self._make_whole(operand)
+            other = named(others[0] if others else operand)
             raise ExpansionError(
-                f"{named(writer)} writes into one of several views of a tensor "
-                f"that lie differently on the ranks of {self.axis.name}; write to a copy instead"
+                f"{named(writer)} writes into a tensor, and the result of {other} is another view of it that is read "
+                f"or kept afterwards and lies otherwise on the ranks of {self.axis.name}; write to a copy, or keep "
+                "a copy (`.clone()`)"
             )
         self.versions[operand] = [placement]
         for alias in self.aliasing.groups[self.aliasing.roots[operand]]:
