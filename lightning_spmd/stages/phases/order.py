@@ -125,7 +125,7 @@ def predicted_seconds(chosen: Schedule, seconds: Seconds, iterations: int = 4) -
     arrives: dict[fx.Node, float] = {}
     now = network = begin = 0.0
 
-    def finish(tail: Tail) -> None:
+    def finish(tail: Tail, arrives: Mapping[fx.Node, float]) -> None:
         nonlocal now
         now = max([now, *(arrives.get(start, 0.0) for start in tail.starts)])
         now += sum(seconds.get(n.name, 0.0) for n in tail.nodes)
@@ -133,9 +133,10 @@ def predicted_seconds(chosen: Schedule, seconds: Seconds, iterations: int = 4) -
     queued = set(chosen.queue)
     for _ in range(iterations):
         begin = now
+        before, arrives = arrives, {}
         for node in chosen.program:
             for tail in late.get(node, ()):
-                finish(tail)
+                finish(tail, before)
             if node in queued:
                 network = max(network, now) + seconds.get(node.name, 0.0)
                 arrives[node] = network
@@ -143,8 +144,10 @@ def predicted_seconds(chosen: Schedule, seconds: Seconds, iterations: int = 4) -
             if is_wait(node):
                 now = max(now, arrives.get(node.all_input_nodes[0], 0.0))
             now += seconds.get(node.name, 0.0)
-        for tail in (*chosen.kept, *late.get(None, ())):
-            finish(tail)
+        for tail in chosen.kept:
+            finish(tail, arrives)
+        for tail in late.get(None, ()):
+            finish(tail, before)
     return now - begin
 
 

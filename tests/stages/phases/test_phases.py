@@ -21,7 +21,7 @@ from lightning_spmd.ir.verify import is_wait, starts_collective
 from lightning_spmd.stages.passes import PASSES, PassState, run_passes
 from lightning_spmd.stages.phases import deferrable, follow, make_phases
 from lightning_spmd.stages.phases.follow import verify_nothing_stale
-from lightning_spmd.stages.phases.order import schedule
+from lightning_spmd.stages.phases.order import predicted_seconds, schedule
 from lightning_spmd.stages.phases.split import TAIL
 from lightning_spmd.stages.phases.touch import Touches
 from tests.helpers.simulate import RankInterpreter, Rendezvous, expand_all, piece
@@ -29,6 +29,7 @@ from tests.helpers.tiny_capture import capture_module
 from tests.stages.expand.test_models import captured_model, clipped, sgd
 from tests.stages.passes.local_programs import write
 
+PARAMETER, BATCH = InputRole.PARAMETER, InputRole.BATCH
 SMALL = 0.001
 """MiB: a bucket a layer in these models."""
 
@@ -316,6 +317,31 @@ def test_auto_moves_nothing_where_the_network_is_fast() -> None:
     graphs = _automatic(0.0001)
     assert graphs.cleanup is None
     assert "the network is fast enough" in graphs.notes
+
+
+def test_deferred_work_waits_for_collectives_of_its_own_iteration() -> None:
+    """One of its two collectives starts again, behind others, before the deferred update of the first weight runs."""
+
+    def body(writer: Any, first: fx.Node, middle: fx.Node, last: fx.Node, x: fx.Node) -> Any:
+        rows = writer.reduce(x)
+        hidden = x
+        for weight in (first, middle, last):
+            hidden = writer.call(torch.ops.aten.mm.default, hidden, weight)
+        gradients = [writer.reduce(writer.call(torch.ops.aten.mul.Tensor, hidden, n)) for n in (1.0, 2.0, 3.0)]
+        writer.update(first, writer.call(torch.ops.aten.mul.Tensor, rows, gradients[0]))
+        writer.update(middle, gradients[1])
+        writer.update(last, gradients[2])
+        return [(hidden, REPLICATE)]
+
+    inputs = [(torch.zeros(4, 4), REPLICATE, role) for role in (PARAMETER, PARAMETER, PARAMETER, BATCH)]
+    step = write(body, inputs)[0]
+    dependences, touches = Dependences(step.graph_module.graph), Touches(step)
+    seconds = {n.name: 1.0 for n in step.graph_module.graph.nodes if n.target is torch.ops.aten.mm.default}
+    *_, long = filter(starts_collective, step.graph_module.graph.nodes)
+    seconds[long.name] = 1.5
+    chosen = schedule(dependences, tails(dependences), deferrable(step).deferred, touches, seconds)
+    assert len(chosen.deferred) == 3
+    assert predicted_seconds(chosen, seconds) == pytest.approx(3.0)  # the long one is over before the third product
 
 
 def test_what_may_be_written_into_before_the_next_iteration_is_copied() -> None:
