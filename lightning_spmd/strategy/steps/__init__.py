@@ -4,6 +4,7 @@
 ``following``     the Python of a step; ``beginnings``, ``pieces``: graphs for what it reads before it has a graph
 ``told``          values that follow from those that it has read
 ``meeting``       ranks in one step on the global batch; ``own_meeting``, ``own_batches``: on local batches
+``batch_changes`` what a step puts into its batch, for hooks
 ``replay``        ``self.log`` and metric calls, made when their values exist
 ``by_hand``, ``loss_scaling``          manual optimization; the GradScaler between graphs
 ``shared_leaves``, ``same_draws``      tensors of the batch, and random numbers, that are equal on all ranks

@@ -662,6 +662,7 @@ class Following:
             meeting.wires.is_over = True
             if meeting.looked:  # the user's code swallowed that
                 raise LookedAtRows(meeting.looked)
+            meeting.give_back()
         step.end()
         if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
             raise NoEagerWay(_in_words(step))

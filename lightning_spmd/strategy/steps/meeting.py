@@ -35,6 +35,7 @@ from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
 from lightning_spmd.strategy.graphs.graph_table import Found
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, KeptAlone, helped, kept_alone, told_by
+from lightning_spmd.strategy.steps.batch_changes import BatchChanges
 from lightning_spmd.strategy.steps.beginnings import whole_batch
 from lightning_spmd.strategy.steps.replay import log_global
 from lightning_spmd.strategy.steps.same_draws import as_on_rank_zero
@@ -107,6 +108,7 @@ class Meeting:
         self._whole: list[Tensor] | None = None
         self._streams = contextlib.ExitStack()
         self._batch = request.batch
+        self._changes: BatchChanges | None = None
 
     @contextlib.contextmanager
     def ends(self) -> Iterator[None]:
@@ -153,10 +155,17 @@ class Meeting:
             BatchError: an object in it takes no tensors of another size.
         """
         try:
-            return for_all_ranks(self._batch, self.rows, self.wires)
+            tree, given = for_all_ranks(self._batch, self.rows, self.wires)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             raise BatchError(f"the batch cannot have the rows of all ranks ({text})", is_ragged=True) from error
+        self._changes = BatchChanges(self._batch.tree, tree)
+        return tree, given
+
+    def give_back(self) -> None:
+        """Python is done: what it has put into the batch is there for hooks, too."""
+        if self._changes is not None:
+            self._changes.take_over()
 
     def look_at(self, position: int) -> None:
         """A call takes a tensor of the batch that no call of its kind took before."""
