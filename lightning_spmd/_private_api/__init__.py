@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.distributed.constants import default_pg_timeout as default_process_group_timeout
 
@@ -56,6 +55,7 @@ from lightning_spmd._private_api.co_execution import (
     without_memory,
 )
 from lightning_spmd._private_api.fake_tensors import (
+    FakeTensorMode,
     new_fake,
     optimizers_accept_fake_tensors,
     tells_all,

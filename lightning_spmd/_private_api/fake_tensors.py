@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,24 @@ import torch.optim.optimizer as _torch_optimizer
 import torch.utils._foreach_utils as _torch_foreach
 from torch import Tensor
 from torch._C import _DisableTorchDispatch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Whether what torch logs of a failed shape function is not of a mode below: its own frame catches the error."""
+    caught = record.exc_info[2] if record.exc_info else None
+    return caught is None or not isinstance(caught.tb_frame.f_locals.get("self"), FakeTensorMode)
+
+
+class FakeTensorMode(_FakeTensorMode):
+    """torch's, but torch logs no traceback of calls that fail: shapes are tried, and what fails has a message."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _LOG.addFilter(_is_of_others)  # once: a logger knows its filters
 
 
 @contextlib.contextmanager

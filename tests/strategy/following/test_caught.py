@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_spmd import _private_api as private
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Quiet, assert_as_eager, rows, run
@@ -78,3 +82,44 @@ def test_an_error_of_a_graph_names_the_module_and_the_line(step: int) -> None:
     assert "aten.embedding.default in module 'table'" in note
     assert note.endswith(f"{__file__}:{line}")
     assert "tlparse" not in str(raised.value)
+
+
+class ShapesThatDoNotFit(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        try:
+            scores = self(x[:, :5])
+        except RuntimeError:
+            scores = self(x)
+        return torch.nn.functional.cross_entropy(scores, y)
+
+
+class _Logged(logging.Handler):
+    """What torch logs of shape functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    handler, logger = _Logged(), logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    yield handler.records
+    logger.removeHandler(handler)
+
+
+def test_torch_logs_no_traceback_of_shapes_that_were_tried(logged: list[logging.LogRecord]) -> None:
+    run(ShapesThatDoNotFit, max_epochs=1)
+    assert not logged
+
+
+def test_torch_logs_those_of_others_as_ever(logged: list[logging.LogRecord]) -> None:
+    private.FakeTensorMode()
+    with FakeTensorMode(), pytest.raises(RuntimeError):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert logged
