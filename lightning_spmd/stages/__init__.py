@@ -199,6 +199,8 @@ def finish(
     seconds: Mapping[str, float],
     overlap: bool | str = True,
     on_result: Callable[[str, ShardedStep], None] = lambda _stage, _step: None,
+    *,
+    whole: float | None = None,
 ) -> IterationGraphs:
     """Make the final graphs of a step that has been measured: work is deferred, collectives start in the best order.
 
@@ -208,11 +210,12 @@ def finish(
         seconds: time of every node by name, the same on all ranks.
         overlap: ``BuildOptions.overlap_iterations``.
         on_result: called with the name of each phase and its graph (dumps).
+        whole: measured seconds of a run of ``arranged``, in which collectives and operators overlap.
 
     Raises:
         VerificationError: a graph broke an invariant.
     """
-    graphs = make_phases(arranged, overlap=overlap, seconds=seconds, guarded=_guarded(captured))
+    graphs = make_phases(arranged, overlap=overlap, seconds=seconds, whole=whole, guarded=_guarded(captured))
     for name, phase in (("setup", graphs.setup), ("main", graphs.main), ("cleanup", graphs.cleanup)):
         if phase is not None:
             on_result(name, phase)

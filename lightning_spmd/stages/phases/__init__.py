@@ -18,7 +18,7 @@ from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.ir.verify import verify_sharded
 from lightning_spmd.stages.phases.deferral import Deferral, choose
 from lightning_spmd.stages.phases.follow import follow
-from lightning_spmd.stages.phases.order import Seconds, arrange, predicted_seconds, schedule
+from lightning_spmd.stages.phases.order import Seconds, arrange, predicted_seconds, schedule, slowed
 from lightning_spmd.stages.phases.split import split
 from lightning_spmd.stages.phases.touch import State, Touches
 
@@ -49,6 +49,7 @@ def make_phases(
     *,
     overlap: bool | str,
     seconds: Seconds | None = None,
+    whole: float | None = None,
     guarded: frozenset[State] = frozenset(),
     as_written: bool = False,
 ) -> IterationGraphs:
@@ -58,6 +59,7 @@ def make_phases(
         step: after the passes; its nodes are put into their order of execution.
         overlap: whether work may move into the next iteration; ``"auto"``: if by the measured times that is faster.
         seconds: measured time of every node, by name; without it collectives start as their operands become ready.
+        whole: measured seconds of an iteration with nothing deferred, whose collectives start as they become ready.
         guarded: state that decides which graph the next iteration uses.
         as_written: collectives start in the order in which they stand in the step.
 
@@ -65,9 +67,11 @@ def make_phases(
         VerificationError: a graph broke an invariant, or would read something stale.
     """
     graph = step.graph_module.graph
-    times = seconds or {}
     dependences, touches = Dependences(graph), Touches(step)
     found = tails(dependences)
+    times = seconds or {}
+    if times and whole is not None:
+        times = slowed(times, schedule(dependences, found, (), touches, {}, as_written=as_written), whole)
     decision = choose(found, touches, guarded) if overlap else Deferral()
     chosen = schedule(dependences, found, decision.deferred, touches, times, as_written=as_written)
     notes = str(decision) if overlap else ""

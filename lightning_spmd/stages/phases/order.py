@@ -21,6 +21,8 @@ from lightning_spmd.ir.verify import is_wait
 from lightning_spmd.stages.phases.bounds import bounded
 from lightning_spmd.stages.phases.touch import Touches, first_conflict
 
+MOST_SLOWED = 1.5
+"""More is noise, or an iteration that something else delays."""
 Seconds = Mapping[str, float]
 """By node name: how long a node takes; for the start of a collective, how long the whole collective does."""
 
@@ -149,6 +151,28 @@ def predicted_seconds(chosen: Schedule, seconds: Seconds, iterations: int = 4) -
         for tail in late.get(None, ()):
             finish(tail, before)
     return now - begin
+
+
+def slowed(seconds: Seconds, chosen: Schedule, whole: float) -> Seconds:
+    """The times with collectives as slow as they are in an iteration: one behind the other, and beside computation.
+
+    By itself each is faster: it has the cores, and what a link lets through in a burst.
+
+    Args:
+        seconds: measured times of every node by itself.
+        chosen: a schedule.
+        whole: measured seconds of an iteration in this order.
+    """
+
+    def with_factor(factor: float) -> dict[str, float]:
+        return dict(seconds) | {start.name: factor * seconds.get(start.name, 0.0) for start in chosen.queue}
+
+    factor, step = 1.0, (MOST_SLOWED - 1.0) / 2
+    while step > 1e-3:  # the largest factor with which the iteration is no longer than it was
+        if predicted_seconds(chosen, with_factor(factor + step)) <= whole:
+            factor += step
+        step /= 2
+    return with_factor(factor)
 
 
 def _issue_order(

@@ -409,13 +409,15 @@ class GraphBuilder:
         return with_state(functools.partial(capture_followed, request), context.optimizer, parameters, lay_out)
 
     def _finish(
-        self, captured: CapturedStep, number: int, arranged: ShardedStep, seconds: Mapping[str, float]
+        self, captured: CapturedStep, number: int, arranged: ShardedStep, seconds: Mapping[str, float], whole: float
     ) -> IterationGraphs:
         """The final graphs of a measured step, the same on all ranks."""
         control = self._context.control
-        everyone = [dict(seconds)] if control is None else control.gather(dict(seconds))
-        times, overlap = agree(arranged.graph_module.graph, everyone), self._context.options.overlap_iterations
-        graphs = finish(captured, arranged, times, overlap, self._dump_of(number))
+        mine = dict(seconds), whole
+        everyone = [mine] if control is None else control.gather(mine)
+        times = agree(arranged.graph_module.graph, [seconds for seconds, _ in everyone])
+        whole, overlap = max(whole for _, whole in everyone), self._context.options.overlap_iterations
+        graphs = finish(captured, arranged, times, overlap, self._dump_of(number), whole=whole)
         if graphs.cleanup is not None and has_sizes(graphs.cleanup.graph_module.graph):  # they would be the next step's
             graphs = finish(captured, arranged, times, False, self._dump_of(number))
         self._check_agreement(graphs.main, captured)

@@ -21,7 +21,7 @@ from lightning_spmd.ir.verify import is_wait, starts_collective
 from lightning_spmd.stages.passes import PASSES, PassState, run_passes
 from lightning_spmd.stages.phases import deferrable, follow, make_phases
 from lightning_spmd.stages.phases.follow import verify_nothing_stale
-from lightning_spmd.stages.phases.order import predicted_seconds, schedule
+from lightning_spmd.stages.phases.order import MOST_SLOWED, predicted_seconds, schedule, slowed
 from lightning_spmd.stages.phases.split import TAIL
 from lightning_spmd.stages.phases.touch import Touches
 from tests.helpers.simulate import RankInterpreter, Rendezvous, expand_all, piece
@@ -317,6 +317,20 @@ def test_auto_moves_nothing_where_the_network_is_fast() -> None:
     graphs = _automatic(0.0001)
     assert graphs.cleanup is None
     assert "the network is fast enough" in graphs.notes
+
+
+@pytest.mark.parametrize(("really", "taken"), [(1.2, 1.2), (0.8, 1.0), (3.0, MOST_SLOWED)])
+def test_collectives_are_as_slow_as_a_whole_iteration_shows(really: float, taken: float) -> None:
+    step = programs(captured_layers()[0])[0]
+    dependences, touches = Dependences(step.graph_module.graph), Touches(step)
+    plain = schedule(dependences, tails(dependences), (), touches, {})
+    seconds = {n.name: 1.0 for n in step.graph_module.graph.nodes if n.op == "call_function"}
+    starts = {n.name for n in plain.queue}
+    seconds |= dict.fromkeys(starts, 100.0)
+    whole = predicted_seconds(plain, seconds | dict.fromkeys(starts, 100.0 * really))
+    found = slowed(seconds, plain, whole)
+    assert {name: found[name] for name in starts} == pytest.approx(dict.fromkeys(starts, 100.0 * taken), rel=0.01)
+    assert all(found[name] == 1.0 for name in seconds.keys() - starts)
 
 
 def test_deferred_work_waits_for_collectives_of_its_own_iteration() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.stages.runtime.trial_runs.profile import DeviceClock, HostClock, Profile, clock_of
+from lightning_spmd.stages.runtime.trial_runs.profile import DeviceClock, HostClock, Profile, Whole, clock_of
 
 
 def _doubled(device: str) -> fx.GraphModule:
@@ -64,3 +64,11 @@ def test_on_the_host_the_shortest_time_of_the_runs_counts() -> None:
         profile.run(torch.ones(2))
         profile.run(torch.ones(2))
     assert list(profile.seconds.values()) == [3.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_of_runs_as_a_whole_the_shortest_counts() -> None:
+    whole = Whole(_doubled("cpu"))
+    with mock.patch.object(HostClock, "mark", side_effect=[1.0, 9.0, 10.0, 14.0]):
+        assert torch.equal(whole.run(torch.ones(2))[0], torch.full((2,), 32.0))
+        whole.run(torch.ones(2))
+    assert (whole.runs, whole.seconds) == (2, 4.0)

@@ -11,11 +11,11 @@ from torch import fx
 
 from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.trial_runs.first_run import LayoutCheck, insert_repairs
-from lightning_spmd.stages.runtime.trial_runs.profile import RUNS, Profile
+from lightning_spmd.stages.runtime.trial_runs.profile import RUNS, Profile, Whole
 from lightning_spmd.stages.runtime.undo import Before, can_be_undone
 
-Finish = Callable[[ShardedStep, Mapping[str, float]], IterationGraphs]
-"""Makes the final graphs of a step that has been measured."""
+Finish = Callable[[ShardedStep, Mapping[str, float], float], IterationGraphs]
+"""Makes the final graphs of a step, given the seconds of every node by itself, and of a run as a whole."""
 Form = Callable[[ShardedStep], fx.GraphModule]
 """The form in which a graph runs, with the same names of nodes."""
 
@@ -92,14 +92,18 @@ class Measurement:
         self._form = form
         self._finish = finish
         self._profile: Profile | None = None
+        self._whole: Whole | None = None
 
-    def interpreter(self) -> Profile:
+    def interpreter(self) -> Profile | Whole:
         """What runs the graph."""
         self._profile = self._profile or Profile(self._form(self._graphs.main))
-        return self._profile
+        if self._profile.runs < RUNS:
+            return self._profile
+        self._whole = self._whole or Whole(self._form(self._graphs.main))
+        return self._whole
 
     def ended(self) -> IterationGraphs | None:
         """A run is over. Returns the final graphs after the last one."""
-        if self._profile is None or self._profile.runs < RUNS:
+        if self._profile is None or self._whole is None or self._whole.runs < RUNS:
             return None
-        return self._finish(self._graphs.main, self._profile.seconds)
+        return self._finish(self._graphs.main, self._profile.seconds, self._whole.seconds)
