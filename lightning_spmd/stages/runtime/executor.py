@@ -119,7 +119,8 @@ class Pending:
 class Executable:
     """A captured step, the graphs made from it, and the access to their live inputs.
 
-    Before its graphs are final it has trial runs: one checks memory layouts, two measure if the order can be improved.
+    Before its graphs are final it has trial runs: one checks memory layouts, three
+    measure if the order can be improved.
 
     Attributes:
         decides: whether Python decides something by values of the step, so that a run may end with ``ReadMiss``.

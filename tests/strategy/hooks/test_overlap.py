@@ -118,7 +118,7 @@ def snapshots(overlap: Any, folder: Path, **flags: Any) -> tuple[list[Any], dict
     "flags",
     [
         {"val_check_interval": 3, "max_steps": 8},
-        {"save": True, "enable_checkpointing": True, "limit_train_batches": 4, "accumulate_grad_batches": 2},
+        {"save": True, "enable_checkpointing": True, "limit_train_batches": 6, "accumulate_grad_batches": 2},
         pytest.param({}, marks=pytest.mark.long),
         pytest.param({"val_check_interval": 3}, marks=pytest.mark.long),
         pytest.param({"max_steps": 11}, marks=pytest.mark.long),

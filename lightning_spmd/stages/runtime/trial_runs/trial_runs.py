@@ -104,6 +104,6 @@ class Measurement:
 
     def ended(self) -> IterationGraphs | None:
         """A run is over. Returns the final graphs after the last one."""
-        if self._profile is None or self._whole is None or self._whole.runs < RUNS:
+        if self._profile is None or self._whole is None or self._whole.seconds is None:
             return None
         return self._finish(self._graphs.main, self._profile.seconds, self._whole.seconds)
