@@ -15,11 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ValueGuard:
-    """``read()`` must equal ``expected``."""
+    """``read()`` must equal ``expected``; ``difference(expected, seen)`` says what of it changed, if repr() does not."""
 
     name: str
     read: Callable[[], Any]
     expected: Any
+    difference: Callable[[Any, Any], str] | None = None
 
     def failure(self) -> str | None:
         """Why the guard fails now, or None."""
@@ -28,7 +29,11 @@ class ValueGuard:
         except AttributeError:
             seen = "<missing>"
         same = type(seen) is type(self.expected) and seen == self.expected
-        return None if same else f"{self.name} changed from {_short(self.expected)} to {_short(seen)}"
+        if same:
+            return None
+        if self.difference is not None:
+            return f"{self.name} changed: {self.difference(self.expected, seen)}"
+        return f"{self.name} changed from {_short(self.expected)} to {_short(seen)}"
 
 
 @dataclass(frozen=True)

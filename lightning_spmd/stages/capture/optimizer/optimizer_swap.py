@@ -174,7 +174,7 @@ class OptimizerSwap:
             return tuple([len(state[p]) if p in state else 0 for g in optimizer.param_groups for p in g["params"]])
 
         structure = _Structure(optimizer)
-        guards = [ValueGuard("the structure of optimizer.param_groups", structure, structure())]
+        guards = [ValueGuard("optimizer.param_groups", structure, structure(), _change)]
         if stepped and not is_torchs_own(optimizer):
             own = lambda: own_values(optimizer)  # noqa: E731
             guards.append(ValueGuard(f"an attribute of the {type(optimizer).__name__}", own, own()))
@@ -209,6 +209,22 @@ class _Structure:
             fixed = all(isinstance(v, _FIXED) for g in groups for k, v in g.items() if k != "params")
             self._seen = now if fixed else []
         return self._found
+
+
+def _change(before: Any, now: Any) -> str:
+    """What of the groups changed, as :class:`_Structure` gives them."""
+    if len(before) != len(now):
+        return f"there are {len(now)} groups and were {len(before)}"
+    for index, ((old_parameters, old), (new_parameters, new)) in enumerate(zip(before, now, strict=True)):
+        if old_parameters != new_parameters:
+            return f"group {index} has other parameters"
+        old_kinds, new_kinds = dict(old), dict(new)
+        for key in old_kinds | new_kinds:
+            if key not in old_kinds or key not in new_kinds:
+                return f"group {index} has {key!r}" + (" no more" if key in old_kinds else " now")
+            if old_kinds[key] != new_kinds[key]:
+                return f"{key!r} of group {index} is {new_kinds[key]!r} and was {old_kinds[key]!r}"
+    return "its entries are in another order"
 
 
 _FIXED = (int, float, str, bool, tuple, type(None))
