@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ValueGuard:
-    """``read()`` must equal ``expected``; ``difference(expected, seen)`` says what of it changed, if repr() does not."""
+    """``read()`` must equal ``expected``; ``difference(expected, seen)`` says what changed, if repr() does not."""
 
     name: str
     read: Callable[[], Any]
