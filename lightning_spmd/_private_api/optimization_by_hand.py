@@ -34,13 +34,13 @@ true_backward = torch.autograd.backward
 """As torch has it, whatever stands in its place."""
 
 
-def step_without_hooks(optimizer: Any) -> None:
+def step_without_hooks(optimizer: Any, *closure: Any) -> None:
     """``optimizer.step()`` of the class, without what is registered around steps: its profiling, counting, hooks.
 
     ``Optimizer.__init__`` puts a wrapper of its own around each class's ``step`` (``profile_hook_step``) and says so.
     """
     step = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *closure)
 
 
 def copy_of_optimizer(optimizer: Any, parameters: list[Any], state: Any) -> Any:

@@ -14,7 +14,9 @@ from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.stages.capture.optimizer.accumulation import gradients_behind
+from lightning_spmd.stages.capture.optimizer.given_closure import GivenClosure
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwaps
+from lightning_spmd.stages.capture.record.around_trace import explained
 from lightning_spmd.stages.capture.record.inputs import InputTable
 from lightning_spmd.stages.capture.record.recorder import Recorder, in_section
 
@@ -58,6 +60,7 @@ class InGraph:
         parameters: list[Tensor],
         gradients: Sequence[Tensor | None],
         settings: list[dict[str, Any]],
+        evaluated: Sequence[Tensor | None],
     ) -> None:
         """As in every world."""
         if self._swaps is None:
@@ -68,8 +71,11 @@ class InGraph:
         self._note(gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with in_section(self._recorder, Section.OPTIMIZER):
-            private.step_without_hooks(swap.optimizer)
+        name = f"{type(swap.optimizer).__name__}.step"
+        with in_section(self._recorder, Section.OPTIMIZER), explained(self._recorder, lambda: name):
+            private.step_without_hooks(
+                swap.optimizer, *(GivenClosure(swap.optimizer, loss, self._recorder) for loss in evaluated)
+            )
         for parameter in parameters:
             parameter.grad = None
 

@@ -79,13 +79,14 @@ class IterationTrace:
         """Run the variant's part of an iteration, with the fake parameters that get gradients, by name."""
         request, variant = self.request, self.request.variant
         gradients: dict[str, Tensor] = {}
+        loss: Tensor | None = None
         if variant.forward:
             with torch.enable_grad():
                 loss = self.forward(batch)
                 if loss is not None:
-                    loss = self.scaling.scaled(loss)
+                    scaled = self.scaling.scaled(loss)
                     with in_section(self.recorder, Section.BACKWARD):
-                        gradients = self.backward(loss, [pair for pair in trained if pair[1].requires_grad])
+                        gradients = self.backward(scaled, [pair for pair in trained if pair[1].requires_grad])
         with torch.no_grad(), in_section(self.recorder, Section.BACKWARD):
             gradients = self._add_accumulated(gradients, trained)
         if not variant.apply:
@@ -105,7 +106,7 @@ class IterationTrace:
                     request.update.clip(optimizer)
             check_step(optimizer)
             with in_section(self.recorder, Section.OPTIMIZER):
-                self.scaling.step(optimizer, self._new_state)
+                self.scaling.step(optimizer, self._new_state, loss)
         if self.scaling.found is not None:
             self.outputs.add(self.scaling.found, OutputRole.FOUND_INF, (), "found_inf")
 

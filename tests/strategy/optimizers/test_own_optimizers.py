@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
+from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.strategy.support.detectors import Context
 from lightning_spmd.strategy.support.feature import Mode
 from lightning_spmd.strategy.support.matrix import classify
@@ -65,6 +66,48 @@ class Sharp(torch.optim.Optimizer):
         return loss
 
 
+class SharpIfItCan(Sharp):
+    """Without a closure its step is that of SGD, silently."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            return super().step(closure)
+        for p in (p for g in self.param_groups for p in g["params"]):
+            p.sub_(p.grad, alpha=0.1)
+        return None
+
+
+class Ahead(torch.optim.SGD):
+    """Gradients at the weights half a step ahead."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for g in self.param_groups for p in g["params"]]
+        torch._foreach_mul_(params, 0.99)  # pyright: ignore[reportPrivateImportUsage]
+        loss = torch.enable_grad()(closure)()
+        for p in params:
+            p.sub_(p.grad, alpha=0.1)
+        return loss
+
+
+class Polyak(torch.optim.Optimizer):
+    """The loss is in its rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        loss = torch.enable_grad()(closure)()
+        params = [p for g in self.param_groups for p in g["params"]]
+        squares = torch.stack([p.grad.square().sum() for p in params]).sum()
+        for p in params:
+            p.sub_(p.grad * torch.clamp(loss / (squares + 1e-3), max=0.1))
+        return loss
+
+
 def _of(kind: Any, base: type = Net) -> type[Net]:
     class Own(base):  # type: ignore[misc,valid-type]
         def configure_optimizers(self) -> Any:
@@ -76,6 +119,9 @@ def _of(kind: Any, base: type = Net) -> type[Net]:
 KINDS: dict[str, Any] = {
     "lookahead": lambda p: Slow(p, lr=0.1, momentum=0.9),
     "sam": Sharp,
+    "sam if it can": SharpIfItCan,
+    "ahead": lambda p: Ahead(p, lr=0.1),
+    "polyak": Polyak,
     "lion": Lion,
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
     "adafactor": torch.optim.Adafactor,
@@ -296,3 +342,72 @@ class Counted(Quiet):
 def test_an_optimizer_in_parts_that_counts_by_itself_is_an_error(two_ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"Slow.step \(.*\) changes count of its optimizer"):
         two_ranks.run(_in_parts, Counted, 2)
+
+
+class InBF16(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch[0].bfloat16(), batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize("name", ["sam", "sam if it can", "ahead"])
+def test_gradients_at_other_weights_are_refused_where_the_step_is_in_a_graph(name: str) -> None:
+    strategy = SPMDStrategy(bf16_updates="master")
+    with pytest.raises(ConfigurationError, match=r"\w+\.step \(.*\) evaluates its closure again, .*manual"):
+        run(_of(KINDS[name], InBF16), strategy, precision="bf16-true")
+
+
+class SharpIfInParts(Quiet):
+    def configure_optimizers(self) -> Any:
+        return SharpIfItCan(self.parameters())
+
+
+class PolyakInParts(Quiet):
+    def configure_optimizers(self) -> Any:
+        return Polyak(self.parameters())
+
+
+def test_gradients_at_other_weights_are_refused_in_parts(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"SharpIfItCan\.step .*evaluates its closure again"):
+        two_ranks.run(_in_parts, SharpIfInParts, 2)
+
+
+def test_a_closure_returns_the_loss_in_parts(two_ranks: RankPool) -> None:
+    theirs = _in_parts(PolyakInParts, 1)
+    for ours in two_ranks.run(_in_parts, PolyakInParts, 2):
+        assert ours.mode == "compiled"
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
+
+
+class SharpIfByHand(SharpByHand):
+    def configure_optimizers(self) -> Any:
+        return SharpIfItCan(self.net.parameters())
+
+
+class PolyakByHand(SharpByHand):
+    def configure_optimizers(self) -> Any:
+        return Polyak(self.net.parameters())
+
+
+def test_by_hand_gradients_at_other_weights_are_refused_in_parts(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"SharpIfItCan\.step .*evaluates its closure again"):
+        two_ranks.run(by_hand.fit_on_ranks, SharpIfByHand, {"data_parallel": "zero2"}, 2)
+
+
+def test_by_hand_a_closure_returns_the_loss_in_parts(two_ranks: RankPool) -> None:
+    wanted = by_hand.state_of(*by_hand.fit(PolyakByHand, "auto", precision="64-true"))
+    for state, mode, captures in two_ranks.run(by_hand.fit_on_ranks, PolyakByHand, {"data_parallel": "zero2"}, 2):
+        assert (mode, captures > 0) == ("compiled", True)
+        by_hand.assert_close(state["weights"], wanted["weights"])
+
+
+class Converges(SharpByHand):
+    """Each step has another number of evaluations, hundreds of calls each."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.net.parameters(), lr=0.1)
+
+
+def test_by_hand_what_evaluates_until_it_converges_runs_eagerly() -> None:
+    theirs, ours = (by_hand.fit(Converges, strategy, batches=12) for strategy in ("auto", "spmd"))
+    by_hand.assert_bitwise(by_hand.state_of(*ours), by_hand.state_of(*theirs))
+    assert ours[1].strategy.captures == 0

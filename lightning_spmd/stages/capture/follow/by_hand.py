@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.messages import place_of
 from lightning_spmd.stages.capture.follow.engine import Begin
 from lightning_spmd.stages.capture.follow.notes import Made, Source
 from lightning_spmd.stages.capture.follow.step import Step
@@ -40,6 +41,8 @@ from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 _SETTINGS = 2
 """Where the settings are among the arguments of a step."""
+_MOST_EVALUATIONS = 2
+"""SAM evaluates twice in each step; what evaluates oftener decides by values how often."""
 _OURS = 3
 """References to an otherwise unused placeholder with a gradient: its note's, the table's, the counting code's."""
 
@@ -106,19 +109,19 @@ class HandStep:
         step.on_read, step.on_values = self._unwatched(step.on_read), self._unwatched(step.on_values)
         with contextlib.ExitStack() as stack:
             for index, optimizer in enumerate(self._common.optimizers):
-                if not self._common.is_known[index]:
-                    continue
-                stack.enter_context(self._step_replaced(index, optimizer))
-                stack.enter_context(self._states[index].active())
+                is_known = self._common.is_known[index]
+                stack.enter_context(self._step_replaced(index, optimizer, self._step_of if is_known else self._counted))
+                if is_known:
+                    stack.enter_context(self._states[index].active())
             stack.enter_context(private.backward_replaced(self.backward))
             yield
 
     @contextlib.contextmanager
-    def _step_replaced(self, index: int, optimizer: Any) -> Iterator[None]:
+    def _step_replaced(self, index: int, optimizer: Any, by: Callable[..., Callable[..., Any]]) -> Iterator[None]:
         attributes = vars(optimizer)
         before = attributes.get("step")
         original: Callable[..., Any] = optimizer.step
-        attributes["step"] = replacement = self._step_of(index, optimizer, original)
+        attributes["step"] = replacement = by(index, optimizer, original)
         try:
             yield
         finally:
@@ -306,12 +309,35 @@ class HandStep:
             else:
                 private.mark_stepped(optimizer)
                 with private.no_torch_functions():
-                    self._note_step(index, optimizer)
+                    loss = result if isinstance(result, Tensor) else None
+                    is_asked = closure is not None and not is_torchs_own(optimizer)
+                    self._note_step(index, optimizer, [loss] if is_asked else [])
             return result
 
         return step
 
-    def _note_step(self, index: int, optimizer: Any) -> None:
+    def _counted(self, index: int, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A step whose Python runs. One that evaluates until it has converged (LBFGS) is another graph in each step."""
+
+        @functools.wraps(original)
+        def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            if closure is None:
+                return original(*args, **kwargs)
+            times = 0
+
+            def counted() -> Any:
+                nonlocal times
+                times += 1
+                if times > _MOST_EVALUATIONS and not self.step.is_eager:
+                    where = f"{type(optimizer).__name__}.step{place_of(type(optimizer).step)}"
+                    self.step.eagerly(f"{where} evaluates its closure again and again")
+                return closure()
+
+            return original(counted, *args, **kwargs)
+
+        return step
+
+    def _note_step(self, index: int, optimizer: Any, evaluated: list[Tensor | None]) -> None:
         if self._has_looked:
             self.step.eagerly("the state of an optimizer is looked at before its step")
             private.step_without_hooks(optimizer)
@@ -320,7 +346,7 @@ class HandStep:
         parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         call = self._common.steps[index]
-        self._call(call, (parameters, [self.gradient(p) for p in parameters], settings))
+        self._call(call, (parameters, [self.gradient(p) for p in parameters], settings, evaluated))
         if not self.step.is_eager and (note := self.step.notes[-1]).take is None:
             note.free |= places_of_numbers(settings, _SETTINGS)
 

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.optimizer.accumulation import gradients_behind
+from lightning_spmd.stages.capture.optimizer.given_closure import GivenClosure
 
 Roots = tuple[Tensor, ...]
 Gradients = Sequence[Tensor | None]
+Evaluated = Sequence[Tensor | None]
 Settings = list[dict[str, Any]]
 """The parameter groups of an optimizer without their parameters."""
 
@@ -42,7 +44,9 @@ class World(Protocol):
         """
         ...
 
-    def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+    def step(
+        self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
+    ) -> None:
         """One step of an optimizer.
 
         Args:
@@ -50,6 +54,8 @@ class World(Protocol):
             parameters: of all its groups.
             gradients: theirs.
             settings: of the groups.
+            evaluated: what the closure has returned that the user gives to a step which is none of torch's own; empty
+                without a closure.
         """
         ...
 
@@ -126,7 +132,9 @@ class Computed:
 class OnFakes(Computed):
     """The world of fake tensors. A step of an optimizer raises the versions of parameters and does nothing else."""
 
-    def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+    def step(
+        self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
+    ) -> None:
         """As in every world."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
@@ -149,11 +157,13 @@ class OnCopies(Computed):
         self._optimizers, self._states = optimizers, states
         self._copies: dict[int, Any] = {}
 
-    def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+    def step(
+        self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
+    ) -> None:
         """As in every world."""
         if number not in self._copies:
             self._copies[number] = private.copy_of_optimizer(self._optimizers[number], parameters, self._states[number])
-        _step(self._copies[number], parameters, gradients, settings)
+        _step(self._copies[number], parameters, gradients, settings, evaluated)
 
 
 class Live:
@@ -175,12 +185,16 @@ class Live:
         private.true_backward(roots, weights, retain, create, inputs=leaves if named else None)
         return tuple([leaf.grad for leaf in leaves])
 
-    def step(self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+    def step(
+        self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
+    ) -> None:
         """As in every world."""
-        _step(self._optimizers[number], parameters, gradients, settings)
+        _step(self._optimizers[number], parameters, gradients, settings, evaluated)
 
 
-def _step(optimizer: Any, parameters: list[Tensor], gradients: Gradients, settings: Settings) -> None:
+def _step(
+    optimizer: Any, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
+) -> None:
     """A step with the settings that the groups had when it was called; a scheduler may have stepped since."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -188,7 +202,7 @@ def _step(optimizer: Any, parameters: list[Tensor], gradients: Gradients, settin
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     try:
-        private.step_without_hooks(optimizer)
+        private.step_without_hooks(optimizer, *(GivenClosure(optimizer, loss) for loss in evaluated))
     finally:
         for group, own in zip(optimizer.param_groups, before, strict=True):
             group.update(own)

@@ -26,6 +26,8 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import InputRole
+from lightning_spmd.stages.capture.optimizer.given_closure import GivenClosure
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import is_torchs_own
 from lightning_spmd.stages.capture.optimizer.skipped_step import StepTakenBack
 from lightning_spmd.stages.capture.record.inputs import InputTable
 
@@ -89,16 +91,24 @@ class LossScaling:
             scaler.unscale_(optimizer)
             self.found = private.found_inf(scaler, optimizer)
 
-    def step(self, optimizer: Any, made: Callable[[], Sequence[Tensor]]) -> None:
+    def step(self, optimizer: Any, made: Callable[[], Sequence[Tensor]], loss: Tensor | None) -> None:
         """The update, which changes nothing where a gradient was not finite; then that of the scale.
 
         Args:
             optimizer: the user's.
             made: gives the state that the step made.
+            loss: of the batch; None where the graph has none.
         """
         found = self.found
-        if found is None:
-            type(optimizer).step(optimizer)
+        if found is None:  # a GradScaler steps without a closure
+            type(optimizer).step(
+                optimizer,
+                **(
+                    {}
+                    if is_torchs_own(optimizer)
+                    else {"closure": GivenClosure(optimizer, loss, self._inputs.recorder)}
+                ),
+            )
             return
         if private.takes_found_inf(optimizer):
             with private.steps_with(optimizer, self._scale, found):
