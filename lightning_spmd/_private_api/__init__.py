@@ -110,6 +110,7 @@ from lightning_spmd._private_api.lightning_names import (
     validate_from_the_start,
     when_signals_are_answered,
 )
+from lightning_spmd._private_api.mixed_lists import take_mixed_tensors
 from lightning_spmd._private_api.operator_names import (
     decide_shapes,
     draws,
@@ -218,6 +219,7 @@ __all__ = [
     "scaler_tensors",
     "scaler_works_on",
     "steps_with",
+    "take_mixed_tensors",
     "takes_found_inf",
     "unscale_parts",
     "DataDependentOutputException",

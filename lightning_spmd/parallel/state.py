@@ -92,6 +92,7 @@ class StateMesh:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.axes = mesh.axes()
+        private.take_mixed_tensors()
 
     # ------------------------------------------------------------------ to parts
     def part(self, tensor: Tensor, placements: Placements) -> Tensor:
