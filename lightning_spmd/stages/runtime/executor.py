@@ -16,7 +16,7 @@ from lightning_spmd.ir.reads import ReadMiss, checks_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.source import ErrorsNamePlaces, function_of
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
-from lightning_spmd.stages.runtime.ahead import asking
+from lightning_spmd.stages.runtime.ahead import Question, asking
 from lightning_spmd.stages.runtime.live_state import LiveState, ReadAll, Reader, read_all
 from lightning_spmd.stages.runtime.lowering import Lowering, Together, as_python, is_settled
 from lightning_spmd.stages.runtime.random_streams import draws_numbers
@@ -171,7 +171,7 @@ class Executable:
         self._trials: list[FirstRun | Measurement] = [FirstRun(graphs, self._form, on_repairs)]
         if finish is not None:
             self._trials.append(Measurement(graphs, self._form, finish))
-        self._question: Callable[[], None] | None = None
+        self._question: Question | None = None
 
     def inputs(self, batch: Sequence[Tensor]) -> list[Any]:
         """The inputs of the captured graph for this batch (tensor leaves, in order)."""
@@ -197,10 +197,14 @@ class Executable:
         """Whether the graphs have their final form: checked, measured, arranged."""
         return not self._trials
 
-    @property
-    def can_ask(self) -> bool:
-        """Whether a run can ask a question once it has begun; all that ranks do together to get there is done."""
-        return self._asks and self.is_final and self._main.is_settled
+    def can_ask(self, pending: Pending | None) -> bool:
+        """Whether a run can ask a question once it has begun; all that ranks do together to get there is done.
+
+        Args:
+            pending: as of :meth:`run`.
+        """
+        ready = self._asks and self.is_final and (pending is None or self.can_follow(pending))
+        return ready and self._taking_over(pending)[0].is_settled
 
     @property
     def can_talk(self) -> bool:
@@ -235,15 +239,16 @@ class Executable:
         self,
         batch: Sequence[Tensor],
         pending: Pending | None = None,
-        question: Callable[[], None] | None = None,
+        question: Question | None = None,
     ) -> tuple[Sequence[Any], Pending | None]:
         """Run one iteration. Parameters, buffers and state are updated.
 
         Args:
             batch: tensor leaves of the batch, in order.
             pending: deferred work of the iteration before, done in this run; only if :meth:`can_follow`.
-            question: asked as late as possible before anything is changed or another rank is involved. If it raises,
-                everything is unchanged. Only if :attr:`can_ask`, and without pending work.
+            question: asked as late as possible before this iteration changes anything or involves another rank. If it
+                raises, nothing of the iteration is done; it is told whether the pending work is. Only if
+                :meth:`can_ask`.
 
         Returns:
             the outputs of the captured graph, and what this iteration leaves undone.
@@ -296,9 +301,9 @@ class Executable:
             return Program(step, readers, chosen)
         return Program(step, readers, lambda final: chosen(asking(final, self._ask)))
 
-    def _ask(self) -> None:
+    def _ask(self, done: bool) -> None:
         if self._question is not None:
-            self._question()
+            self._question(done)
             self._question = None
 
     def _form(self, step: ShardedStep) -> fx.GraphModule:

@@ -14,7 +14,7 @@ from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.source import function_of, pause
 from lightning_spmd.ir.steps import PausingStep, ShardedStep, ShownGradients
-from lightning_spmd.stages.runtime.ahead import asking
+from lightning_spmd.stages.runtime.ahead import Question, asking
 from lightning_spmd.stages.runtime.executor import Executable, Pending, Program
 from lightning_spmd.stages.runtime.live_state import in_parts
 from lightning_spmd.stages.runtime.lowering import Lowering
@@ -61,7 +61,7 @@ class PausingExecutable(Executable):
         self,
         batch: Sequence[Tensor],
         pending: Pending | None = None,
-        question: Callable[[], None] | None = None,
+        question: Question | None = None,
     ) -> tuple[Sequence[Any], Pending | None]:
         """Run an iteration up to its update.
 

@@ -458,22 +458,32 @@ class TrainingIteration:
 
         The executable, and the outputs.
         """
-        if vote is None or vote.found.index is None or self._pending is not None:
+        if vote is None or vote.found.index is None:
             return None
         table = self._own.table if isinstance(vote, OwnDone) else self.table
         found, index = vote.found, vote.found.index
         executable = table.graph(index)
-        if not executable.can_ask:
+        pending = self._left_for(executable)
+        if not executable.can_ask(pending):
+            self._pending = pending
             return None
+        changing = functools.partial(self.context.whole.changing, self.context.trainer)
 
-        def agree() -> None:
+        def agree(done: bool) -> None:
+            ends_before.close()
+            self._pending = None if done else pending
             if vote.result() is not found:
                 raise Outvoted
-            self._found = found
+            self._found, self._pending = found, None
             table.count_use(index)
+            changes.enter_context(changing(updates=not isinstance(executable, PausingExecutable)))
 
         try:
-            outputs, self._pending = executable.run(tensors, None, agree)
+            with contextlib.ExitStack() as changes:
+                ends_before = changes.enter_context(contextlib.ExitStack())
+                if pending is not None:
+                    ends_before.enter_context(changing(updates=False))
+                outputs, self._pending = executable.run(tensors, pending, agree)
         except Outvoted:
             return None
         return executable, outputs
