@@ -172,21 +172,23 @@ class Ended(RuntimeError):
 def ended_in_a_step(when: str) -> str | None:
     """Why no checkpoint may be written after a step that took over another's rest and ended then."""
     plain, asks, result = TrainingIteration._run_ahead, Executable._ask, Done.result
-    took_over, problem = list[bool](), list[str | None]()
+    took_over, asked_now, problem = list[bool](), list[bool](), list[str | None]()
 
     def ahead(self: TrainingIteration, *args: Any) -> Any:
         took_over.append(self._pending is not None)
-        return plain(self, *args)
+        found = plain(self, *args)
+        asked_now.clear()
+        return found
 
     def answered(self: Done) -> Any:
-        if when == "unanswered" and took_over[-1]:
+        if when == "unanswered" and asked_now and took_over[-1]:
             raise Ended
         return result(self)
 
     def asked(self: Executable, done: bool) -> None:
-        was_asked = self._question is not None
+        asked_now[:] = [True] * (self._question is not None)
         asks(self, done)
-        if was_asked and took_over[-1]:
+        if asked_now and took_over[-1]:
             raise Ended
 
     class Asks(L.Callback):
