@@ -173,7 +173,9 @@ def gradients_of(module: nn.Module, mesh: StateMesh | None) -> dict[str, Tensor]
 
 
 def _as_gradient(gradient: Tensor, parameter: Tensor, mesh: StateMesh | None) -> Tensor:
-    if gradient.layout is not torch.strided or gradient.shape != parameter.shape:
+    if gradient.layout is not torch.strided:  # of a step that ran eagerly; the graph of the update is of dense ones
+        gradient = gradient.to_dense()
+    if gradient.shape != parameter.shape:
         return gradient
     return _laid_out(gradient, densely(TensorSpec.of(parameter)), mesh)
 

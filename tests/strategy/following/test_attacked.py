@@ -270,6 +270,34 @@ def test_sparse_gradients_are_averaged_over_ranks(two_ranks: RankPool) -> None:
         assert results[0].weights[name].equal(results[1].weights[name])
 
 
+def _sparse_in_parts(devices: int) -> Result:
+    return run(Sparse, {"data_parallel": "zero2"}, devices, data=_in_order, max_epochs=1, max_steps=2)
+
+
+def test_sparse_gradients_of_single_steps_update_state_in_parts(two_ranks: RankPool) -> None:
+    reference = run(Sparse, "auto", data=_in_order, max_epochs=1, max_steps=2)
+    for result in two_ranks.run(_sparse_in_parts, 2):
+        for name, value in reference.weights.items():
+            torch.testing.assert_close(result.weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+class SparseByHand(Sparse):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_sparse_gradients_by_hand_are_named() -> None:
+    ours = run(SparseByHand, max_epochs=1)
+    assert any("backward makes a sparse gradient (torch.sparse_coo), which" in text for text in ours.warnings)
+
+
 # ---------------------------------------------------------------------- modules
 class Lazy(Quiet):
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.errors import SPMDError
 from lightning_spmd.ir.aliasing import written_values
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Dimension
@@ -251,6 +252,8 @@ class Recorder:
             raise CannotBeFollowed(f"{note.name} reads the values of a tensor") from None
         except private.DynamicOutputShapeException as error:
             raise CannotBeFollowed(f"what {note.name} returns is as large as the data say") from error
+        except SPMDError as error:
+            raise CannotBeFollowed(str(error)) from error
         except Exception as error:  # the user's own mistake shows when it runs for good
             raise CannotBeFollowed(f"{note.name} could not be recorded ({first_line(error)})") from error
         if before != [TensorSpec.of(t) for t in operands]:

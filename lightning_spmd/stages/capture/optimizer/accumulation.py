@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.errors import CaptureError
 from lightning_spmd.stages.capture.record.packing import in_memory_order_of
 
 
@@ -24,7 +25,15 @@ def accumulated(leaf: Tensor, held: Tensor | None, gradient: Tensor, taken: set[
         gradient: what the pass gives.
         taken: storages that are in use; the result's is one from here on.
         in_place: what was there is written into.
+
+    Raises:
+        CaptureError: it is sparse.
     """
+    if gradient.layout is not torch.strided:
+        raise CaptureError(
+            f"backward makes a sparse gradient ({gradient.layout}), which graphs do not know; "
+            "use a dense one (sparse=False)"
+        )
     if held is not None:
         return held.add_(gradient) if in_place else held + gradient
     owned = in_memory_order_of(leaf, gradient)
