@@ -25,6 +25,8 @@ def broken_module(key: str, message: str) -> str | None:
     """
     for class_path in dict.fromkeys(_class_paths(message)):
         module = class_path.rpartition(".")[0]
+        if not module:
+            continue  # a class by its name alone
         try:
             importlib.import_module(module)
         except ModuleNotFoundError:

@@ -44,6 +44,7 @@ _KEYS = (
     (Callback, "trainer.callbacks"),
     (Logger, "trainer.logger"),
 )
+_OF_LIGHTNING = "lightning.pytorch.callbacks."
 _LOOKS = "_parse_ckpt_path"
 _ANOTHER_FOLDER = (
     ". Give results a folder that can be written: --trainer.default_root_dir FOLDER, or that of the logger"
@@ -96,6 +97,8 @@ def refused_with(error: BaseException) -> str | None:
     on_purpose = linecache.getline(frame.f_code.co_filename, line).strip().startswith("raise ")
     if on_purpose and "SaveConfigCallback" in {type(frame.f_locals.get("self")).__name__ for frame, _ in frames}:
         return text + _ANOTHER_FOLDER  # for the recipe as it was run, which jsonargparse writes
+    if on_purpose and isinstance(error, RuntimeError) and frame.f_globals.get("__name__", "").startswith(_OF_LIGHTNING):
+        return f"trainer.callbacks: {text}"  # EarlyStopping: there is no metric of that name
     refused = isinstance(error, OSError) or (on_purpose and isinstance(error, _OF_VALUES))
     if refused and any(_is_hook(frame) for frame, _ in frames):
         return f"{text}{place_of(error)}"

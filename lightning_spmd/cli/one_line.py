@@ -36,6 +36,7 @@ _CLASSES_OF: dict[str, type] = {
     "trainer.logger": Logger,
 }
 _NO_CLASS = re.compile(r"dot import path string: (\S+)|does not correspond to a subclass of (\w+)")
+_A_PATH = re.compile(r"[\w.]+")
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _ABSENT = re.compile(r"the following arguments are required: (\w+)")
 _PLACED = re.compile(r"unrecognized arguments: ([^-\s]\S*)")
@@ -84,8 +85,13 @@ def one_line(message: str, options: Iterable[str]) -> str:
         return _in_class(".".join(outer), of_class[1], of_class[2])
     given = _GIVEN.findall(message)
     no_class = _NO_CLASS.search(message)
-    if no_class is not None and outer and given and re.fullmatch(r"[\w.]+", given[-1].strip()):
-        return _no_class(outer[0], given[-1].strip(), no_class[2], message)
+    named = (
+        []
+        if no_class is None
+        else [text for text in (*given[-1:], no_class[1] or "") if _A_PATH.fullmatch(text.strip())]
+    )
+    if no_class is not None and outer and named:
+        return _no_class(outer[0], named[0].strip(), no_class[2], message)
     missing = _MISSING.search(message)
     if missing is not None:
         return f"{missing[1]} is missing"

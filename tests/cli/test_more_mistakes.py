@@ -12,7 +12,7 @@ from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.signature import Signature
 
 from .conftest import Run
-from .toys import RECIPES
+from .toys import RECIPES, toy
 
 pytest.importorskip("jsonargparse")
 
@@ -45,6 +45,24 @@ def test_it_is_one_line_that_says_what_to_write(run: Run, arguments: list[str], 
     said = [line for line in error.split("\n") if line]
     assert (status, len(said)) == (2, 1), error
     assert words in error
+
+
+@pytest.mark.parametrize(("name", "hint"), [("EarlyStoping", ". Did you mean EarlyStopping?"), ("Foo", "a list\n")])
+def test_a_class_in_a_list_of_a_recipe_is_named(run: Run, tmp_path: Path, name: str, hint: str) -> None:
+    file = tmp_path / "callbacks.yaml"
+    file.write_text(f"trainer:\n  callbacks:\n  - class_path: {name}\n    init_args: {{monitor: loss}}\n")
+    status, _, error = run(*OWN, "--config", str(file))
+    assert (status, len(error.splitlines())) == (2, 1), error
+    assert f"trainer.callbacks: {name} is not what it takes: a class_path" in error
+    assert hint in error
+
+
+def test_a_metric_that_a_callback_misses_is_one_line(run: Run, tmp_path: Path) -> None:
+    watch = ["--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor", "vall"]
+    status, _, error = run("fit", *toy("image_classifier", tmp_path, tmp_path), *watch)
+    assert status == 1
+    assert "error: trainer.callbacks: Early stopping conditioned on metric `vall` which is not" in error
+    assert "Traceback" not in error
 
 
 def test_graphs_that_cannot_be_written_name_the_option(tmp_path: Path) -> None:
