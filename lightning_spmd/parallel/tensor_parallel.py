@@ -158,14 +158,16 @@ class TensorParallelPlan:
 
     Args:
         resolved: the placements of parameters.
+        is_sought: whether the graph of the first batch will say which layers are split.
     """
 
     resolved: ResolvedPlan
+    is_sought: bool = False
 
     @property
     def needs_graphs(self) -> bool:
-        """No rank can compute a split layer alone."""
-        return self.shards_parameters
+        """No rank can compute a split layer alone, nor one that will be split in the middle of the first step."""
+        return self.shards_parameters or self.is_sought
 
     @property
     def shards_parameters(self) -> bool:

@@ -94,4 +94,4 @@ class LayerSharing:
         """The plan of the tensor axis."""
         if self._resolved is None:
             return TensorParallelPlan(ResolvedPlan({}, {}))
-        return TensorParallelPlan(self._resolved)
+        return TensorParallelPlan(self._resolved, self.is_sought)

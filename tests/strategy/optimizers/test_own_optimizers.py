@@ -378,6 +378,46 @@ def test_a_closure_returns_the_loss_in_parts(two_ranks: RankPool) -> None:
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
 
 
+def _shared(make: Any, devices: int) -> Result:
+    strategy: Any = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"} if devices > 1 else "auto"
+    return run(make, strategy, devices, data=lambda: InOrder(rows(), ROWS), max_epochs=1)
+
+
+class LionByHand(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return Lion(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("make", [PolyakInParts, LionByHand])
+def test_layers_that_are_shared_in_the_first_step_are_updated_in_it(two_ranks: RankPool, make: Any) -> None:
+    theirs = _shared(make, 1)
+    for ours in two_ranks.run(_shared, make, 2):
+        assert ours.mode == "compiled"
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
+
+
+class Backward(Quiet):
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+def test_no_layers_are_shared_in_eager_training(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"Backward.backward is overridden.* use tensor_parallel_size=1"):
+        two_ranks.run(_shared, Backward, 2)
+
+
 class SharpIfByHand(SharpByHand):
     def configure_optimizers(self) -> Any:
         return SharpIfItCan(self.net.parameters())
