@@ -92,8 +92,6 @@ class StepVote:
     told: int
 
 
-_LARGEST = dist.AllreduceOptions()
-_LARGEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 _last_run = [0]
 """Number of this process' last run on several ranks; notes are kept by it."""
 
@@ -122,7 +120,7 @@ class ControlPlane:
     def vote(
         self, place: Place, graph: int | None, rows: int, shape: int, *, ends: bool = False, told: int = 0
     ) -> StepVote:
-        """Exchange what this rank would do: one all-reduce of twelve numbers.
+        """Exchange what this rank would do: one all-gather of twelve numbers.
 
         Raises:
             RankDisagreementError: on every rank, if they are at different places.
@@ -179,14 +177,18 @@ class ControlPlane:
 
     # ------------------------------------------------------------------ pieces
     def _through_messages(self, numbers: Sequence[int]) -> Callable[[], Sequence[int]]:
-        """The largest of all ranks' numbers, one by one: an all-reduce, begun; what is returned waits for it."""
+        """The largest of all ranks' numbers, one by one: an all-gather, begun; what is returned waits for it.
+
+        Gloo's all-reduce sends twice as many messages one after the other.
+        """
         message = torch.tensor(numbers, dtype=torch.int64)
-        # dist.all_reduce looks at its arguments for as long as such a message travels
-        work = self.group.allreduce([message], _LARGEST)
+        everyone = message.new_empty(self.world_size, len(numbers))
+        # dist.all_gather looks at its arguments for as long as such a message travels
+        work = self.group.allgather([list(everyone.unbind())], [message])
 
         def largest() -> Sequence[int]:
             self._wait(work)
-            return message.tolist()
+            return everyone.amax(0).tolist()
 
         return largest
 
