@@ -119,6 +119,20 @@ def test_every_fit_says_its_mode_and_why(make: Any, found: str, place: Any, monk
     assert all(f"runs this training {found}" in text and place_of(place) in text for text in said), said
 
 
+class HookedLater(Quiet):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.first.weight.register_hook(_halved)
+
+
+def test_a_hook_that_comes_in_mid_run_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(messages, "rank_zero_info", texts.append)
+    _fit(HookedLater, steps=2)
+    said = [text for text in texts if "builds another graph" in text]
+    assert [text.partition("changed: ")[2] for text in said] == [f"_halved{place_of(_halved)} is new"]
+
+
 def test_places_are_found_through_decorators_and_partials() -> None:
     @functools.wraps(_halved)
     def wrapped(gradient: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.guards import ValueGuard
+from lightning_spmd.messages import place_of
 
 _HOOKS = (
     "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "optimizer_zero_grad",
@@ -49,7 +50,21 @@ def hooks_guard(module: nn.Module, optimizer: Optimizer | None, trainer: Any) ->
         methods = [module.__dict__.get(name) or getattr(kind, name, None) for name in _HOOKS]
         return [*methods, *registered(), *map(id, trainer.callbacks)]
 
-    return ValueGuard("the callbacks, or the hooks on gradients and steps", hooks, hooks())
+    def difference(before: list[Any], now: list[Any]) -> str:
+        names = {id(callback): f"callback {type(callback).__name__}" for callback in trainer.callbacks}
+
+        def told(hook: Any) -> str:
+            if isinstance(hook, int):
+                return names.get(hook, "a callback")
+            return f"{getattr(hook, '__qualname__', type(hook).__name__)}{place_of(hook)}"
+
+        sides = (("is new", now, before), ("is gone", before, now))
+        parts = [
+            (what, [told(hook) for hook in one if hook is not None and hook not in other]) for what, one, other in sides
+        ]
+        return "; ".join(f"{', '.join(found)} {what}" for what, found in parts if found) or "their order is another"
+
+    return ValueGuard("the callbacks, or the hooks on gradients and steps", hooks, hooks(), difference)
 
 
 def tensor_kinds_guard(module: nn.Module) -> ValueGuard:
