@@ -121,14 +121,14 @@ def test_every_fit_says_its_mode_and_why(make: Any, found: str, place: Any, monk
 
 class HookedLater(Quiet):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if self.global_step == 3:
             self.first.weight.register_hook(_halved)
 
 
 def test_a_hook_that_comes_in_mid_run_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
     monkeypatch.setattr(messages, "rank_zero_info", texts.append)
-    _fit(HookedLater, steps=2)
+    _fit(HookedLater, steps=5)
     said = [text for text in texts if "builds another graph" in text]
     assert [text.partition("changed: ")[2] for text in said] == [f"_halved{place_of(_halved)} is new"]
 
