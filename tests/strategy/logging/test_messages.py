@@ -128,7 +128,7 @@ class HookedLater(Quiet):
 def test_a_hook_that_comes_in_mid_run_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
     monkeypatch.setattr(messages, "rank_zero_info", texts.append)
-    _fit(HookedLater, steps=5)
+    _fit(HookedLater, steps=4)
     said = [text for text in texts if "builds another graph" in text]
     assert [text.partition("changed: ")[2] for text in said] == [f"_halved{place_of(_halved)} is new"]
 
