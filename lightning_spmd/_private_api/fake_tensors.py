@@ -25,11 +25,19 @@ def _is_of_others(record: logging.LogRecord) -> bool:
 
 
 class FakeTensorMode(_FakeTensorMode):
-    """torch's, but torch logs no traceback of calls that fail: shapes are tried, and what fails has a message."""
+    """torch's, but torch logs no traceback of calls that fail: shapes are tried, and what fails has a message.
+
+    A fake tensor's ``__dict__`` refers to its mode, so a copy of the tensor (torchmetrics' ``add_state``) would copy
+    the mode and the ``StorageWeakRef`` objects in it. Each copy of these gives back the same weak reference, and then
+    a storage is freed that is in use.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _LOG.addFilter(_is_of_others)  # once: a logger knows its filters
+
+    def __deepcopy__(self, memo: Any) -> FakeTensorMode:
+        return self
 
 
 @contextlib.contextmanager

@@ -470,8 +470,16 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "a graph asks behind its first effect",
         PHASES,
         "stages/runtime/ahead.py",
-        "with graph.inserting_before(end if effect is None else made[effect]):",
+        "with graph.inserting_before(before):",
         "with graph.inserting_before(end):",
+        ("tests/strategy/hooks/test_ahead.py",),
+    ),
+    Mutant(
+        "a collective that may be abandoned starts before the question",
+        PHASES,
+        "stages/runtime/ahead.py",
+        "    for start in pause.held:\n",
+        "    for start in pause.held[:0]:\n",
         ("tests/strategy/hooks/test_ahead.py",),
     ),
 )

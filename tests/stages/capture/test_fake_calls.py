@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -161,3 +162,11 @@ def test_operators_of_others_are_asked_each_time() -> None:
         odd = torch.ops.known_results_test.odd.default
         found = [calls.make(odd, (torch.ones(3),), {}).shape[0] for _ in range(2)]
     assert found == [2, 5]
+
+
+def test_a_copy_of_a_fake_tensor_is_of_the_same_mode() -> None:
+    with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        state: Any = torch.zeros(3)
+        copied = copy.deepcopy(state)
+    assert copied.fake_mode is state.fake_mode is mode
+    assert copied is not state
