@@ -2,7 +2,8 @@
 
 The recipe trains for some steps on as many processes as the plan has ranks, as in ``compare``. Between rounds and at
 the end the same processes measure, all at the same time, what their CPU and the link between them reach; the plan uses
-that. Then the recipe trains once more, with a clock between the lines of its graphs (``runtime/stopwatch.py``).
+that. Then the recipe trains once more, with a clock between the lines of its graphs (``runtime/stopwatch.py``), and
+the ranks measure the convolutions of these, each by itself.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch import fx
 
 from lightning_spmd.cost.hardware import Machines
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.planning.calibration import Calibration, calibrate, mean_of
+from lightning_spmd.planning.kernels import Kernels, measure_kernels
 from lightning_spmd.planning.layout import Layout
 from lightning_spmd.planning.outlook import Outlook
 from lightning_spmd.planning.tables import measured_rows, wait_rows
@@ -52,6 +55,7 @@ class Measured:
         processor: seconds of a core that a batch takes; None if a process has several cores.
         on_cpu: the share of its time in which the process had a core while it was calibrated.
         ranks: by rank, what each line of the graphs took (``timed_facts``).
+        kernels: operators of the graphs, each by itself.
     """
 
     side: SideResult
@@ -59,6 +63,7 @@ class Measured:
     processor: float | None
     on_cpu: float
     ranks: Sequence[Mapping[str, Any]] = ()
+    kernels: Kernels = dataclasses.field(default_factory=dict[str, float])
 
 
 class StepMemory(L.Callback):
@@ -107,10 +112,12 @@ class Lines(L.Callback):
 
     Attributes:
         facts: what this rank did; None before the end.
+        graphs: that it ran.
     """
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] | None = None
+        self.graphs: list[fx.Graph] = []
         self._watch = Stopwatch()
         self._batches = self._updates = 0
 
@@ -134,7 +141,9 @@ class Lines(L.Callback):
         """Sum up after the last step."""
         if self._batches == LINES.warmup + LINES.steps:
             updates = trainer.global_step - self._updates
-            self.facts = timed_facts(self._watch.results(), LINES.steps, updates)
+            results = self._watch.results()
+            self.facts = timed_facts(results, LINES.steps, updates)
+            self.graphs = [timed.step.graph_module.graph for timed in results]
 
 
 def check_here(machines: Machines, *, trains: bool) -> None:
@@ -203,6 +212,7 @@ def measured(recipe: Any, layout: Layout, machines: Machines) -> tuple[Machines,
     reason = result.reason
     if reason is None:
         reason = measure([side], building(lines), LINES, lambda _name, _number: None)[0].reason
+    kernels = measure_kernels(lines.graphs) if on_cpu and reason is None else {}
     ranks = _end_other_ranks(lines.facts)
     for name, value in before.items():  # what the launcher left would tell the capture that it is one rank of several
         if value is None:
@@ -213,7 +223,7 @@ def measured(recipe: Any, layout: Layout, machines: Machines) -> tuple[Machines,
     alone = torch.get_num_threads() == 1 and memory.processor
     processor = statistics.median(memory.processor) if alone else None
     looked = int(statistics.median(memory.bytes)) if memory.bytes else None
-    return found, Measured(result, looked, processor, calibration.on_cpu if calibration else 1.0, ranks)
+    return found, Measured(result, looked, processor, calibration.on_cpu if calibration else 1.0, ranks, kernels)
 
 
 def _end_other_ranks(facts: Any) -> list[Any]:

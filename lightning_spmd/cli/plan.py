@@ -32,6 +32,7 @@ from lightning_spmd.planning.capturing import Capture, capture_iteration, withou
 from lightning_spmd.planning.chrome_trace import trace_of
 from lightning_spmd.planning.facts import facts_of, search_facts
 from lightning_spmd.planning.hardware_file import Hardware, read_hardware
+from lightning_spmd.planning.kernels import Kernels
 from lightning_spmd.planning.layout import Layout
 from lightning_spmd.planning.outlook import Outlook, outlook_of
 from lightning_spmd.planning.page import page_of
@@ -200,7 +201,7 @@ def main(args: Sequence[str]) -> None:
             _stop(error, 2)
         try:
             machines, side = _here(recipe, layout, machines)
-            outlook, found = _plan(recipe, layout, machines)
+            outlook, found = _plan(recipe, layout, machines, {} if side is None else side.kernels)
         except (ConfigurationError, MisconfigurationException) as error:
             _stop(error, 2)
         except SPMDError as error:
@@ -235,11 +236,11 @@ def _as_declared(argument: str) -> str:
     return argument
 
 
-def _plan(recipe: PlanRecipe, layout: Layout, machines: Machines) -> tuple[Outlook, Search | None]:
+def _plan(recipe: PlanRecipe, layout: Layout, machines: Machines, kernels: Kernels) -> tuple[Outlook, Search | None]:
     """The recipe's own layout, or the best one with the results of the search."""
     capture = recipe.capture(layout)
     if not recipe.config["search"]:
-        return outlook_of(capture, layout, machines), None
+        return outlook_of(capture, layout, machines, kernels=kernels), None
     if not recipe.config["search_seconds"] > 0:
         raise ConfigurationError(f"--search_seconds {recipe.config['search_seconds']}: give a number above 0")
     found = search(capture, layout, machines, recipe.config["search_seconds"], _say, recipe.begun)

@@ -87,6 +87,7 @@ class LinkType:
         start: seconds that a collective takes before the first hop.
         per: who has an adapter of its own: each ``"device"``, or each ``"node"``, whose devices share it.
         share: of ``bandwidth``, what collectives reach.
+        core: seconds of computing for which there is no core in each second of a collective, where cores are devices.
         source: of the numbers.
     """
 
@@ -96,6 +97,7 @@ class LinkType:
     start: float
     per: str = "device"
     share: float = 0.8
+    core: float = 0.0
     source: str = ""
 
 

@@ -11,6 +11,7 @@
     search.py       layouts, ranked; estimate.py: a rough cost, to order them before they are built
 
 Nothing is measured and nothing runs on a device: times (``times.py``) come from ``cost/hardware.py``,
-``cost/operators.py`` and the user's ``hardware_file.py``. Two files are about this machine: ``calibration.py`` measures
-the speed of its CPU, and ``timed.py`` has the streams of a run as they were measured.
+``cost/operators.py`` and the user's ``hardware_file.py``. Three files are about this machine: ``calibration.py``
+measures the speed of its CPU, ``kernels.py`` the convolutions of a graph, and ``timed.py`` has the streams of a run as
+they were measured.
 """

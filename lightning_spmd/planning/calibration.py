@@ -4,13 +4,14 @@ The calibration runs the kinds of work of which steps consist, for a second or t
 convolutions, attention, functions, sums, additions, small operators. Each runs as long as a step does, because a short
 measurement is unreliable on a shared machine. Operands and results are in allocated memory, but not in caches. All
 ranks measure the same work at the same time, since they share cores and memory, and the mean counts. The link's speed
-is that of an all-reduce among them.
+is that of an all-reduce among them, and its processor time is missing elsewhere where no core is free for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,31 +48,34 @@ class Calibration:
     Args:
         seconds: of each kind of work, the mean of the ranks.
         all_reduces: seconds of a small and a large all-reduce; None with one rank.
+        core: seconds of computing that a second of an all-reduce takes away.
         on_cpu: share of the time for which a process had a core.
     """
 
     seconds: Mapping[str, float]
     all_reduces: tuple[float, float] | None
+    core: float
     on_cpu: float
 
     def device(self, device: DeviceType) -> DeviceType:
         """The device with measured speeds in place of the maker's."""
         seconds = self.seconds
         products = 3 * sum(2.0 * _ROWS * a * b for a, b in _WIDTHS)
-        flops = {name: products / seconds[name] for name in _DTYPES}
-        flops["fp16"] = flops["bf16"]
+        reached = {name: products / seconds[name] for name in _DTYPES}
+        reached["fp16"] = reached["bf16"]
         bandwidth = 3 * _BYTES / seconds["add"]
         convolution = 3 * 2.0 * _IMAGES * _CHANNELS[0] * _CHANNELS[1] * 9 * _PIXELS**2 / seconds["convolution"]
         # two products forward and five backward, of which causality counts half
         attention = 7.0 * _HEADS * 4 * _LENGTH * _LENGTH * _SIZE / seconds["attention"]
+        most = max(reached["fp32"], attention, convolution)  # what no kernel surpasses
         return dataclasses.replace(
             device,
             bandwidth=bandwidth,
-            flops=flops,
-            flops_share=1.0,
+            flops={name: most / reached["fp32"] * flops for name, flops in reached.items()},
+            flops_share=reached["fp32"] / most,
             bandwidth_share=1.0,
-            attention_share=min(1.0, attention / flops["fp32"]),
-            convolution_share=min(1.0, convolution / flops["fp32"]),
+            attention_share=attention / most,
+            convolution_share=convolution / most,
             curve_share=min(1.0, 2 * _BYTES / seconds["curve"] / bandwidth),
             reduction_share=min(1.0, 3 * _BYTES / seconds["reduction"] / bandwidth),
             launch=seconds["launch"],
@@ -86,25 +90,33 @@ class Calibration:
         (small, large), ranks = self.all_reduces, dist.get_world_size()
         bandwidth = wire_bytes("all_reduce", _LARGE - _SMALL, ranks) / max(large - small, 1e-9)
         return dataclasses.replace(
-            link, bandwidth=bandwidth, share=1.0, start=small, latency=0.0, source=f"measured here, {ranks} ranks"
+            link,
+            bandwidth=bandwidth,
+            share=1.0,
+            start=small,
+            latency=0.0,
+            core=self.core,
+            source=f"measured here, {ranks} ranks",
         )
 
 
 def calibrate() -> Calibration:
     """Measure; all ranks together."""
     wall, cpu = time.perf_counter(), time.process_time()
-    seconds = {name: _seconds(work) for name, work in _works().items()}
+    seconds = {name: mean_seconds(work, LEAST_SECONDS) for name, work in _works().items()}
     seconds["launch"] /= _OPERATORS
     on_cpu = (time.process_time() - cpu) / max(time.perf_counter() - wall, 1e-9) / torch.get_num_threads()
-    all_reduces = None
-    if _several():
+    all_reduces, core = None, 0.0
+    if several():
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (seconds, on_cpu))
         # not the slowest: on a busy machine that is another rank each time, and no rank is slow in all of a step
         seconds = {name: statistics.mean(found[name] for found, _ in everyone) for name in seconds}
         on_cpu = statistics.mean(share for _, share in everyone)
-        all_reduces = (_all_reduce(_SMALL), _all_reduce(_LARGE))
-    return Calibration(seconds, all_reduces, min(1.0, on_cpu))
+        small, _ = _all_reduce(_SMALL)
+        large, processor = _all_reduce(_LARGE)
+        all_reduces, core = (small, large), processor / large * _taken(dist.get_world_size())
+    return Calibration(seconds, all_reduces, core, min(1.0, on_cpu))
 
 
 def mean_of(found: Sequence[Calibration]) -> Calibration:
@@ -113,27 +125,34 @@ def mean_of(found: Sequence[Calibration]) -> Calibration:
     return Calibration(
         {name: statistics.mean(c.seconds[name] for c in found) for name in found[0].seconds},
         (statistics.mean(a for a, _ in pairs), statistics.mean(b for _, b in pairs)) if pairs else None,
+        statistics.mean(c.core for c in found),
         statistics.mean(c.on_cpu for c in found),
     )
 
 
-# ---------------------------------------------------------------- pieces
-def _several() -> bool:
+def several() -> bool:
+    """Whether other ranks are there, which do the same."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """Mean of one call, while all ranks do the same; the first one fills caches."""
-    if _several():
+def mean_seconds(work: Callable[[], object], least: float) -> float:
+    """Mean of one call, while all ranks do the same; the first one fills caches.
+
+    Args:
+        work: what is called.
+        least: seconds for which it goes on.
+    """
+    if several():
         dist.barrier()
     work()
     begin, count = time.perf_counter(), 0
-    while count < 2 or time.perf_counter() - begin < LEAST_SECONDS:
+    while count < 2 or time.perf_counter() - begin < least:
         work()
         count += 1
     return (time.perf_counter() - begin) / count
 
 
+# ---------------------------------------------------------------- pieces
 def _works() -> dict[str, Callable[[], object]]:
     """What is measured, by name."""
     ones = [torch.randn(_NUMBERS // 512, 512) for _ in range(_TENSORS)]
@@ -201,7 +220,16 @@ def _memory(otherwise: float) -> float:
     return otherwise
 
 
-def _all_reduce(size: int) -> float:
+def _taken(ranks: int) -> float:
+    """Seconds of computing that are lost by a second of another thread, where ranks of this machine all have one."""
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    missing = (ranks * (threads + 1) - cores) / ranks
+    return min(1.0, max(0.0, missing)) / threads * max(1.0, ranks * threads / cores)
+
+
+def _all_reduce(size: int) -> tuple[float, float]:
+    """Seconds, and those of the processor."""
     tensor = torch.ones(size // 4)
     times = max(1, min(20, (1 << 22) // size))
 
@@ -211,9 +239,9 @@ def _all_reduce(size: int) -> float:
 
     dist.barrier()
     work()
-    rounds: list[float] = []
-    for _ in range(6):  # as many on all ranks
-        begin = time.perf_counter()
+    rounds = 6  # as many on all ranks
+    begin, processor = time.perf_counter(), time.process_time()
+    for _ in range(rounds):
         work()
-        rounds.append((time.perf_counter() - begin) / times)
-    return statistics.mean(rounds)
+    calls = rounds * times
+    return (time.perf_counter() - begin) / calls, (time.process_time() - processor) / calls

@@ -24,7 +24,7 @@ from lightning_spmd.errors import ConfigurationError
 
 _FLOPS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _WORDS = {"kind": ("cuda", "cpu"), "per": ("device", "node")}
-_MAY_BE_ZERO = ("reserved", "launch", "latency", "start")
+_MAY_BE_ZERO = ("reserved", "launch", "latency", "start", "core")
 _SHARES = (
     "flops_share",
     "bandwidth_share",

@@ -13,6 +13,7 @@ from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.planning.capturing import Capture
 from lightning_spmd.planning.contents import Contents, contents_of
+from lightning_spmd.planning.kernels import Kernels
 from lightning_spmd.planning.layout import BuiltPart, GroupPlace, Layout, build_layout
 from lightning_spmd.planning.streams import COMPUTE, Played, Player
 from lightning_spmd.planning.times import Clock, message_of
@@ -211,7 +212,11 @@ class Outlook:
 
 
 def outlook_of(
-    capture: Capture, layout: Layout, machines: Machines, on_stage: Callable[[str], None] = lambda _stage: None
+    capture: Capture,
+    layout: Layout,
+    machines: Machines,
+    on_stage: Callable[[str], None] = lambda _stage: None,
+    kernels: Kernels | None = None,
 ) -> Outlook:
     """Predict a training.
 
@@ -220,13 +225,14 @@ def outlook_of(
         layout: the layout.
         machines: the devices and links there.
         on_stage: called at each stage and pass; an exception that it raises ends the work.
+        kernels: operators that were measured.
 
     Raises:
         ConfigurationError: the layout does not fit.
         ExpansionError: an operator cannot be expressed.
     """
     groups = layout.groups()
-    clock = Clock(machines, groups)
+    clock = Clock(machines, groups, kernels or {})
     built = build_layout(capture, layout, clock.seconds, "cpu" if machines.device.kind == "cpu" else "cuda", on_stage)
     first = capture.parts[0].captured
     parameters = [e for _, e in first.signature.inputs_of(InputRole.PARAMETER)]
@@ -240,7 +246,7 @@ def outlook_of(
         global_rows=capture.global_rows,
         precision=capture.precision,
         parameters=sum(e.value.numel for e in parameters),
-        phases=_phases(built, machines),
+        phases=_phases(built, machines, groups),
         groups=groups,
         flops=flops,
         peak_flops=layout.ranks * flops / seconds_at_peak if seconds_at_peak else 0.0,
@@ -249,10 +255,12 @@ def outlook_of(
     )
 
 
-def _phases(built: Sequence[BuiltPart], machines: Machines) -> list[Phase]:
+def _phases(built: Sequence[BuiltPart], machines: Machines, groups: Mapping[str, GroupPlace]) -> list[Phase]:
     """Two iterations are played, of which the second is the steady one, and the last one is finished."""
     device = machines.device
-    player = Player(device.launch, on_host=device.kind == "cpu")
+    on_host = device.kind == "cpu"
+    core = {name: machines.link(place.size, place.stride).core for name, place in groups.items()} if on_host else {}
+    player = Player(device.launch, on_host=on_host, core=core)
     several = len(built) > 1
     contents = {(b.part.variant, name): contents_of(step) for b in built for name, step in b.phases().items()}
     found: list[Phase] = []

@@ -101,10 +101,11 @@ class Player:
     Args:
         launch: seconds of the host from one operator to the next.
         on_host: whether the host is the device.
+        core: seconds that the host loses in each second of a collective, by group; none where there is nothing.
     """
 
-    def __init__(self, launch: float, *, on_host: bool) -> None:
-        self._launch, self._on_host = launch, on_host
+    def __init__(self, launch: float, *, on_host: bool, core: Mapping[str, float] | None = None) -> None:
+        self._launch, self._on_host, self._core = launch, on_host, core or {}
         self._host = self._device = 0.0
         self._free: dict[str, float] = {}
         self._pending: dict[tuple[Any, ...], Span] = {}
@@ -148,6 +149,7 @@ class Player:
             self._free[group] = begin + seconds
             due[node] = Span(node, group, begin, begin + seconds)
             played.spans.append(due[node])
+            self._host += self._core.get(group, 0.0) * seconds
         elif is_wait(node):
             self._wait(due.get(node.all_input_nodes[0]), played)
         elif seconds > 0:

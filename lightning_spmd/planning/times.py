@@ -13,6 +13,7 @@ from lightning_spmd.cost.operators import specs_in, work_of
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import starts_collective
+from lightning_spmd.planning.kernels import Kernels, kernel_of
 from lightning_spmd.planning.layout import GroupPlace
 
 _KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -48,10 +49,12 @@ class Clock:
     Args:
         machines: the devices and links.
         groups: the ranks of each process group.
+        kernels: operators that were measured.
     """
 
     machines: Machines
     groups: Mapping[str, GroupPlace]
+    kernels: Kernels
 
     def seconds(self, step: ShardedStep) -> dict[str, float]:
         """Of every node that takes time, by name."""
@@ -65,4 +68,6 @@ class Clock:
             message = message_of(node)
             place = self.groups[message.group]
             return self.machines.seconds(message.kind, message.size, place.size, place.stride)
-        return self.machines.device.seconds(work_of(node))
+        kernel = kernel_of(node) if self.kernels else None
+        known = None if kernel is None else self.kernels.get(kernel)
+        return self.machines.device.seconds(work_of(node)) if known is None else known

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lightning_spmd.cost.hardware import DEVICES, LINKS, Machines
 from lightning_spmd.cost.memory import liveness
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.planning.contents import PARAMETERS, STATE
 from lightning_spmd.planning.facts import facts_of
-from lightning_spmd.planning.outlook import Outlook
+from lightning_spmd.planning.layout import Layout
+from lightning_spmd.planning.outlook import Outlook, outlook_of
 from lightning_spmd.planning.streams import COMPUTE
 
-from .common import WIDTH, Deep, outlook
+from .common import WIDTH, Deep, captured, outlook
 
 SMALL = {"bucket_size_mb": 0.004}
 NUMBERS = WIDTH * WIDTH + WIDTH + 1
@@ -61,6 +64,20 @@ def test_what_overlaps_is_not_waited_for() -> None:
     assert overlapping.exposed < apart.exposed
     assert overlapping.step_seconds < apart.step_seconds
     assert overlapping.communicating == pytest.approx(apart.communicating)
+
+
+def test_a_core_that_sends_does_not_compute() -> None:
+    layout = Layout({"overlap_iterations": True, **SMALL}, 2, 1)
+    capture = captured(layout.batches, Deep)
+    slow = replace(LINKS["loopback"], start=1e-3)
+    free, busy = (
+        outlook_of(capture, layout, Machines(DEVICES["cpu"], 2, 1, replace(slow, core=core))) for core in (0.0, 0.4)
+    )
+    assert free.communicating == pytest.approx(busy.communicating)
+    assert free.computing == pytest.approx(busy.computing)
+    lost = busy.idle - free.idle
+    assert lost == pytest.approx(0.4 * busy.communicating)
+    assert busy.step_seconds <= free.step_seconds + lost, "what is lost while it waits anyway is not lost twice"
 
 
 def _collectives(found: Outlook) -> dict[str, int]:
