@@ -7,7 +7,6 @@ measured time under tensor parallelism, 1.09 with one speed): what they read has
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -80,11 +79,12 @@ def _seconds(node: fx.Node) -> float:
     specs = {n: n.meta["val"] for n in node.all_input_nodes}
     copies = max(1, min(MOST_COPIES, UNCACHED // max(1, sum(spec.bytes for spec in specs.values()))))
     made = [{n: _operand(spec) for n, spec in specs.items()} for _ in range(copies)]
-    calls = itertools.cycle([fx.map_arg((node.args, node.kwargs), one.__getitem__) for one in made])
+    calls = deque(fx.map_arg((node.args, node.kwargs), one.__getitem__) for one in made)
     results = deque[Any](maxlen=copies)  # in the graph, what is written now has not been read just before
 
     def call() -> None:
-        args, kwargs = next(calls)
+        calls.rotate()
+        args, kwargs = calls[0]
         results.append(target(*args, **kwargs))
 
     with torch.no_grad():
