@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -92,6 +93,9 @@ class StepVote:
     told: int
 
 
+_SENT = deque[Any](maxlen=4)
+"""Tensors of the last votes. If Gloo's thread had the last reference to one, it would ask for the interpreter's lock to
+free it, and where the process ends meanwhile Python ends the thread, and with it the process ("terminate called")."""
 _last_run = [0]
 """Number of this process' last run on several ranks; notes are kept by it."""
 
@@ -183,8 +187,10 @@ class ControlPlane:
         """
         message = torch.tensor(numbers, dtype=torch.int64)
         everyone = message.new_empty(self.world_size, len(numbers))
+        parts = list(everyone.unbind())
+        _SENT.append((message, parts))
         # dist.all_gather looks at its arguments for as long as such a message travels
-        work = self.group.allgather([list(everyone.unbind())], [message])
+        work = self.group.allgather([parts], [message])
 
         def largest() -> Sequence[int]:
             self._wait(work)
