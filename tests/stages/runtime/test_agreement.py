@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lightning_spmd.ir.node_info import NodeInfo, Section
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep, Variant
 from lightning_spmd.stages.capture.batch.batch import Batch, memory_order
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.stages.runtime.agreement.same_graphs import (
     _explain,
     agree_on,
@@ -144,3 +146,20 @@ def test_a_difference_that_expansion_made_is_not_blamed_on_the_user() -> None:
 def test_a_graph_that_ends_earlier_is_a_difference() -> None:
     captured = describe_capture(capture_of(graph_on(0)))
     assert "nothing more" in _explain([(captured, ["a", "b"], []), (captured, ["a"], [])])
+
+
+def test_tensors_of_a_vote_outlive_the_thread_that_sends_them() -> None:
+    """Seen: jobs that were done ended with "terminate called": Gloo's thread freed a tensor while Python ended."""
+    sent: list[weakref.ref[Any]] = []
+
+    class Group:
+        def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> None:
+            sent.extend(map(weakref.ref, (*outputs[0], *inputs)))
+            for output in outputs[0]:
+                output.copy_(inputs[0])
+
+    plane: Any = object.__new__(ControlPlane)
+    plane.group, plane.world_size, plane._wait = Group(), 2, lambda _work: None
+    assert plane._through_messages([1, 2])() == [1, 2]
+    assert len(sent) == 3
+    assert all(one() is not None for one in sent)
