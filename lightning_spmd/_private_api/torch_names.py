@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer as _torch_optimizer
-from torch import Tensor, fx, nn
+from torch import Tensor, UntypedStorage, fx, nn
 from torch._C import _DisableAutocast
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _count_pre_dispatch_modes
 from torch.distributed.distributed_c10d import _get_default_store
@@ -306,6 +306,11 @@ def mark_stepped(optimizer: Any) -> None:
 def storage_of(tensor: Tensor) -> int:
     """Identity of the tensor's storage, or its part's; fake tensors have no data pointer to compare."""
     return local_tensor(tensor).untyped_storage()._cdata
+
+
+def is_in(tensor: Tensor, storage: UntypedStorage) -> bool:
+    """Whether the tensor's memory is that storage."""
+    return storage_of(tensor) == storage._cdata
 
 
 # DTensor keeps the strategies that it and users register per operator in its dispatcher's propagator; there is no

@@ -216,6 +216,25 @@ class SavedTensors(Untidy):
         return torch.load("weights.pt")["head"]["bias"].tolist()
 
 
+class StorageCopied(Untidy):
+    """Every sixth step writes and copies bytes of a storage, as ``torch.save`` copies those of a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = torch.arange(12, dtype=torch.uint8).untyped_storage()
+        self.sums: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        if batch_idx % 6 == 2:
+            self.bytes[3] = batch_idx
+            self.sums.append(sum(self.bytes.clone()) + self.bytes[0])
+        return loss * (1 + 0.01 * len(self.sums))
+
+    def kept(self) -> Any:
+        return self.sums
+
+
 class Environment(Untidy):
     """os.environ is read, decided by and changed."""
 
@@ -355,6 +374,7 @@ CASES = (
     StopFile,
     JsonAndCsv,
     SavedTensors,
+    StorageCopied,
     Environment,
     Clocks,
     OnceASecond,

@@ -197,6 +197,8 @@ class Step(StepState, TorchFunctionMode):
             return functools.partial(self._copied_shallow, original)
         if name in ("load", "_rebuild_tensor", "__new__"):
             return functools.partial(self._made_beside, name, original)
+        if name.startswith("storage."):
+            return functools.partial(self._of_storage, name, original)
         if name in private.TRANSFORMS:  # what they compute is seen below them
             self.has_transforms = self.looks_closer = True
             return original
@@ -220,6 +222,14 @@ class Step(StepState, TorchFunctionMode):
                 return original(*args, **kwargs)
             with self.beside():
                 return original(*args, **kwargs)
+
+    def _of_storage(self, name: str, original: Callable[..., Any], storage: Any, *args: Any) -> Any:
+        """Storages have values of their own, as those of a file that is written, unless the step's are replaced."""
+        with private.no_torch_functions():
+            if name != "storage.__getitem__" and any(private.is_in(t, storage) for t in self.outside):
+                self.eagerly(f"{name} in the step")
+            with self.beside():
+                return original(storage, *args)
 
     def _copied_shallow(self, original: Callable[..., Any], tensor: Tensor) -> Any:
         """``copy.copy``, which shares the memory."""
