@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, _utils, nn
+from torch import Tensor, TypedStorage, UntypedStorage, _utils, nn
 from torch._C import DisableTorchFunction
 from torch._functorch import eager_transforms as _transforms
 from torch._functorch import vmap as _vmap_package
@@ -157,8 +157,9 @@ class UnseenCalls:
             places.append((owner, name, self._after(vars(owner).get(name, getattr(owner, name)), name)))
         for owner, name in itertools.product((torch.cuda, torch.cuda.random), _OF_CUDA):
             places.append((owner, name, self._after(vars(owner)[name], f"torch.cuda.{name}")))
-        for name in ("copy_", "fill_", "__getitem__", "__setitem__"):
-            places.append((UntypedStorage, name, self._after(getattr(UntypedStorage, name), f"storage.{name}")))
+        of_storages = [(UntypedStorage, n) for n in ("copy_", "fill_", "__getitem__", "__setitem__")]
+        for owner, name in (*of_storages, (TypedStorage, "_getitem"), (TypedStorage, "_setitem")):
+            places.append((owner, name, self._after(getattr(owner, name), f"storage.{name}")))
         places += [(kind, "__init__", self._making(kind.__init__)) for kind in (Metric, MetricCollection)]
         self._places = places
         self._before: list[Any] = []

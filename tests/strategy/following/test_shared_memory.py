@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,9 +203,91 @@ class FromNobody(Keeps):
         return loss
 
 
+class LoggedAndWritten(WeightFromBefore):
+    """The loss is logged before the array of a weight is written, as the last thing of the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        self.array[0] += 0.1
+        return loss
+
+
+class StorageRead(Keeps):
+    """A storage is kept, and its bytes read behind a call that writes; nobody ever had an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storage = self.own.untyped_storage()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.own.mul_(0.9)
+        self.seen.append(sum(bytes(self.storage)))
+        return self.weighed(batch, self.own)
+
+
+class StorageOfAWeight(Keeps):
+    """A storage is saved behind an update by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def on_train_start(self) -> None:
+        self.storage = self.first.weight.untyped_storage()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss, optimizer = self.loss(batch), self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+        torch.save(self.storage, saved := io.BytesIO())
+        self.seen.append(sum(torch.load(io.BytesIO(saved.getvalue()), weights_only=False).tolist()))
+
+
+class StorageWritten(StorageRead):
+    """A storage is written behind a call that reads."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.weighed(batch, self.own)
+        self.storage[2] = batch_idx
+        return loss + self.own.sum()
+
+
+class TypedStorageRead(Keeps):
+    """A storage with a dtype is listed; no call writes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storage = self.own.storage()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.weighed(batch, self.own)
+        self.seen.append(sum(self.storage.tolist()) + self.storage[1])
+        return loss
+
+
+class MappedFile(Keeps):
+    """A buffer is a file, which is read between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp()) / "buffer"
+        np.ones(6, np.float32).tofile(self.path)
+        self.register_buffer("mapped", torch.from_file(str(self.path), shared=True, size=6, dtype=torch.float32))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.mapped.mul_(0.9)
+        return self.weighed(batch, self.mapped)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(float(np.fromfile(self.path, np.float32).sum()))
+
+
 EAGER = [WrittenBehindACall, WrittenInTheEnd, WrittenBehindAView, ReadBehindAWrite, WeightFromBefore, OwnWritten,
-         ResultWritten, SavedResultWritten, ResultWrittenByTorch, BatchWritten, ByDlpack, Statistics]  # fmt: skip
-GRAPHS = [OwnAskedLater, WrittenBefore, ReadAlone, FromNobody]
+         ResultWritten, SavedResultWritten, ResultWrittenByTorch, BatchWritten, ByDlpack, Statistics,
+         LoggedAndWritten, StorageRead, StorageOfAWeight, StorageWritten, MappedFile]  # fmt: skip
+GRAPHS = [OwnAskedLater, WrittenBefore, ReadAlone, FromNobody, TypedStorageRead]
 
 
 @pytest.mark.parametrize("kind", EAGER + GRAPHS)

@@ -77,8 +77,21 @@ class _Shared:
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Whether a tensor's memory came from outside of torch, or NumPy has been given it."""
-    return is_plain(tensor) and not tensor.untyped_storage().resizable()
+    """Whether a tensor's memory came from outside of torch, NumPy has been given it, or Python has its storage."""
+    return is_plain(tensor) and not (tensor.untyped_storage().resizable() and _are_storages_torchs((tensor,)))
+
+
+def _are_storages_torchs(tensors: Iterable[Tensor]) -> bool:
+    """Whether Python has no storage of a tensor; torch has one Python object for each of them."""
+    return max(map(sys.getrefcount, map(Tensor.untyped_storage, tensors)), default=0) <= _REFERENCES
+
+
+_REFERENCES = max(map(sys.getrefcount, map(Tensor.untyped_storage, (torch.empty(1),))))
+
+
+def _must_stay(tensor: Tensor) -> bool:
+    """Whether somebody reads the memory without an array: by its storage, or in the file that is mapped there."""
+    return not _are_storages_torchs((tensor,)) or tensor.untyped_storage().filename is not None
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -110,6 +123,8 @@ class Holders:
         """
         if not is_foreign(tensor):
             return True
+        if _must_stay(tensor):
+            return False
         self.names = self.names or self._names()
         if not (is_kept or id(tensor) in self.names) or self._is_had(tensor):
             return False
@@ -120,7 +135,7 @@ class Holders:
         ours = {id(t): t for t in tensors if id(t) in self.names and is_foreign(t) and not self._is_had(t)}
         # a weights file gives a model hundreds of such tensors, and looking takes half a second
         for each in {id(tensor): tensor, **ours}.values():
-            if not private.is_memory_its_own(each):
+            if not private.is_memory_its_own(each) or _must_stay(each):
                 continue
             if _has_memory_of(arrays, each):
                 self._had[id(each)] = weakref.ref(each)
@@ -194,7 +209,9 @@ class Memory:
 
     def begin(self, known: Iterable[Tensor]) -> bool:
         """Whether no plain outside tensor of earlier steps shares memory with an array now."""
-        if all(map(UntypedStorage.resizable, map(Tensor.untyped_storage, known))):  # asked in each step of each tensor
+        known = tuple(known)
+        # asked in each step of each tensor
+        if all(map(UntypedStorage.resizable, map(Tensor.untyped_storage, known))) and _are_storages_torchs(known):
             return True
         found = [tensor for tensor in known if is_foreign(tensor)]
         if found:
@@ -294,7 +311,8 @@ class Memory:
                     shared.before.copy_(shared.memory)
             if len(unused) < len(found):
                 key, shared = first((pair for pair in found.items() if pair[1] not in unused), "changed memory")
-                user = self._user(key if shared.source is None else key[0])
+                with self._beside():
+                    user = self._user(key if shared.source is None else key[0])
                 what = "an array is written into behind a call that reads the tensor whose memory it is"
                 self._step.eagerly(what, None if user is None else user.source)
         return self._step.is_eager

@@ -97,13 +97,12 @@ class _Below(private.TorchDispatchMode):
         if kwargs.get("device") == _NOWHERE or any(t.is_meta for t in tensors_in((args, kwargs))):
             return func(*args, **kwargs)  # torch asks how large a result is
         reads = func in _READ_OPERATORS and step.concerns(args[0])
-        if not reads and not any(step.concerns(t) for t in tensors_in((args, kwargs))):
-            return func(*args, **kwargs)
-        step.is_below = True
-        try:
-            return self._followed(func, args, kwargs, reads=reads)
+        is_steps = reads or any(step.concerns(t) for t in tensors_in((args, kwargs)))
+        before, step.is_below = step.is_below, True
+        try:  # a call that is not the step's so far, as one that makes a tensor, comes to the other mode
+            return self._followed(func, args, kwargs, reads=reads) if is_steps else func(*args, **kwargs)
         finally:
-            step.is_below = False
+            step.is_below = before
 
     def _followed(self, func: Any, args: Any, kwargs: Any, *, reads: bool) -> Any:
         step = self._step
@@ -226,7 +225,7 @@ class Step(StepState, TorchFunctionMode):
     def _of_storage(self, name: str, original: Callable[..., Any], storage: Any, *args: Any) -> Any:
         """Storages have values of their own, as those of a file that is written, unless the step's are replaced."""
         with private.no_torch_functions():
-            if name != "storage.__getitem__" and any(private.is_in(t, storage) for t in self.outside):
+            if not name.endswith(("__getitem__", "_getitem")) and any(private.is_in(t, storage) for t in self.outside):
                 self.eagerly(f"{name} in the step")
             with self.beside():
                 return original(storage, *args)
@@ -466,7 +465,7 @@ class Step(StepState, TorchFunctionMode):
     @override
     def take(self, note: Note, args: Any, kwargs: Any) -> Any:
         if self.memory.refuses(note):
-            self.eagerly(f"{note.name} writes into memory that may be an array's as well")
+            self.eagerly(f"{note.name} writes into memory that may be an array's or a storage's as well")
             return self.for_good(note.func, args, kwargs)
         if note.draws and not self.generator.may_draw():
             return self.called(note.func, args, kwargs)
