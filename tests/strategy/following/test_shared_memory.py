@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import tempfile
 from pathlib import Path
@@ -267,6 +268,16 @@ class TypedStorageRead(Keeps):
         return loss
 
 
+class CopyWritten(Keeps):
+    """A shallow copy of the batch, which shares its memory and not its version, is written behind a layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        copy.copy(batch[0]).mul_(2)
+        self.seen.append(float(batch[0].sum()))
+        return loss
+
+
 class MappedFile(Keeps):
     """A buffer is a file, which is read between steps."""
 
@@ -287,7 +298,7 @@ class MappedFile(Keeps):
 EAGER = [WrittenBehindACall, WrittenInTheEnd, WrittenBehindAView, ReadBehindAWrite, WeightFromBefore, OwnWritten,
          ResultWritten, SavedResultWritten, ResultWrittenByTorch, BatchWritten, ByDlpack, Statistics,
          LoggedAndWritten, StorageRead, StorageOfAWeight, StorageWritten, MappedFile]  # fmt: skip
-GRAPHS = [OwnAskedLater, WrittenBefore, ReadAlone, FromNobody, TypedStorageRead]
+GRAPHS = [OwnAskedLater, WrittenBefore, ReadAlone, FromNobody, TypedStorageRead, CopyWritten]
 
 
 @pytest.mark.parametrize("kind", EAGER + GRAPHS)

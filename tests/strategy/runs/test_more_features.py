@@ -36,7 +36,7 @@ def test_callbacks_that_look_equal_eager() -> None:
 
 
 @pytest.mark.parametrize(
-    "tuner", [cb.LearningRateFinder(num_training_steps=8), cb.BatchSizeFinder(max_trials=2, steps_per_trial=1)]
+    "tuner", [cb.LearningRateFinder(num_training_steps=8), cb.BatchSizeFinder(max_trials=3, steps_per_trial=2)]
 )
 def test_tuners_train(tuner: L.Callback, tmp_path: Path) -> None:
     class Tuned(Net):
@@ -45,7 +45,7 @@ def test_tuners_train(tuner: L.Callback, tmp_path: Path) -> None:
             self.lr, self.batch_size = 0.1, 2
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
+            return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(rows(), batch_size=self.batch_size)

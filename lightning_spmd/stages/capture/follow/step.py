@@ -75,6 +75,7 @@ _READ_OPERATORS = {
     *(getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")),
 }
 _NOWHERE = torch.device("meta")
+_MEMORY_OF: Any = Tensor.data
 _OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 _POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
@@ -234,7 +235,7 @@ class Step(StepState, TorchFunctionMode):
         """``copy.copy``, which shares the memory."""
         with private.no_torch_functions():
             if id(tensor) in self.sources and type(tensor) is Tensor and not self.asks(tensor):
-                return self.called(Tensor.detach, (tensor,), {})
+                return self.called(_MEMORY_OF.__get__, (tensor,), {})  # a version of its own, as a copy has
             self.eagerly("copy.copy of a tensor in the step")
             return original(tensor)
 
