@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.several_optimizers import shared_parameters
 from lightning_spmd.messages import place_of
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import is_torchs_own
+from lightning_spmd.stages.capture.user_code import is_user_code
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ _LATE_HOOKS = (
 
 
 def late_gradient_readers(context: Context) -> str | None:
-    """Hooks between two steps whose code, or a function of the user's that it calls, names ``.grad``."""
+    """Hooks between two steps whose code, or a function of the user's that it reaches, names ``.grad``."""
     if not context.module.automatic_optimization:
         return None
     for owner in (context.module, *context.trainer.callbacks):
@@ -232,28 +234,63 @@ def late_gradient_readers(context: Context) -> str | None:
             method: Any = getattr(owner, hook, None)
             method = getattr(method, "__wrapped__", method)  # it may be behind a fence
             method = getattr(method, "__func__", method)
-            if isinstance(method, FunctionType) and _names_grad(method, type(owner)):
+            if isinstance(method, FunctionType) and _reaches_grad(method, (owner, context.module)):
                 return f"{type(owner).__name__}.{hook}{place_of(method)} reads p.grad"
     return None
 
 
-def _names_grad(function: FunctionType, owner: type) -> bool:
-    if not _is_users(function):
-        return False
-    names = set(_names(function.__code__))
-    if "grad" in names:
-        return True
-    called = [function.__globals__.get(name, getattr(owner, name, None)) for name in names]
-    functions = [c for c in called if isinstance(c, FunctionType) and c is not function]
-    return any(_is_grad_utility(c) or (_is_users(c) and "grad" in _names(c.__code__)) for c in functions)
+_GRADIENT_UTILITIES = ("lightning.pytorch.utilities.grads", "torch.nn.utils.clip_grad")
 
 
-def _is_users(function: FunctionType) -> bool:
-    return not function.__module__.startswith(("lightning.pytorch.", "lightning_spmd.", "torch."))
+def _reaches_grad(function: FunctionType, owners: Iterable[Any]) -> bool:
+    """Whether a function, or one that it may call, names ``.grad``.
+
+    Args:
+        function: whose globals, modules and closure are looked through, and those of what is found there.
+        owners: objects that it may call methods of.
+    """
+    waiting, seen = [function], set[FunctionType]()
+    of_owners = [
+        vars(place) for owner in owners for place in (owner, *type(owner).__mro__) if hasattr(place, "__dict__")
+    ]
+    while waiting:
+        at = waiting.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if at.__module__ in _GRADIENT_UTILITIES:
+            return True
+        if not is_user_code(at.__code__, at.__globals__):
+            continue
+        names = list(_names(at.__code__))
+        if "grad" in names:
+            return True
+        places = [at.__globals__, *of_owners]
+        found: list[Any] = [cell.cell_contents for cell in at.__closure__ or () if cell != _EMPTY_CELL]
+        for name in names:  # a module comes before what is looked up in it
+            values = [place[name] for place in places if name in place]
+            places += [vars(value) for value in values if isinstance(value, ModuleType)]
+            found += values
+        waiting += [f for f in map(_function_in, found) if f is not None]
+    return False
 
 
-def _is_grad_utility(function: FunctionType) -> bool:
-    return function.__module__ == "lightning.pytorch.utilities.grads"
+_EMPTY_CELL = CellType()
+
+
+def _function_in(value: Any) -> FunctionType | None:
+    """The function behind a method, a property or what wraps one."""
+    while not isinstance(value, FunctionType):
+        kind = type(value)
+        if kind is functools.partial:
+            value = value.func
+        elif kind in (MethodType, classmethod, staticmethod):
+            value = value.__func__
+        elif kind is property:
+            value = value.fget
+        else:
+            return None
+    return inspect.unwrap(value)  # type: ignore[return-value]
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -218,12 +219,44 @@ class ReadsThroughLightning(Quiet):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
+class ReadsThroughMethods(Quiet):
+    """A method calls a property, which has a wrapped function, which calls what a closure has."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        self.log("norm", self.norm)
+
+    @property
+    def norm(self) -> float:
+        return _chosen(self)
+
+
+def _chooser(how: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
+    chosen = functools.partial(how)
+
+    @functools.wraps(how)
+    def norm(module: nn.Module) -> float:
+        return chosen(module)
+
+    return norm
+
+
+_chosen = _chooser(lambda module: module.of_weights())  # type: ignore[operator]
+ReadsThroughMethods.of_weights = lambda self: helpers_norm(self)  # type: ignore[attr-defined]
+
+
+def helpers_norm(module: nn.Module) -> float:
+    return nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
+
+
 class Reader(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pl_module.log("norm", _norm_of(pl_module))
 
 
-@pytest.mark.parametrize("make", [ReadsLate, ReadsThroughAFunction, ReadsThroughLightning])
+@pytest.mark.parametrize("make", [ReadsLate, ReadsThroughAFunction, ReadsThroughLightning, ReadsThroughMethods])
 def test_gradients_read_after_the_step(make: type[Quiet]) -> None:
     result = assert_as_eager(make, "split", max_epochs=1)
     assert all(value > 0 for row in result.logged for key, value in row.items() if "norm" in key)
