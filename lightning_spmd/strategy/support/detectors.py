@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -250,9 +250,7 @@ def _reaches_grad(function: FunctionType, owners: Iterable[Any]) -> bool:
         owners: objects that it may call methods of.
     """
     waiting, seen = [function], set[FunctionType]()
-    of_owners = [
-        vars(place) for owner in owners for place in (owner, *type(owner).__mro__) if hasattr(place, "__dict__")
-    ]
+    of_owners = [_attributes(owner) for owner in owners]
     while waiting:
         at = waiting.pop()
         if at in seen:
@@ -265,7 +263,7 @@ def _reaches_grad(function: FunctionType, owners: Iterable[Any]) -> bool:
         names = list(_names(at.__code__))
         if "grad" in names:
             return True
-        places = [at.__globals__, *of_owners]
+        places: list[Mapping[str, Any]] = [at.__globals__, *of_owners]
         found: list[Any] = [cell.cell_contents for cell in at.__closure__ or () if cell != _EMPTY_CELL]
         for name in names:  # a module comes before what is looked up in it
             values = [place[name] for place in places if name in place]
@@ -276,6 +274,12 @@ def _reaches_grad(function: FunctionType, owners: Iterable[Any]) -> bool:
 
 
 _EMPTY_CELL = CellType()
+
+
+def _attributes(owner: Any) -> Mapping[str, Any]:
+    """What an object has, without asking for it, which may run code."""
+    places = (*reversed(type(owner).__mro__), owner)
+    return {name: value for place in places for name, value in getattr(place, "__dict__", {}).items()}
 
 
 def _function_in(value: Any) -> FunctionType | None:

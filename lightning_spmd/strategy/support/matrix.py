@@ -137,7 +137,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "hooks between two steps that read p.grad (on_train_batch_end)",
         Mode.SPLIT,
-        "found in their code; p.grad is real and reduced, and stays until the next step",
+        "found in their code, and in functions that it reaches; p.grad is real and reduced until the next step",
         "tests/strategy/following/test_attacked.py::test_gradients_read_after_the_step",
         late_gradient_readers,
     ),
