@@ -157,6 +157,8 @@ class UnseenCalls:
             places.append((owner, name, self._after(vars(owner).get(name, getattr(owner, name)), name)))
         for owner, name in itertools.product((torch.cuda, torch.cuda.random), _OF_CUDA):
             places.append((owner, name, self._after(vars(owner)[name], f"torch.cuda.{name}")))
+        for owner, name in ((nn.Module, "_apply"), (nn.Module, "zero_grad"), (torch.optim.Optimizer, "zero_grad")):
+            places.append((owner, name, self._after(vars(owner)[name], f"gradients.{name}")))
         of_storages = [(UntypedStorage, n) for n in ("copy_", "fill_", "__getitem__", "__setitem__")]
         for owner, name in (*of_storages, (TypedStorage, "_getitem"), (TypedStorage, "_setitem")):
             places.append((owner, name, self._after(getattr(owner, name), f"storage.{name}")))

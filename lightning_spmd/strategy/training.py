@@ -181,7 +181,7 @@ class Training:
 
     def _run_in_two(self, why: str) -> None:
         """From now on hooks on gradients run between two graphs."""
-        tell(f"strategy='spmd' runs this training as two graphs from here on, with hooks between them: {why}")
+        tell(f"strategy='spmd' runs this training as two graphs from here on, with p.grad between them: {why}")
         self._pause_no_more()
         self.mode = Mode.SPLIT
 

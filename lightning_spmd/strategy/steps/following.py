@@ -135,6 +135,11 @@ class FollowedStep:
         return _in_words(self._step)
 
     @property
+    def reads_gradients(self) -> str | None:
+        """``file:line`` that reads ``p.grad`` of the batch before."""
+        return self._step.reads_gradients
+
+    @property
     def has_begun(self) -> bool:
         """Whether a graph runs already."""
         return self._talk is not None and self._talk.conversation is not None
@@ -704,7 +709,8 @@ class Following:
 
     def _mark(self, step: Step) -> int:
         """What must be the same on all ranks of a step whose Python is done."""
-        return stable_hash((step.mark, self._fingerprints.of(_unnamed_tensors(step))))
+        reads = step.reads_gradients is not None
+        return stable_hash((step.mark, reads, self._fingerprints.of(_unnamed_tensors(step))))
 
     def _program(
         self, step: Step, wants: Iterable[Want], loss: Source | None, logs: tuple[Log, ...], *, in_parts: bool
@@ -775,6 +781,8 @@ class Following:
         loss: Any = returned.get("loss") if isinstance(returned, dict) else returned
         parts = self._context.trainer.accumulate_grad_batches
         is_made = isinstance(loss, Tensor) and not step.is_eager and step.source_if_known(loss) is not None
+        if isinstance(loss, Tensor) and not (is_made or step.is_eager) and loss.requires_grad:
+            step.eagerly("the loss was computed unseen, as by another thread")
         may_not = parts > 1 or step.must_be_graph
         if may_not and step.by_hand is not None and step.by_hand.has_gradients and not step.is_eager:
             step.eagerly("a backward pass in the step, where gradients are accumulated or in parts")

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import BatchError, CannotShowError, SPMDError, VerificationError
+from lightning_spmd.errors import BatchError, CannotShowError, ConfigurationError, SPMDError, VerificationError
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.reads import ReadMiss
 from lightning_spmd.ir.steps import CapturedStep, Variant
@@ -75,7 +75,8 @@ class TrainingIteration:
         self._pending: Pending | None = None
         self.paused: PausingExecutable | None = None
         self.in_two: str | None = None
-        """Why the graph of the last step ends where hooks look at gradients, and cannot pause there."""
+        """Why the graph of the last step ends where Python looks at gradients, and cannot pause there."""
+        self._has_left_gradients = False  # in graphs, where eager training has p.grad
         self._found = Found((), (), None, None)  # what runs
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
@@ -195,6 +196,7 @@ class TrainingIteration:
                         raise RunsAgain from None
                     following.ran_eagerly(str(abandoned))
                     raise EagerOnce from None
+        self._has_left_gradients |= self.in_two is None and not variant.expose_gradients
         batch.write_back()
         self.paused = executable if isinstance(executable, PausingExecutable) else None
         self._after(executable.captured)
@@ -292,12 +294,22 @@ class TrainingIteration:
         self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
     ) -> tuple[Executable, Sequence[Any]]:
         """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients, it ends there."""
-        self.in_two = None
-        try:
-            return self._graph_of_followed(following, followed, request, meeting)
-        except CannotShowError as error:  # on all ranks
-            self.in_two = str(error)
-        request = dataclasses.replace(request, variant=dataclasses.replace(request.variant, apply=False))
+        self.in_two, variant = None, request.variant
+        if followed.reads_gradients is not None and not (variant.expose_gradients or variant.by_hand):
+            if self._has_left_gradients:
+                raise ConfigurationError(
+                    f"{variant.method} reads p.grad of the batch before ({followed.reads_gradients}), which was not "
+                    "kept: strategy='spmd' keeps gradients from the first batch on if its step reads them. Read them "
+                    "there, too, or look at gradients in on_after_backward or on_before_optimizer_step"
+                )
+            self.in_two = f"{variant.method} reads p.grad of the batch before ({followed.reads_gradients})"
+        else:
+            try:
+                return self._graph_of_followed(following, followed, request, meeting)
+            except CannotShowError as error:  # on all ranks
+                self.in_two = str(error)
+        variant = dataclasses.replace(variant, apply=False, expose_gradients=True)
+        request = dataclasses.replace(request, variant=variant)
         return self._graph_of_followed(following, followed, request, meeting)
 
     def _graph_of_followed(

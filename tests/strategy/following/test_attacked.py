@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lightning as L
@@ -265,6 +266,48 @@ def test_gradients_read_after_the_step(make: type[Quiet]) -> None:
 def test_gradients_read_by_a_callback_after_the_step() -> None:
     result = assert_as_eager(Quiet, "split", max_epochs=1, callbacks=lambda: [Reader()])
     assert result.final["norm"] > 0
+
+
+class ReadsInTheStep(Quiet):
+    """The step reads gradients of the batch before, and adds them to its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        before = [p.grad for p in self.parameters() if p.grad is not None]
+        self.log("count", float(len(before)))
+        return self.loss(batch) + 0.1 * sum(g.square().sum() for g in before)
+
+
+class ReadsInALaterStep(ReadsInTheStep):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if batch_idx == 2 else self.loss(batch)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_read_in_the_step(accumulate: int) -> None:
+    result = assert_as_eager(ReadsInTheStep, "split", accumulate_grad_batches=accumulate, max_epochs=2)
+    assert result.logged[-1]["count"] > 0
+
+
+@pytest.mark.parametrize("plan", ["replicate", "zero2"])
+def test_gradients_read_in_the_step_on_ranks(two_ranks: RankPool, plan: str) -> None:
+    results = _on_ranks(two_ranks, ReadsInTheStep, {"data_parallel": plan}, max_epochs=2)
+    assert all(result.mode == "split" for result in results)
+    assert_equals_one_device(results, run(ReadsInTheStep, "auto", data=_in_order, max_epochs=2))
+
+
+def test_gradients_that_were_not_kept_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"reads p.grad of the batch before \(.*test_attacked.py:\d+\)"):
+        run(ReadsInALaterStep, max_epochs=1)
+
+
+class LossOfAThread(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(self.loss, batch).result()
+
+
+def test_a_loss_of_another_thread_trains() -> None:
+    assert_as_eager(LossOfAThread, "eager", max_epochs=1)
 
 
 class NeverReads(Quiet):

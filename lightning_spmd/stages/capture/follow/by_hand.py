@@ -38,6 +38,7 @@ from lightning_spmd.stages.capture.follow.worlds import (
 )
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import is_torchs_own
 from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
+from lightning_spmd.stages.capture.user_code import user_location
 
 _SETTINGS = 2
 """Where the settings are among the arguments of a step."""
@@ -169,8 +170,11 @@ class HandStep:
     def gradient(self, tensor: Tensor) -> Tensor | None:
         """``tensor.grad`` in the step. For callers outside of the step's modes."""
         known = self._gradients.get(id(tensor)) or self.step.functions.retained.get(id(tensor))
-        if known is None and self._is_zeroed and isinstance(tensor, nn.Parameter):
-            return None
+        if known is None and isinstance(tensor, nn.Parameter):
+            if self._is_zeroed:
+                return None
+            if self.step.reads_gradients is None and not self._states:  # automatic optimization
+                self.step.reads_gradients = user_location()
         return tensor.grad if known is None else known[1]
 
     def zero(self) -> None:

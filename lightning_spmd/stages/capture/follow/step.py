@@ -197,6 +197,8 @@ class Step(StepState, TorchFunctionMode):
             return functools.partial(self._copied_shallow, original)
         if name in ("load", "_rebuild_tensor", "__new__"):
             return functools.partial(self._made_beside, name, original)
+        if name.startswith("gradients."):  # it looks at gradients to change them alone
+            return functools.partial(self._without_a_look, original)
         if name.startswith("storage."):
             return functools.partial(self._of_storage, name, original)
         if name in private.TRANSFORMS:  # what they compute is seen below them
@@ -222,6 +224,13 @@ class Step(StepState, TorchFunctionMode):
                 return original(*args, **kwargs)
             with self.beside():
                 return original(*args, **kwargs)
+
+    def _without_a_look(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self.reads_gradients
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.reads_gradients = before
 
     def _of_storage(self, name: str, original: Callable[..., Any], storage: Any, *args: Any) -> Any:
         """Storages have values of their own, as those of a file that is written, unless the step's are replaced."""

@@ -133,6 +133,7 @@ class StepState:
         on_eager: the step goes on eagerly; given what tells the tensor that was wanted there.
         has_transforms: whether the step has used transforms of torch.func.
         looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
+        reads_gradients: ``file:line`` that reads the gradient of a parameter, which is that of the batch before.
         is_below: whether the current call is one inside another, which the dispatcher alone sees.
         layers: torch's dispatch layers as the user's code finds them.
         functions: the user's Python in backward passes.
@@ -160,6 +161,7 @@ class StepState:
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
         self.has_transforms = self.looks_closer = self.is_below = False
+        self.reads_gradients: str | None = None
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
         self.draws_as_eager = True
