@@ -185,6 +185,9 @@ def _report(comparison: Comparison, output: str | None) -> None:
     comparison.print_to(console if console.is_terminal else Console(width=WIDTH))
     if output is not None:
         file = Path(output).expanduser()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(comparison.json_text(), encoding="utf-8")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(comparison.json_text(), encoding="utf-8")
+        except OSError as error:
+            raise SystemExit(f"--output {output}: {error}") from None
         console.print(f"written to {file}", markup=False, highlight=False, soft_wrap=True)

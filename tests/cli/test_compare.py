@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -268,3 +269,11 @@ def test_ratios_and_spread_are_of_the_medians() -> None:
     assert second["peak_memory_bytes"] is None
     assert second["loss_difference"] == pytest.approx(1e-3)
     assert json.loads(comparison.json_text())["ranks"] == 2
+
+
+def test_results_that_cannot_be_written_are_printed_and_the_reason_told(tmp_path: Path) -> None:
+    printed = mock.Mock(spec=Comparison)
+    printed.json_text.return_value = "{}"
+    with pytest.raises(SystemExit, match=r"--output .*: .*directory"):
+        compare._report(printed, str(tmp_path))
+    printed.print_to.assert_called_once()
