@@ -42,6 +42,7 @@ from lightning_spmd.strategy.steps.iteration import EagerOnce, TrainingIteration
 from lightning_spmd.strategy.steps.replay import StepsInGraphs
 from lightning_spmd.strategy.support.detectors import Context, own_optimizer
 from lightning_spmd.strategy.support.feature import Mode
+from lightning_spmd.strategy.user_hooks.hidden_gradients import HiddenGradients
 from lightning_spmd.strategy.user_hooks.overlapping import Overlapping
 from lightning_spmd.strategy.user_hooks.pauses import PATIENCE, Pauses, may_pause
 
@@ -96,6 +97,7 @@ class Training:
         self._overlapping = Overlapping(settings, lambda: self.iteration and self.iteration.pending, self.flush)
         self._are_shares = False  # these are of a rank's own batch
         self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
+        self._hidden = HiddenGradients()
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
         self.accounts = Accounts(settings)
         self.ran = Ran()
@@ -209,6 +211,7 @@ class Training:
             self.iteration.end()
         self.ran = Ran()
         self._overlapping.take_away()
+        self._hidden.take_away()
         self._pause_no_more()
 
     def flush(self) -> None:
@@ -227,6 +230,7 @@ class Training:
         """
         self._follow_optimizer()
         iteration = self._usable_iteration()
+        self._take_changed_gradients()
         self._backward_passes, self.ran, self._gradients = 0, Ran(), None
         if self._ran_eagerly and iteration is not None:
             self._take_gradients(iteration)
@@ -363,6 +367,23 @@ class Training:
         shares = math.prod(axis.size for axis, is_sum in zip(axes, partial, strict=True) if is_sum)
         return shares, tuple(REPLICATE if is_sum else p for p, is_sum in zip(placements, partial, strict=True))
 
+    def _hide_gradients(self) -> None:
+        """Until the next step something stands for gradients that eager training has in ``p.grad``."""
+        iteration = self.iteration
+        if iteration is None or self.mode is not Mode.COMPILED or self._ran_eagerly or not iteration.has_left_gradients:
+            return
+        if self._pauses is None or self._pauses.hidden:
+            self._hidden.put(p for group in self._module.trainer.optimizers[0].param_groups for p in group["params"])
+
+    def _take_changed_gradients(self) -> None:
+        """Gradients to which the next micro-batch adds its own are what hooks have made of them."""
+        changed = self._hidden.take_away()
+        if self.iteration is not None and changed:
+            known = {id(p): name for name, p in self._module.named_parameters()}
+            for parameter in changed:
+                self.iteration.gradients.pop(known.get(id(parameter), ""), None)
+            self._take_gradients(self.iteration)
+
     def _take_gradients(self, iteration: TrainingIteration) -> None:
         """Gradients of a micro-batch that ran eagerly are held as those of graphs, if they are to be added to."""
         trainer = iteration.context.trainer
@@ -400,6 +421,8 @@ class Training:
             self._pauses.backward()
         add_gradients(module, self._held)
         self._held = {}
+        if not self._stepping:
+            self._hide_gradients()
         return True
 
     def average_gradients(self, module: Any) -> None:
@@ -430,6 +453,7 @@ class Training:
             alone = self._ranks.mesh is None or self._ranks.is_followed
             return eager(optimizer, closure if alone else synced(closure), model, **kwargs)
         self._follow_optimizer()
+        self._take_changed_gradients()
         if self._own_steps:
 
             def of_all_ranks() -> Any:
@@ -455,6 +479,7 @@ class Training:
             self._apply(self.iteration, optimizer)
         elif not self._ran_forward:
             self.iteration.apply(dict(self.iteration.gradients), self._clip, reduced=False)
+        self._hide_gradients()
         return result
 
     def _apply(self, iteration: TrainingIteration, optimizer: Optimizer) -> None:

@@ -60,7 +60,12 @@ def is_user_file(filename: str) -> bool:
 
 def is_standard(filename: str) -> bool:
     """Whether a source file belongs to the standard library."""
-    return filename.startswith(_STANDARD) and not any(part in filename for part in _INSTALLED)
+    return filename.startswith(_STANDARD) and not is_installed(filename)
+
+
+def is_installed(filename: str) -> bool:
+    """Whether a source file belongs to an installed package."""
+    return any(part in filename for part in _INSTALLED)
 
 
 def _is_user_file(filename: str) -> bool:

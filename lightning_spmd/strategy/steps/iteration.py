@@ -76,7 +76,8 @@ class TrainingIteration:
         self.paused: PausingExecutable | None = None
         self.in_two: str | None = None
         """Why the graph of the last step ends where Python looks at gradients, and cannot pause there."""
-        self._has_left_gradients = False  # in graphs, where eager training has p.grad
+        self.has_left_gradients = False
+        """Whether gradients stayed in graphs where eager training has them in ``p.grad``."""
         self._found = Found((), (), None, None)  # what runs
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
@@ -196,7 +197,7 @@ class TrainingIteration:
                         raise RunsAgain from None
                     following.ran_eagerly(str(abandoned))
                     raise EagerOnce from None
-        self._has_left_gradients |= self.in_two is None and not variant.expose_gradients
+        self.has_left_gradients |= self.in_two is None and not variant.expose_gradients
         batch.write_back()
         self.paused = executable if isinstance(executable, PausingExecutable) else None
         self._after(executable.captured)
@@ -296,7 +297,7 @@ class TrainingIteration:
         """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients, it ends there."""
         self.in_two, variant = None, request.variant
         if followed.reads_gradients is not None and not (variant.expose_gradients or variant.by_hand):
-            if self._has_left_gradients:
+            if self.has_left_gradients:
                 raise ConfigurationError(
                     f"{variant.method} reads p.grad of the batch before ({followed.reads_gradients}), which was not "
                     "kept: strategy='spmd' keeps gradients from the first batch on if its step reads them. Read them "

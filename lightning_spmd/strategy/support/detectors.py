@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -21,7 +23,7 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.several_optimizers import shared_parameters
 from lightning_spmd.messages import place_of
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import is_torchs_own
-from lightning_spmd.stages.capture.user_code import is_user_code
+from lightning_spmd.stages.capture.user_code import is_installed, is_user_code
 
 
 @dataclass(frozen=True)
@@ -209,48 +211,49 @@ def averaging_of_parts(context: Context) -> str | None:
 
 
 # ---------------------------------------------------------------------- who reads p.grad
-_LATE_HOOKS = (
-    "on_before_zero_grad",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "optimizer_step",
-    "lr_scheduler_step",
-)
+_CALLED_LATE = ("optimizer_step", "lr_scheduler_step", "transfer_batch_to_device", "state_dict")
+_DEEP = 4
+_MANY = 64
+"""Items of a container that are looked at."""
 
 
 def late_gradient_readers(context: Context) -> str | None:
-    """Hooks between two steps whose code, or a function of the user's that it reaches, names ``.grad``."""
+    """What runs between two steps and whose code, or code of the user's that it reaches, names ``.grad``."""
     if not context.module.automatic_optimization:
         return None
-    for owner in (context.module, *context.trainer.callbacks):
-        for hook in _LATE_HOOKS:
-            method: Any = getattr(owner, hook, None)
-            method = getattr(method, "__wrapped__", method)  # it may be behind a fence
-            method = getattr(method, "__func__", method)
-            if isinstance(method, FunctionType) and _reaches_grad(method, (owner, context.module)):
-                return f"{type(owner).__name__}.{hook}{place_of(method)} reads p.grad"
+    trainer, module = context.trainer, context.module
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    for owner in (module, *trainer.callbacks, *trainer.loggers, *schedulers, trainer.profiler):
+        is_hooked = owner is module or isinstance(owner, Callback)
+        for name, value in _attributes(owner).items():
+            function = _function_in(getattr(value, "__wrapped__", value))  # it may be behind a fence
+            is_late = name.startswith("on_") and name not in GRADIENT_HOOKS[1:] or name in _CALLED_LATE
+            if (
+                (is_late or not is_hooked)
+                and function is not None
+                and _is_the_users(function)
+                and _reaches_grad(function, (owner, module))
+            ):
+                return f"{type(owner).__name__}.{name}{place_of(function)} reads p.grad"
     return None
 
 
 _GRADIENT_UTILITIES = ("lightning.pytorch.utilities.grads", "torch.nn.utils.clip_grad")
 
 
+def _is_the_users(function: FunctionType) -> bool:
+    return is_user_code(function.__code__, function.__globals__)
+
+
 def _reaches_grad(function: FunctionType, owners: Iterable[Any]) -> bool:
     """Whether a function, or one that it may call, names ``.grad``.
 
     Args:
-        function: whose globals, modules and closure are looked through, and those of what is found there.
+        function: whose globals, modules, closure, defaults and objects are looked through, and those of what is found.
         owners: objects that it may call methods of.
     """
     waiting, seen = [function], set[FunctionType]()
-    of_owners = [_attributes(owner) for owner in owners]
+    of_owners, known = [_attributes(owner) for owner in owners], set(map(id, owners))
     while waiting:
         at = waiting.pop()
         if at in seen:
@@ -258,28 +261,62 @@ def _reaches_grad(function: FunctionType, owners: Iterable[Any]) -> bool:
         seen.add(at)
         if at.__module__ in _GRADIENT_UTILITIES:
             return True
-        if not is_user_code(at.__code__, at.__globals__):
+        if not _is_the_users(at):
             continue
-        names = list(_names(at.__code__))
+        names = set(_names(at.__code__))
         if "grad" in names:
             return True
-        places: list[Mapping[str, Any]] = [at.__globals__, *of_owners]
         found: list[Any] = [cell.cell_contents for cell in at.__closure__ or () if cell != _EMPTY_CELL]
-        for name in names:  # a module comes before what is looked up in it
-            values = [place[name] for place in places if name in place]
-            places += [vars(value) for value in values if isinstance(value, ModuleType)]
-            found += values
-        waiting += [f for f in map(_function_in, found) if f is not None]
+        found += [*(at.__defaults__ or ()), *(at.__kwdefaults__ or {}).values()]
+        places: list[Mapping[str, Any]] = [at.__globals__, *of_owners]
+        for _ in range(_DEEP):  # ``self.monitor.parts.read()``
+            found += [place[name] for place in places for name in names if name in place]
+            places = []
+            for value in _with_items(found):
+                inner = _function_in(value)
+                if inner is not None:
+                    waiting.append(inner)
+                if isinstance(value, ModuleType):
+                    places.append(vars(value))
+                    continue
+                value = value.__self__ if isinstance(value, MethodType) else value
+                if id(value) not in known and _has_users_code(value):
+                    known.add(id(value))
+                    attributes = _attributes(value)
+                    places.append(attributes)
+                    of_owners.append(attributes)
+                    special = [v for name, v in attributes.items() if name.startswith("__")]  # called without a name
+                    waiting += [f for f in map(_function_in, special) if f is not None]
+            found = []
     return False
 
 
 _EMPTY_CELL = CellType()
 
 
+def _with_items(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and what is in those that are containers."""
+    for value in values:
+        yield value
+        if isinstance(value, Mapping):
+            yield from itertools.islice(list(value.values()), _MANY)
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            yield from itertools.islice(list(value), _MANY)
+
+
+def _has_users_code(value: Any) -> bool:
+    """Whether a value is an object or class of the user's, and of no installed package: those lead anywhere."""
+    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    functions = [f for kind in kinds for f in vars(kind).values() if isinstance(f, FunctionType)]
+    return any(_is_the_users(f) and not is_installed(f.__code__.co_filename) for f in functions)
+
+
 def _attributes(owner: Any) -> Mapping[str, Any]:
-    """What an object has, without asking for it, which may run code."""
-    places = (*reversed(type(owner).__mro__), owner)
-    return {name: value for place in places for name, value in getattr(place, "__dict__", {}).items()}
+    """What an object or class has, without asking for it, which may run code."""
+    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    places = [getattr(place, "__dict__", {}) for place in (*reversed(kinds), owner)]
+    places += [place.get("_modules", {}) for place in places[-1:]]
+    return {name: value for place in places for name, value in place.items()}
 
 
 def _function_in(value: Any) -> FunctionType | None:
@@ -292,13 +329,21 @@ def _function_in(value: Any) -> FunctionType | None:
             value = value.__func__
         elif kind is property:
             value = value.fget
+        elif kind is _CACHED:
+            value = value.__wrapped__
         else:
             return None
     return inspect.unwrap(value)  # type: ignore[return-value]
 
 
+_CACHED = type(functools.lru_cache(len))
+
+
 def _names(code: CodeType) -> Iterator[str]:
+    """Names and texts, for ``getattr(p, "grad")``."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant

@@ -135,10 +135,10 @@ FEATURES: tuple[Feature, ...] = (
         gradient_hooks,
     ),
     Feature(
-        "hooks between two steps that read p.grad (on_train_batch_end)",
+        "hooks, schedulers and loggers between two steps that read p.grad",
         Mode.SPLIT,
-        "found in their code, and in functions that it reaches; p.grad is real and reduced until the next step",
-        "tests/strategy/following/test_attacked.py::test_gradients_read_after_the_step",
+        "found in their code, and in what it reaches; p.grad is real until the next step; what is not found, an error",
+        "tests/strategy/hooks/test_gradients_between_steps.py::test_gradients_read_after_the_step",
         late_gradient_readers,
     ),
     Feature(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +10,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, jvp, vmap
 from torch.nn import functional as F
@@ -201,105 +199,6 @@ def test_another_optimizer_in_mid_run_on_ranks(two_ranks: RankPool, plan: str) -
     _equals_one_device(two_ranks, ChangesOptimizerQuietly, {"data_parallel": plan}, max_epochs=2)
 
 
-def _norm_of(module: nn.Module) -> float:
-    return float(sum(p.grad.pow(2).sum() for p in module.parameters() if p.grad is not None))
-
-
-class ReadsLate(Quiet):
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.log("norm", float(sum(p.grad.abs().sum() for p in self.parameters() if p.grad is not None)))
-
-
-class ReadsThroughAFunction(Quiet):
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.log("norm", _norm_of(self))
-
-
-class ReadsThroughLightning(Quiet):
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.log_dict(grad_norm(self, norm_type=2))
-
-
-class ReadsThroughMethods(Quiet):
-    """A method calls a property, which has a wrapped function, which calls what a closure has."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._note()
-
-    def _note(self) -> None:
-        self.log("norm", self.norm)
-
-    @property
-    def norm(self) -> float:
-        return _chosen(self)
-
-
-def _chooser(how: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
-    chosen = functools.partial(how)
-
-    @functools.wraps(how)
-    def norm(module: nn.Module) -> float:
-        return chosen(module)
-
-    return norm
-
-
-_chosen = _chooser(lambda module: module.of_weights())  # type: ignore[operator]
-ReadsThroughMethods.of_weights = lambda self: helpers_norm(self)  # type: ignore[attr-defined]
-
-
-def helpers_norm(module: nn.Module) -> float:
-    return nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
-
-
-class Reader(L.Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        pl_module.log("norm", _norm_of(pl_module))
-
-
-@pytest.mark.parametrize("make", [ReadsLate, ReadsThroughAFunction, ReadsThroughLightning, ReadsThroughMethods])
-def test_gradients_read_after_the_step(make: type[Quiet]) -> None:
-    result = assert_as_eager(make, "split", max_epochs=1)
-    assert all(value > 0 for row in result.logged for key, value in row.items() if "norm" in key)
-
-
-def test_gradients_read_by_a_callback_after_the_step() -> None:
-    result = assert_as_eager(Quiet, "split", max_epochs=1, callbacks=lambda: [Reader()])
-    assert result.final["norm"] > 0
-
-
-class ReadsInTheStep(Quiet):
-    """The step reads gradients of the batch before, and adds them to its loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        before = [p.grad for p in self.parameters() if p.grad is not None]
-        self.log("count", float(len(before)))
-        return self.loss(batch) + 0.1 * sum(g.square().sum() for g in before)
-
-
-class ReadsInALaterStep(ReadsInTheStep):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) if batch_idx == 2 else self.loss(batch)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_gradients_read_in_the_step(accumulate: int) -> None:
-    result = assert_as_eager(ReadsInTheStep, "split", accumulate_grad_batches=accumulate, max_epochs=2)
-    assert result.logged[-1]["count"] > 0
-
-
-@pytest.mark.parametrize("plan", ["replicate", "zero2"])
-def test_gradients_read_in_the_step_on_ranks(two_ranks: RankPool, plan: str) -> None:
-    results = _on_ranks(two_ranks, ReadsInTheStep, {"data_parallel": plan}, max_epochs=2)
-    assert all(result.mode == "split" for result in results)
-    assert_equals_one_device(results, run(ReadsInTheStep, "auto", data=_in_order, max_epochs=2))
-
-
-def test_gradients_that_were_not_kept_are_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"reads p.grad of the batch before \(.*test_attacked.py:\d+\)"):
-        run(ReadsInALaterStep, max_epochs=1)
-
-
 class LossOfAThread(Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with ThreadPoolExecutor(1) as executor:
@@ -308,16 +207,6 @@ class LossOfAThread(Quiet):
 
 def test_a_loss_of_another_thread_trains() -> None:
     assert_as_eager(LossOfAThread, "eager", max_epochs=1)
-
-
-class NeverReads(Quiet):
-    def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            self.log("weights", self.first.weight.abs().sum())
-
-
-def test_hooks_that_read_no_gradients_keep_one_graph() -> None:
-    assert_as_eager(NeverReads, max_epochs=1)
 
 
 class Sparse(L.LightningModule):

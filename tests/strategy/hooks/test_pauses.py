@@ -170,7 +170,7 @@ class LooksBack(Six):
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.calls.append("zero")
         if trainer.fit_loop.batch_idx == 5:
-            self.seen.append(getattr(next(pl_module.parameters()), "gr" + "ad"))
+            self.seen.append(getattr(next(pl_module.parameters()), "".join(("gr", "ad"))))
 
 
 class LooksBackOpenly(Six):

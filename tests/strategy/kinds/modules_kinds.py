@@ -272,7 +272,7 @@ def _scale_gradient(module: Kind, value: float) -> None:
     module.layer.weight.grad.mul_(value)
 
 
-_UNSEEN = [_scale_gradient]  # where a look at the code of hooks, before the run, does not find it
+_UNSEEN = [[_scale_gradient]]  # where a look at the code of hooks, before the run, does not find it
 
 
 class OverridesLate(Kind):
@@ -286,7 +286,7 @@ class OverridesLate(Kind):
 
     def write(self, value: float) -> None:
         if value != VALUES[0]:
-            self.on_after_backward = functools.partial(_UNSEEN[0], self, value)  # type: ignore[method-assign]
+            self.on_after_backward = functools.partial(_UNSEEN[0][0], self, value)  # type: ignore[method-assign]
 
 
 class ScalesGradients(L.Callback):

@@ -1,0 +1,306 @@
+"""Gradients that are read between two steps, or in a step those of the batch before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_spmd import ConfigurationError
+from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.training import InOrder, assert_equals_one_device
+from tests.strategy.small import ROWS, Quiet, assert_as_eager, rows, run
+
+
+def _on_ranks(pool: RankPool, make: Callable[[], L.LightningModule], strategy: Any = "spmd", **settings: Any) -> Any:
+    return pool.run(run, make, strategy, 2, **settings)
+
+
+def _in_order() -> InOrder:
+    return InOrder(rows(), ROWS)
+
+
+def _norm_of(module: nn.Module) -> float:
+    return float(sum(p.grad.pow(2).sum() for p in module.parameters() if p.grad is not None))
+
+
+class ReadsLate(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", float(sum(p.grad.abs().sum() for p in self.parameters() if p.grad is not None)))
+
+
+class ReadsThroughAFunction(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", _norm_of(self))
+
+
+class ReadsThroughLightning(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class ReadsThroughMethods(Quiet):
+    """A method calls a property, which has a wrapped function, which calls what a closure has."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        self.log("norm", self.norm)
+
+    @property
+    def norm(self) -> float:
+        return _chosen(self)
+
+
+def _chooser(how: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
+    chosen = functools.partial(how)
+
+    @functools.wraps(how)
+    def norm(module: nn.Module) -> float:
+        return chosen(module)
+
+    return norm
+
+
+_chosen = _chooser(lambda module: module.of_weights())  # type: ignore[operator]
+ReadsThroughMethods.of_weights = lambda self: helpers_norm(self)  # type: ignore[attr-defined]
+
+
+def helpers_norm(module: nn.Module) -> float:
+    return nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
+
+
+class Monitor:
+    """An object that reads gradients: by a method, by a name in a text, and where no name calls it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = {"all": [module]}
+        self.inner = self
+
+    def read(self) -> float:
+        return sum(_norm_of(module) for module in self.modules["all"])
+
+    def by_text(self) -> float:
+        return sum(float(getattr(p, "grad").norm()) for p in self.modules["all"][0].parameters())  # noqa: B009
+
+    def __len__(self) -> int:
+        return int(self.read() > 0)
+
+
+class ReadsThroughAnObject(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "monitors", [Monitor(self)])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", self.monitors[0].inner.read())
+
+
+class ReadsByAText(ReadsThroughAnObject):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", self.monitors[0].by_text())
+
+
+class ReadsWithoutAName(ReadsThroughAnObject):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", float(len(self.monitors[0])))
+
+
+class ReadsThroughANewObject(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        monitor = Monitor(self)
+        self.log("norm", monitor.read())
+
+
+class ByGradients(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[float]:
+        norms = [p.grad.norm() for g in self.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        return [g["lr"] / (1 + float(sum(norms))) for g in self.optimizer.param_groups]
+
+
+class SchedulerReads(Quiet):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": ByGradients(optimizer), "interval": "step"}]
+
+
+class LoggerReads(CSVLogger):
+    seen: list[float]
+    module: nn.Module
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.seen.append(_norm_of(self.module))
+
+
+class Reader(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.log("norm", _norm_of(pl_module))
+
+
+LATE = [ReadsLate, ReadsThroughAFunction, ReadsThroughLightning, ReadsThroughMethods, ReadsThroughAnObject]
+
+
+@pytest.mark.parametrize("make", [*LATE, ReadsByAText, ReadsWithoutAName, ReadsThroughANewObject])
+def test_gradients_read_after_the_step(make: type[Quiet]) -> None:
+    result = assert_as_eager(make, "split", max_epochs=1)
+    assert all(value > 0 for row in result.logged for key, value in row.items() if "norm" in key)
+
+
+def test_gradients_read_by_a_callback_after_the_step() -> None:
+    result = assert_as_eager(Quiet, "split", max_epochs=1, callbacks=lambda: [Reader()])
+    assert result.final["norm"] > 0
+
+
+def test_gradients_read_by_a_scheduler() -> None:
+    assert_as_eager(SchedulerReads, "split", max_epochs=1)
+
+
+def test_gradients_read_by_a_logger(tmp_path: Path) -> None:
+    seen: dict[str, list[float]] = {}
+    for strategy in ("auto", "spmd"):
+        torch.manual_seed(0)
+        module, logger = Quiet(), LoggerReads(tmp_path / strategy)
+        logger.module, logger.seen = module, seen.setdefault(strategy, [])
+        trainer = L.Trainer(
+            strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=logger, log_every_n_steps=1
+        )
+        trainer.fit(module, _in_order())
+    assert seen["spmd"] == seen["auto"]
+    assert any(seen["auto"])
+
+
+class ReadsInTheStep(Quiet):
+    """The step reads gradients of the batch before, and adds them to its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        before = [p.grad for p in self.parameters() if p.grad is not None]
+        self.log("count", float(len(before)))
+        return self.loss(batch) + 0.1 * sum(g.square().sum() for g in before)
+
+
+class ReadsInALaterStep(ReadsInTheStep):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) if batch_idx == 2 else self.loss(batch)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_read_in_the_step(accumulate: int) -> None:
+    result = assert_as_eager(ReadsInTheStep, "split", accumulate_grad_batches=accumulate, max_epochs=2)
+    assert result.logged[-1]["count"] > 0
+
+
+@pytest.mark.parametrize("plan", ["replicate", "zero2"])
+def test_gradients_read_in_the_step_on_ranks(two_ranks: RankPool, plan: str) -> None:
+    results = _on_ranks(two_ranks, ReadsInTheStep, {"data_parallel": plan}, max_epochs=2)
+    assert all(result.mode == "split" for result in results)
+    assert_equals_one_device(results, run(ReadsInTheStep, "auto", data=_in_order, max_epochs=2))
+
+
+def test_gradients_that_were_not_kept_are_an_error() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"reads p.grad of the batch before \(.*test_gradients_between_steps.py:\d+\)"
+    ):
+        run(ReadsInALaterStep, max_epochs=1)
+
+
+_HIDDEN = "gr" + "ad"
+
+
+class ReadsByAComputedName(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", float(getattr(self.first.weight, _HIDDEN).norm()))
+
+
+class StepsAgain(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.optimizers[0].step()
+
+
+class ReadsAtTheEnd(Quiet):
+    def on_train_epoch_end(self) -> None:
+        self.norm = getattr(self.first.weight, _HIDDEN) + 1
+
+
+class StepsInACallback(L.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.optimizers[0].step()
+
+
+NOT_KEPT = r"p.grad of the step before is used \(.*test_gradients_between_steps.py:\d+\)"
+
+
+@pytest.mark.parametrize("make", [ReadsByAComputedName, StepsAgain, ReadsAtTheEnd])
+def test_gradients_that_no_code_shows_to_be_read_are_an_error(make: type[Quiet]) -> None:
+    with pytest.raises(ConfigurationError, match=NOT_KEPT):
+        run(make, max_epochs=1)
+
+
+def test_gradients_that_no_code_shows_to_be_read_by_a_callback_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=NOT_KEPT):
+        run(Quiet, max_epochs=1, callbacks=lambda: [StepsInACallback()])
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Data that looks at the module."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        gradient = getattr(self.module.first.weight, _HIDDEN)
+        return torch.full((6,), 1.0 if gradient is None else float(gradient.norm())), 0
+
+
+def test_gradients_read_by_data_are_an_error() -> None:
+    module = Quiet()
+    trainer = L.Trainer(strategy="spmd", accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigurationError, match=NOT_KEPT):
+        trainer.fit(module, DataLoader(Rows(module), batch_size=4))
+
+
+@pytest.mark.parametrize("plan", ["replicate", "zero3"])
+def test_gradients_that_no_code_shows_to_be_read_are_an_error_on_ranks(two_ranks: RankPool, plan: str) -> None:
+    with pytest.raises(RankError, match=NOT_KEPT):
+        _on_ranks(two_ranks, ReadsByAComputedName, {"data_parallel": plan}, max_epochs=1)
+
+
+class ZeroesBetween(Quiet):
+    """Zeroes gradients in the middle of an accumulation, and asks whether there are any, of which eager has some."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("count", float(sum(getattr(p, _HIDDEN) is not None for p in self.parameters())))
+        if batch_idx % 4 == 1:
+            self.trainer.optimizers[0].zero_grad()
+        self.log("left", float(sum(getattr(p, _HIDDEN) is not None for p in self.parameters())))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("there", float(sum(getattr(p, _HIDDEN) is not None for p in self.parameters())))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_that_are_zeroed_between_steps(accumulate: int) -> None:
+    result = assert_as_eager(ZeroesBetween, accumulate_grad_batches=accumulate, max_epochs=2)
+    assert result.final["count"] > 0
+
+
+class NeverReads(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.log("weights", self.first.weight.abs().sum())
+
+
+def test_hooks_that_read_no_gradients_keep_one_graph() -> None:
+    assert_as_eager(NeverReads, max_epochs=1)
