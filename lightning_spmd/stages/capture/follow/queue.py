@@ -50,6 +50,11 @@ class MetricResult:
         """The value."""
         own = vars(self)
         if own["_value"] is None:
+            if own["_now"] is None:
+                raise CaptureError(
+                    "the value of a metric is looked at when its step's Python is over and the graph has not run, as a "
+                    "buffer is: register value + 0 instead, which the step computes"
+                )
             found = own["_now"]()
             own["_value"] = found if own["_value"] is None else own["_value"]
         return own["_value"]
@@ -64,6 +69,17 @@ class MetricResult:
         if name in ("detach", "clone", "cpu") and vars(self)["_value"] is None:  # of what is logged next, or used
             return lambda: MetricResult(vars(self)["_reference"], lambda: getattr(self.known(), name)())
         return getattr(self.known(), name)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """What it is to ``isinstance``; in the step a tensor, which most metrics give."""
+        value = vars(self)["_value"]
+        return self._likely if value is None else type(value)
+
+    _likely: type = Tensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.known().__reduce_ex__(protocol)
 
     __hash__ = object.__hash__
 
@@ -152,6 +168,8 @@ class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[m
 
         vars(self)["_named"] = {name: result(CallRef(reference.position, name), entry(name)) for name in names}
         vars(self)["_are_all"] = are_all
+
+    _likely = dict
 
     def _held(self) -> Mapping[str, Any]:
         value = vars(self)["_value"]
@@ -344,7 +362,7 @@ class Queue:
                 with metrics_unseen():
                     self.log_now(module, (name, known(value), *args), kwargs)
                 return
-            if isinstance(value, Tensor) and value.numel() != 1:
+            if isinstance(value, Tensor) and not isinstance(value, MetricResult) and value.numel() != 1:
                 raise ValueError(
                     f"`self.log({name}, {tuple(value.shape)} tensor)` was called, but the tensor must have one element"
                 )
