@@ -7,6 +7,7 @@ import ctypes
 import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ _OF_CUDA = (
 
 
 class UnseenCalls:
-    """What no mode of torch functions sees, replaced: calls in a step, of all threads, are told to that step.
+    """What no mode of torch functions sees, replaced: calls in a step are told to that step.
 
     The first step replaces, and once a run has ended torch has its own again. A step is short, and a change of a class
     undoes what the interpreter knows of it and all below it: Python 3.13 stops to learn anew after a thousand.
@@ -107,23 +108,25 @@ class UnseenCalls:
     def __init__(self) -> None:
         self._step: Any = None
         self._saved: Any = None
+        self._thread = 0
         self.on_metric: Callable[[Any], None] | None = None
         """Told of metrics that are made."""
 
         def enter(hooks: Any) -> None:
-            _ENTER(hooks) if self._step is None else self._saved.enter(hooks, _ENTER)
+            _ENTER(hooks) if self._of_step() is None else self._saved.enter(hooks, _ENTER)
 
         def leave(hooks: Any, *error: object) -> None:
-            _LEAVE(hooks, *error) if self._step is None else self._saved.leave(hooks, _LEAVE)
+            _LEAVE(hooks, *error) if self._of_step() is None else self._saved.leave(hooks, _LEAVE)
 
         @functools.wraps(_CHECKPOINTED)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            if self._step is None:
+            if self._of_step() is None:
                 return _CHECKPOINTED(*args, **kwargs)
             return self._saved.checkpointed(_CHECKPOINTED, args, kwargs)
 
         def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
-            return (_APPLY if self._step is None else self._step.apply)(kind, *args, **kwargs)
+            step = self._of_step()
+            return (_APPLY if step is None else step.apply)(kind, *args, **kwargs)
 
         places: list[tuple[Any, str, Any]] = [
             (torch.autograd.Function, "apply", classmethod(apply)),
@@ -181,7 +184,13 @@ class UnseenCalls:
             self._before = [vars(owner).get(name, self) for owner, name, _ in self._places]
             for owner, name, replacement in self._places:
                 setattr(owner, name, replacement)
-        self._step, self._saved = step, saved
+        self._step, self._saved, self._thread = step, saved, threading.get_ident()
+
+    def _of_step(self) -> Any:
+        """The step that a call belongs to; of other threads none, but autograd's, which have the step's modes."""
+        if self._thread == threading.get_ident() or torch._C._len_torch_function_stack():
+            return self._step
+        return None
 
     def end(self) -> None:
         """The step is over."""
@@ -198,7 +207,7 @@ class UnseenCalls:
         @functools.wraps(init)
         def made(metric: Any, *args: Any, **kwargs: Any) -> None:
             init(metric, *args, **kwargs)
-            if self.on_metric is not None:
+            if self.on_metric is not None and self._of_step() is not None:
                 self.on_metric(metric)
 
         return made
@@ -208,7 +217,8 @@ class UnseenCalls:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return (original if self._step is None else self._step.instead(name, original))(*args, **kwargs)
+            step = self._of_step()
+            return (original if step is None else step.instead(name, original))(*args, **kwargs)
 
         return staticmethod(replacement) if isinstance(function, staticmethod) or name == "__new__" else replacement
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +53,9 @@ from lightning_spmd.strategy.support.feature import Mode
 from lightning_spmd.strategy.support.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.training import Training
 from lightning_spmd.strategy.user_hooks.overlap import FinishPendingWork
+
+_ONE_AT_A_TIME = threading.RLock()
+"""A step is followed by what is the process's own: the fit of another thread waits."""
 
 
 class SPMDStrategy(SavingStrategy):
@@ -292,10 +296,11 @@ class SPMDStrategy(SavingStrategy):
     @names_lost_ranks
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         training, eager = self._training, super().training_step
-        return training.accounts.step(
-            lambda: training.step(eager, args, kwargs),
-            lambda: (training.mode, training.ran),
-        )
+        with _ONE_AT_A_TIME:
+            return training.accounts.step(
+                lambda: training.step(eager, args, kwargs),
+                lambda: (training.mode, training.ran),
+            )
 
     @override
     @names_lost_ranks
@@ -325,7 +330,8 @@ class SPMDStrategy(SavingStrategy):
     @override
     @names_lost_ranks
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        return self._training.optimizer_step(super().optimizer_step, optimizer, closure, model, kwargs)
+        with _ONE_AT_A_TIME:
+            return self._training.optimizer_step(super().optimizer_step, optimizer, closure, model, kwargs)
 
     @override
     def flush(self) -> None:

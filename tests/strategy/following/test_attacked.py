@@ -209,6 +209,23 @@ def test_a_loss_of_another_thread_trains() -> None:
     assert_as_eager(LossOfAThread, "eager", max_epochs=1)
 
 
+def test_two_fits_in_two_threads() -> None:
+    """Each is eager's, though torch's hooks on all modules are the process's."""
+    found: dict[str, list[Tensor]] = {}
+    for strategy in ("auto", "spmd"):
+        modules = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            modules.append(Quiet())
+        flags: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        with ThreadPoolExecutor(2) as executor:
+            trainers = [L.Trainer(strategy=strategy, accelerator="cpu", max_epochs=2, **flags) for _ in modules]
+            for done in [executor.submit(t.fit, m, _in_order()) for t, m in zip(trainers, modules, strict=True)]:
+                done.result()
+        found[strategy] = [p.detach() for module in modules for p in module.parameters()]
+    assert all(map(torch.equal, found["auto"], found["spmd"]))
+
+
 class Sparse(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
