@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tests.gpu.benchmark import OPTIONS
 from tests.gpu.running import NOT_RUN, PASSED, Outcome
 
 EAGER, COMPILED, BY_HAND = "lightning", "lightning, compiled", "hand-written, compiled"
@@ -40,6 +41,8 @@ def targets(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         if not ours:
             continue
         best = max(ours, key=lambda r: r["tokens_per_second"])
+        counted = [r for r in ours if not OPTIONS.get(r["side"], {}).get("cuda_graphs")]  # pools count as nothing
+        fastest_counted = max(counted, key=lambda r: r["tokens_per_second"], default=None)
 
         def ratio(
             to: str,
@@ -50,12 +53,14 @@ def targets(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             part: str = outcome.part.name,
             best: dict[str, Any] = best,
             rows: dict[str, Any] = rows,
+            counted: dict[str, Any] | None = fastest_counted,
         ) -> None:
-            if not rows.get(to, {}).get(key) or not best.get(key):
+            side = counted if key == "peak_bytes" else best
+            if side is None or not rows.get(to, {}).get(key) or not side.get(key):
                 return
-            value = best[key] / rows[to][key]
+            value = side[key] / rows[to][key]
             met = value <= wanted if at_most else value >= wanted
-            text = f"{part}: {key} of {best['side']} over that of {to}"
+            text = f"{part}: {key} of {side['side']} over that of {to}"
             found.append({"what": text, "value": value, "wanted": wanted, "at_most": at_most, "met": met})
 
         if outcome.part.name == "small":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from lightning_spmd.ir.several_optimizers import shared_parameters
 from lightning_spmd.messages import place_of
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import is_torchs_own
 from lightning_spmd.stages.capture.user_code import is_installed, is_user_code
+from lightning_spmd.strategy.user_hooks.fence import FencedHook
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,7 @@ def late_gradient_readers(context: Context) -> str | None:
     for owner in (module, *trainer.callbacks, *trainer.loggers, *schedulers, trainer.profiler):
         is_hooked = owner is module or isinstance(owner, Callback)
         for name, value in _attributes(owner).items():
-            function = _function_in(getattr(value, "__wrapped__", value))  # it may be behind a fence
+            function = _function_in(value)
             is_late = name.startswith("on_") and name not in GRADIENT_HOOKS[1:] or name in _CALLED_LATE
             if (
                 (is_late or not is_hooked)
@@ -268,6 +271,7 @@ def _reaches_grad(function: FunctionType, owners: Iterable[Any]) -> bool:
             return True
         found: list[Any] = [cell.cell_contents for cell in at.__closure__ or () if cell != _EMPTY_CELL]
         found += [*(at.__defaults__ or ()), *(at.__kwdefaults__ or {}).values()]
+        found += [sys.modules[name] for name in names if name in sys.modules]  # imported where it is used
         places: list[Mapping[str, Any]] = [at.__globals__, *of_owners]
         for _ in range(_DEEP):  # ``self.monitor.parts.read()``
             found += [place[name] for place in places for name in names if name in place]
@@ -276,10 +280,10 @@ def _reaches_grad(function: FunctionType, owners: Iterable[Any]) -> bool:
                 inner = _function_in(value)
                 if inner is not None:
                     waiting.append(inner)
-                if isinstance(value, ModuleType):
+                if type(value) is ModuleType:
                     places.append(vars(value))
                     continue
-                value = value.__self__ if isinstance(value, MethodType) else value
+                value = value.__self__ if type(value) is MethodType else value
                 if id(value) not in known and _has_users_code(value):
                     known.add(id(value))
                     attributes = _attributes(value)
@@ -298,38 +302,43 @@ def _with_items(values: Iterable[Any]) -> Iterator[Any]:
     """Values, and what is in those that are containers."""
     for value in values:
         yield value
-        if isinstance(value, Mapping):
+        if type(value) is dict:  # those of the user's own classes would run their code
             yield from itertools.islice(list(value.values()), _MANY)
-        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        elif type(value) in (list, tuple, set, frozenset, deque):
             yield from itertools.islice(list(value), _MANY)
 
 
 def _has_users_code(value: Any) -> bool:
     """Whether a value is an object or class of the user's, and of no installed package: those lead anywhere."""
-    kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    kinds = _kinds(value)
     functions = [f for kind in kinds for f in vars(kind).values() if isinstance(f, FunctionType)]
     return any(_is_the_users(f) and not is_installed(f.__code__.co_filename) for f in functions)
 
 
 def _attributes(owner: Any) -> Mapping[str, Any]:
     """What an object or class has, without asking for it, which may run code."""
-    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-    places = [getattr(place, "__dict__", {}) for place in (*reversed(kinds), owner)]
-    places += [place.get("_modules", {}) for place in places[-1:]]
+    places: list[Mapping[str, Any]] = [vars(kind) for kind in reversed(_kinds(owner))]
+    if not issubclass(type(owner), type):
+        with contextlib.suppress(AttributeError):  # it has slots
+            places.append(object.__getattribute__(owner, "__dict__"))
+            places.append(places[-1].get("_modules", {}))
     return {name: value for place in places for name, value in place.items()}
+
+
+def _kinds(value: Any) -> tuple[type, ...]:
+    return value.__mro__ if issubclass(type(value), type) else type(value).__mro__
 
 
 def _function_in(value: Any) -> FunctionType | None:
     """The function behind a method, a property or what wraps one."""
-    while not isinstance(value, FunctionType):
-        kind = type(value)
+    while (kind := type(value)) is not FunctionType:
         if kind is functools.partial:
             value = value.func
         elif kind in (MethodType, classmethod, staticmethod):
             value = value.__func__
         elif kind is property:
             value = value.fget
-        elif kind is _CACHED:
+        elif kind is _CACHED or kind is FencedHook:
             value = value.__wrapped__
         else:
             return None
