@@ -128,7 +128,8 @@ class EvaluationSteps(TrainingIteration):
         following = self._followings.get(variant.method)
         is_first = following is None
         if following is None:
-            following = self._followings[variant.method] = Following(self.context, self.flush, self._left_for)
+            following = Following(self.context, self.flush, self._left_for, self.gradients)
+            self._followings[variant.method] = following
         batch = Batch(batch_tree, self._shared, part=self._has_part)
         with speaking_of(variant.method):
             request = self._request(batch, arguments, variant, None)

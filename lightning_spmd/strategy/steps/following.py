@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -487,9 +487,14 @@ class Following:
     """
 
     def __init__(
-        self, context: RunContext, flush: Callable[[], None], left_for: Callable[[Executable], Pending | None]
+        self,
+        context: RunContext,
+        flush: Callable[[], None],
+        left_for: Callable[[Executable], Pending | None],
+        gradients: MutableMapping[str, Tensor],
     ) -> None:
         self.ended: str | None = None
+        self._gradients = gradients
         self.graphs_infer = False
         self._context, self._flush, self._left_for = context, flush, left_for
         self._follower = Follower(self._names, self._is_named)
@@ -635,6 +640,7 @@ class Following:
             queue.has_ranks = True
             meeting.metrics = queue.waiting
         step.wanted = lambda: [(w.source, w.after or 0) for w in wants]
+        step.on_zeroed = self._zeroed
         step.on_eager = lambda told: self._work_off(queue, list(itertools.starmap(told, step.wanted())), batch, meeting)
         hand = self._by_hand.of(step)
         with contextlib.ExitStack() as around:
@@ -706,6 +712,13 @@ class Following:
             return FollowedStep(step, _resolved(returned), queue, (), None)
         mark = step.mark if meeting is None or is_own else self._mark(step)
         return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
+
+    def _zeroed(self, parameters: Iterable[Tensor]) -> None:
+        """The step zeroes gradients, of which graphs hold those of batches before."""
+        if self._gradients and not self._is_by_hand:
+            zeroed = set(map(id, parameters))
+            for name in [name for name, p in self._context.module.named_parameters() if id(p) in zeroed]:
+                self._gradients.pop(name, None)
 
     def _mark(self, step: Step) -> int:
         """What must be the same on all ranks of a step whose Python is done."""

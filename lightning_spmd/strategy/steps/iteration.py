@@ -82,7 +82,7 @@ class TrainingIteration:
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
         self.own_batches = OwnBatches(context.settings.batch)
-        self._following = Following(context, self.flush, self._left_for)
+        self._following = Following(context, self.flush, self._left_for, self.gradients)
         self._met = self._told_of_sizes = False
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
@@ -164,7 +164,9 @@ class TrainingIteration:
                     pieces.end()
                     if followed.program is None:
                         raise followed.ran_eagerly(meeting)
-                    request = dataclasses.replace(request, program=followed.program)
+                    if variant.accumulated and not self.gradients:  # the step has zeroed them
+                        variant = dataclasses.replace(variant, accumulated=False)
+                    request = dataclasses.replace(request, variant=variant, program=followed.program)
                     try:
                         executable, outputs = self._shown(following, followed, request, meeting)
                     except (CannotBeBuilt, CannotBeFollowed, FirstRunError, ReadMiss) as error:

@@ -304,3 +304,28 @@ class NeverReads(Quiet):
 
 def test_hooks_that_read_no_gradients_keep_one_graph() -> None:
     assert_as_eager(NeverReads, max_epochs=1)
+
+
+class ZeroesInTheStep(Quiet):
+    """In the middle of an accumulation, before or behind what it computes; all gradients or one layer's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.trainer.optimizers[0].zero_grad()
+        loss = self.loss(batch)
+        if batch_idx == 5:
+            self.first.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_that_a_step_zeroes(accumulate: int) -> None:
+    result = assert_as_eager(ZeroesInTheStep, accumulate_grad_batches=accumulate, max_epochs=2)
+    if accumulate > 1:
+        assert result.losses != run(Quiet, accumulate_grad_batches=accumulate, max_epochs=2).losses
+
+
+def test_gradients_that_a_step_zeroes_on_ranks(two_ranks: RankPool) -> None:
+    flags = {"accumulate_grad_batches": 3, "max_epochs": 2}
+    results = _on_ranks(two_ranks, ZeroesInTheStep, {"data_parallel": "zero2"}, **flags)
+    assert_equals_one_device(results, run(ZeroesInTheStep, "auto", data=_in_order, **flags))

@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -198,7 +198,7 @@ class Step(StepState, TorchFunctionMode):
         if name in ("load", "_rebuild_tensor", "__new__"):
             return functools.partial(self._made_beside, name, original)
         if name.startswith("gradients."):  # it looks at gradients to change them alone
-            return functools.partial(self._without_a_look, original)
+            return functools.partial(self._without_a_look, name, original)
         if name.startswith("storage."):
             return functools.partial(self._of_storage, name, original)
         if name in private.TRANSFORMS:  # what they compute is seen below them
@@ -225,10 +225,13 @@ class Step(StepState, TorchFunctionMode):
             with self.beside():
                 return original(*args, **kwargs)
 
-    def _without_a_look(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _without_a_look(self, name: str, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
         before = self.reads_gradients
+        if name.endswith("zero_grad"):
+            groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
+            self.on_zeroed([p for group in groups for p in group["params"]])
         try:
-            return original(*args, **kwargs)
+            return original(owner, *args, **kwargs)
         finally:
             self.reads_gradients = before
 

@@ -130,6 +130,7 @@ class StepState:
         was_told_draws: whether Python has read a value that depends on random numbers.
         is_over: whether Python is done.
         wanted: sources of queued values, and the number of calls behind which each is wanted.
+        on_zeroed: told of parameters whose gradients the step zeroes.
         on_eager: the step goes on eagerly; given what tells the tensor that was wanted there.
         has_transforms: whether the step has used transforms of torch.func.
         looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
@@ -168,6 +169,7 @@ class StepState:
         self.whole: Callable[[], Sequence[Tensor]] | None = None
         self.stand_ins: Collection[int] = ()
         self.module_path: Callable[[], str] = lambda: ""
+        self.on_zeroed: Callable[[Iterable[Tensor]], None] = lambda _: None
         self.on_eager: Callable[[Callable[[Source, int], Tensor]], None] = lambda _: None
         self.wanted: Callable[[], Iterable[tuple[Source, int]]] = tuple
         self.before_eager: Callable[[], None] = lambda: None
