@@ -274,7 +274,7 @@ def _anomalies(name: str, settings: dict[str, Any]) -> Made:
 
     torch.manual_seed(0)
     model = getattr(models, name)(evaluator=False, visualizer=False, **settings)
-    size = 256 if name in ("Uflow", "ReverseDistillation") else 64
+    size = 256 if name == "Uflow" else 64
     pictures = _pictures(size)
     return without_dropout(model), pictures, lambda chosen: ImageBatch(image=torch.stack(chosen))
 
@@ -476,8 +476,6 @@ MORE: list[tuple[str, str, str, Callable[[], Made], dict[str, Any]]] = [
     ("SCANVI", "scvi", "cells", _labelled_cells, {"couples": "all rows are repeated for each label in turn"}),
     *[(name, "torchgeo", "satellite pictures", lambda n=name: _earth(n), _NORM)
       for name in ("ClassificationTask", "RegressionTask")],
-    ("ReverseDistillation", "anomalib", "anomalies",
-     lambda: _anomalies("ReverseDistillation", {"backbone": "resnet18", "pre_trained": False}), {}),
     *[(name, "lightning_uq_box", "uncertainty", lambda n=name, s=settings: _uncertain(n, s), {})
       for name, settings in [
           ("MVERegression", lambda: {"model": _network(2), "burnin_epochs": 0}),
