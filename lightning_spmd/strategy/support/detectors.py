@@ -229,15 +229,10 @@ def late_gradient_readers(context: Context) -> str | None:
     for owner in (module, *trainer.callbacks, *trainer.loggers, *schedulers, trainer.profiler):
         is_hooked = owner is module or isinstance(owner, Callback)
         for name, value in _attributes(owner).items():
-            function = _function_in(value)
             is_late = name.startswith("on_") and name not in GRADIENT_HOOKS[1:] or name in _CALLED_LATE
-            if (
-                (is_late or not is_hooked)
-                and function is not None
-                and _is_the_users(function)
-                and _reaches_grad(function, (owner, module))
-            ):
-                return f"{type(owner).__name__}.{name}{place_of(function)} reads p.grad"
+            for function in map(_function_in, _with_items([value]) if is_late or not is_hooked else ()):
+                if function is not None and _is_the_users(function) and _reaches_grad(function, (owner, module)):
+                    return f"{type(owner).__name__}.{name}{place_of(function)} reads p.grad"
     return None
 
 

@@ -134,6 +134,15 @@ class SchedulerReads(Quiet):
         return [optimizer], [{"scheduler": ByGradients(optimizer), "interval": "step"}]
 
 
+class RateReads(Quiet):
+    """A function of the scheduler does."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + _norm_of(self)))
+        return [optimizer], [{"scheduler": rate, "interval": "step"}]
+
+
 class LoggerReads(CSVLogger):
     seen: list[float]
     module: nn.Module
@@ -161,8 +170,9 @@ def test_gradients_read_by_a_callback_after_the_step() -> None:
     assert result.final["norm"] > 0
 
 
-def test_gradients_read_by_a_scheduler() -> None:
-    assert_as_eager(SchedulerReads, "split", max_epochs=1)
+@pytest.mark.parametrize("make", [SchedulerReads, RateReads])
+def test_gradients_read_by_a_scheduler(make: type[Quiet]) -> None:
+    assert_as_eager(make, "split", max_epochs=1)
 
 
 def test_gradients_read_by_a_logger(tmp_path: Path) -> None:
