@@ -714,7 +714,7 @@ class Following:
         return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
 
     def _zeroed(self, parameters: Iterable[Tensor]) -> None:
-        """The step zeroes gradients, of which graphs hold those of batches before."""
+        """The step zeroes or replaces gradients, of which graphs hold those of batches before."""
         if self._gradients and not self._is_by_hand:
             zeroed = set(map(id, parameters))
             for name in [name for name, p in self._context.module.named_parameters() if id(p) in zeroed]:

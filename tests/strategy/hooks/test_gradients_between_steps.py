@@ -328,14 +328,43 @@ class ZeroesInTheStep(Quiet):
         return loss
 
 
+class SetsNoneInTheStep(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx == 1:
+            del self.first.weight.grad
+        elif batch_idx == 5:
+            for parameter in self.parameters():
+                parameter.grad = None
+        return loss
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_gradients_that_a_step_zeroes(accumulate: int) -> None:
-    result = assert_as_eager(ZeroesInTheStep, accumulate_grad_batches=accumulate, max_epochs=2)
+@pytest.mark.parametrize("make", [ZeroesInTheStep, SetsNoneInTheStep])
+def test_gradients_that_a_step_zeroes(make: type[Quiet], accumulate: int) -> None:
+    result = assert_as_eager(make, accumulate_grad_batches=accumulate, max_epochs=2)
     if accumulate > 1:
         assert result.losses != run(Quiet, accumulate_grad_batches=accumulate, max_epochs=2).losses
 
 
-def test_gradients_that_a_step_zeroes_on_ranks(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("make", [ZeroesInTheStep, SetsNoneInTheStep])
+def test_gradients_that_a_step_zeroes_on_ranks(two_ranks: RankPool, make: type[Quiet]) -> None:
     flags = {"accumulate_grad_batches": 3, "max_epochs": 2}
-    results = _on_ranks(two_ranks, ZeroesInTheStep, {"data_parallel": "zero2"}, **flags)
-    assert_equals_one_device(results, run(ZeroesInTheStep, "auto", data=_in_order, **flags))
+    results = _on_ranks(two_ranks, make, {"data_parallel": "zero2"}, **flags)
+    assert_equals_one_device(results, run(make, "auto", data=_in_order, **flags))
+
+
+class ReplacesInTheStep(Quiet):
+    """By a gradient of its own, to which those of the batch are added."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx in (1, 5):
+            self.first.weight.grad = self.first.weight.detach() * 0.1
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_that_a_step_replaces(accumulate: int) -> None:
+    flags = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
+    assert run(ReplacesInTheStep, **flags).losses == run(ReplacesInTheStep, "auto", **flags).losses

@@ -202,6 +202,8 @@ class HandStep:
         if not fits:
             self.step.eagerly("a gradient of another kind than its tensor")
             return func(*args)
+        if not self._is_zeroed:
+            self.step.on_zeroed([tensor])
         self._gradients[id(tensor)] = tensor, value
         return None
 

@@ -130,7 +130,7 @@ class StepState:
         was_told_draws: whether Python has read a value that depends on random numbers.
         is_over: whether Python is done.
         wanted: sources of queued values, and the number of calls behind which each is wanted.
-        on_zeroed: told of parameters whose gradients the step zeroes.
+        on_zeroed: told of parameters whose gradients the step zeroes or replaces.
         on_eager: the step goes on eagerly; given what tells the tensor that was wanted there.
         has_transforms: whether the step has used transforms of torch.func.
         looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
