@@ -51,6 +51,17 @@ def without_memory(spec: Any) -> Tensor:
     return made
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is one of :func:`without_memory`."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
 def is_memory_its_own(tensor: Tensor, others: int = 0) -> bool:
     """Whether at most this many others share a tensor's memory, by reference counts. False if unknown."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:

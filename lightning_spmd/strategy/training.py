@@ -21,7 +21,7 @@ from lightning_spmd.ir.placement import REPLICATE, Partial, Placement
 from lightning_spmd.ir.several_optimizers import SeveralOptimizers, parts_of
 from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.ir.steps import CapturedStep, Variant
-from lightning_spmd.messages import tell
+from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.record.packing import in_memory_order_of
@@ -98,6 +98,7 @@ class Training:
         self._are_shares = False  # these are of a rank's own batch
         self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
         self._hidden = HiddenGradients()
+        self._unzeroed = False  # eager training still has the gradients of the last update
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
         self.accounts = Accounts(settings)
         self.ran = Ran()
@@ -331,8 +332,18 @@ class Training:
         trainer = iteration.context.trainer
         if not iteration.context.module.automatic_optimization:
             return
-        if self.mode is Mode.COMPILED and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+        if self.mode is not Mode.COMPILED:
+            return
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             iteration.gradients.clear()
+        elif self._unzeroed:
+            warn(
+                f"Lightning adds the gradients of training batch {trainer.fit_loop.batch_idx} to those of the update "
+                f"before, which it has not zeroed, since accumulate_grad_batches={trainer.accumulate_grad_batches} was "
+                "set in the middle; strategy='spmd' begins with this batch's. Set it in on_train_batch_start of a "
+                "batch whose index is a multiple of the new value"
+            )
+        self._unzeroed = False
 
     def _clip(self, optimizer: Optimizer) -> None:
         """What the graph does between backward and step: Lightning's own hook, as ``Precision`` calls it."""
@@ -378,6 +389,7 @@ class Training:
     def _take_changed_gradients(self) -> None:
         """Gradients to which the next micro-batch adds its own are what hooks have made of them."""
         changed = self._hidden.take_away()
+        self._unzeroed &= not changed
         if self.iteration is not None and changed:
             known = {id(p): name for name, p in self._module.named_parameters()}
             for parameter in changed:
@@ -479,6 +491,7 @@ class Training:
             self._apply(self.iteration, optimizer)
         elif not self._ran_forward:
             self.iteration.apply(dict(self.iteration.gradients), self._clip, reduced=False)
+        self._unzeroed = True
         self._hide_gradients()
         return result
 

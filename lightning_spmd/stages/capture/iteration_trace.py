@@ -99,6 +99,8 @@ class IterationTrace:
         for name, parameter in trained:
             parameter.grad = gradients.get(name)
         swap = self.swap if isinstance(self.swap, OptimizerSwap) else None
+        if swap is not None:
+            swap.check_is_there()
         with in_float32(request.update.bf16_updates, swap, self.recorder):
             with in_section(self.recorder, Section.CLIP):
                 self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)

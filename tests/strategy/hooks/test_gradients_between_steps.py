@@ -368,3 +368,38 @@ class ReplacesInTheStep(Quiet):
 def test_gradients_that_a_step_replaces(accumulate: int) -> None:
     flags = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
     assert run(ReplacesInTheStep, **flags).losses == run(ReplacesInTheStep, "auto", **flags).losses
+
+
+class AccumulatesLater(Quiet):
+    accumulate, at = 2, 2
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.at:
+            self.trainer.accumulate_grad_batches = self.accumulate
+
+
+class AccumulatesLaterInTheStep(AccumulatesLater):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Not here."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        super().on_train_batch_start(batch, batch_idx)
+        return self.loss(batch)
+
+
+class AccumulatesMore(AccumulatesLater):
+    accumulate, at = 3, 1
+
+
+@pytest.mark.parametrize("make", [AccumulatesLaterInTheStep, AccumulatesMore])
+def test_gradients_of_an_update_that_lightning_would_not_zero_are_spoken_of(make: type[Quiet]) -> None:
+    result = run(make, max_epochs=1)
+    assert sum("which it has not zeroed" in told for told in result.warnings) == 1
+
+
+def test_accumulation_that_changes_where_gradients_are_zeroed() -> None:
+    for result in (
+        assert_as_eager(AccumulatesLater, max_epochs=1),
+        assert_as_eager(Quiet, accumulate_grad_batches=4, max_epochs=3),
+    ):
+        assert not any("which it has not zeroed" in told for told in result.warnings)
