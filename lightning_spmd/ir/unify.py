@@ -10,7 +10,7 @@ of one. A number for which there is none, or more than one, means that the graph
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from types import FunctionType
 from typing import Any
@@ -27,7 +27,15 @@ UNCHECKED = "unchecked"
 """In ``node.meta`` of a tensor whose shape or strides are known for one sample only."""
 
 
-_CORRECTION = ("(({0}) / (({0}) - 1) if ({0}) != 1 else float('inf'))", lambda v: v / (v - 1), lambda n: n / (n - 1))
+_OF_COUNTS: tuple[tuple[str, Callable[[float], float], Callable[[int], float], int], ...] = (
+    ("(1 / ({0}) if ({0}) else float('inf'))", lambda v: 1 / v, lambda n: 1 / n, 0),
+    ("(({0}) / (({0}) - 1) if ({0}) != 1 else float('inf'))", lambda v: v / (v - 1), lambda n: n / (n - 1), 0),
+    ("float(max({0}, 0))", float, float, 0),  # degrees of freedom
+    ("float(max(({0}) - 1, 0))", float, float, 1),
+    ("(2 / ({0}) if ({0}) else float('inf'))", lambda v: 2 / v, lambda n: 2 / n, 0),
+    ("(2 / (({0}) - 1) if ({0}) != 1 else float('inf'))", lambda v: 2 / v, lambda n: 2 / n, 1),
+)
+"""Floats of counts: Python of one, the whole number in it, the float of that, and what makes it the count."""
 
 
 class Apart(Exception):
@@ -125,17 +133,18 @@ class Fits:
         return fits[0]
 
     def _of_a_count(self, values: tuple[Any, ...]) -> Formula | str:
-        """The formula of a float: one over a count, or the correction of a variance, count / (count - 1)."""
-        for shape, count_in, back in (
-            ("(1 / ({0}) if ({0}) else float('inf'))", lambda v: 1 / v, lambda n: 1 / n),
-            _CORRECTION,
-        ):
-            if all(type(v) is float and v not in (0.0, 1.0) and abs(v) < 1e9 for v in values):
-                counts = tuple(round(count_in(v)) for v in values)
-                if all(n > 1 and back(n) == v for n, v in zip(counts, values, strict=True)) and len(set(counts)) > 1:
-                    found = self._search(counts)
-                    return found if isinstance(found, str) else Formula(shape.format(found))
-        return f"numbers that are not whole depend on sizes: {shown(values)}"
+        """The formula of a float: those of means and variances, and of their gradients."""
+        reason = f"numbers that are not whole depend on sizes: {shown(values)}"
+        if not all(type(v) is float and v not in (0.0, 1.0) and abs(v) < 1e9 for v in values):
+            return reason
+        for shape, count_in, back, added in _OF_COUNTS:
+            counts = tuple(round(count_in(v)) for v in values)
+            if all(n > 1 and back(n) == v for n, v in zip(counts, values, strict=True)) and len(set(counts)) > 1:
+                found = self._search(tuple(n + added for n in counts))
+                if not isinstance(found, str):
+                    return Formula(shape.format(found))
+                reason = found
+        return reason
 
     def _exactly(self, formula: Formula, values: tuple[int, ...]) -> int | None:
         """Its value; None if it is no whole number."""

@@ -264,11 +264,21 @@ class LiveState:
     def _whole(
         self, write: Callable[[Any], None], entry: GraphOutput, placements: tuple[Placement, ...]
     ) -> Callable[[Any], None]:
-        """Store this rank's part as what it is a part of; accumulated partial sums stay as they are."""
+        """Store this rank's part as what it is a part of; accumulated partial sums stay as they are.
+
+        State that is a view into a bucket gets memory of its own: torch takes the offset of a part for the address of
+        the whole, and then neither copies the whole nor saves it.
+        """
         wrap = self.wrap
         if wrap is None or not in_parts(placements):
             return write
-        return lambda value: write(wrap(value, entry.value, placements))
+        if entry.role is OutputRole.GRADIENT:
+            return lambda value: write(wrap(value, entry.value, placements))
+
+        def stored(value: Tensor) -> None:
+            write(wrap(value.clone() if value.storage_offset() else value, entry.value, placements))
+
+        return stored
 
     def _writer(self, entry: GraphOutput) -> Callable[[Any], None] | None:
         key = entry.key

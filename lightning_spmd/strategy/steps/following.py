@@ -348,7 +348,10 @@ class _Talk:
             CannotBeFollowed: another rank goes on eagerly.
         """
         if self._meeting is not None and self._meeting.is_own and self._step.must_be_graph:
-            raise CannotBeFollowed("a value is read on each rank's own batch, and the ranks have parts of parameters")
+            raise CannotBeFollowed(
+                "a value, or a size that values decide, is read on each rank's own batch, and the ranks have parts of "
+                "parameters"
+            )
         if torch.is_inference_mode_enabled() is self._infers:
             with torch.no_grad():
                 return self._values()

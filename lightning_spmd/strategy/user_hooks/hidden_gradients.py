@@ -61,6 +61,8 @@ class HiddenGradient(Tensor):
         """Attributes, and what moves a module; all else asks for values."""
         if func is _SET_DATA:
             return None
+        if func is Tensor.__deepcopy__:  # of a parameter in parts, with which torch copies what is in p.grad
+            return args[0]
         if getattr(func, "__name__", None) == "__get__" or func in _WITHOUT_VALUES:
             with private.no_torch_functions():
                 found = func(*args, **(kwargs or {}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -70,6 +72,24 @@ def test_results_of_the_step_in_state_and_groups(make: type[_Momentum]) -> None:
 def test_written_state_on_ranks(two_ranks: RankPool, make: type[_Momentum], plan: str) -> None:
     results = two_ranks.run(run, make, {"data_parallel": plan}, 2, max_epochs=2)
     assert_equals_one_device(results, run(make, "auto", data=_in_order, max_epochs=2))
+
+
+class Copies(Quiet):
+    """What callbacks keep of a run."""
+
+    def on_train_epoch_end(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        first = next(iter(optimizer.state_dict()["state"].values()))
+        again = next(iter(copy.deepcopy(optimizer.state_dict())["state"].values()))
+        assert again["momentum_buffer"].equal(first["momentum_buffer"])
+        torch.save(optimizer.state_dict(), io.BytesIO())
+        assert copy.deepcopy(self.first).weight.equal(self.first.weight)
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_state_and_layers_in_parts_can_be_copied_and_saved(two_ranks: RankPool, plan: str) -> None:
+    results = two_ranks.run(run, Copies, {"data_parallel": plan}, 2, max_epochs=1)
+    assert_equals_one_device(results, run(Copies, "auto", data=_in_order, max_epochs=1))
 
 
 def _in_order() -> InOrder:

@@ -102,7 +102,18 @@ class Bins(Telling):
         return (losses / torch.bincount(near)[near.long()]).mean()
 
 
-WAYS = {Bins: 2, Experts: 2, Sizes: 2, Writes: 2, EachFound: 12, Repeats: 2}
+class Spread(Telling):
+    """Variances of what a mask chooses, whose gradients hold numbers of its size."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        h = self(x)
+        low, high = h[y < 2], h[x[:, 0] > -1]
+        TOLD.append((len(low), len(high)))
+        return F.cross_entropy(h, y) + low.var(0, unbiased=False).mean() + high.std() + high.var(0, correction=2).mean()
+
+
+WAYS = {Bins: 2, Spread: 2, Experts: 2, Sizes: 2, Writes: 2, EachFound: 12, Repeats: 2}
 
 
 @pytest.mark.parametrize("make", WAYS)
@@ -115,7 +126,7 @@ def test_one_graph_for_all_sizes(make: type[Telling]) -> None:
     assert ours.captures <= WAYS[make]  # SGD with momentum has a first step of its own
 
 
-@pytest.mark.parametrize("make", [Bins, Experts, Sizes, Writes, Repeats])
+@pytest.mark.parametrize("make", [Bins, Experts, Sizes, Spread, Writes, Repeats])
 def test_they_are_those_of_all_ranks(make: type[Telling], two_ranks: RankPool) -> None:
     ours = two_ranks.run(run, make, "spmd", 2)
     assert_compiled(ours[0])
@@ -132,6 +143,29 @@ class Squeezes(Telling):
         chosen = self(x[few]).squeeze(0)
         TOLD.append(tuple(chosen.shape))
         return super().training_step(batch, batch_idx) + chosen.square().mean()
+
+
+class OfNothing(Telling):
+    """Variances of as good as nothing are NaN."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        with torch.no_grad():
+            for least in (0.2, 0.5, 2.0, 99.0):
+                TOLD.append(h[h[:, 0] > least].var(0).isnan().sum().item())
+        return F.cross_entropy(h, batch[1])
+
+
+def test_variances_of_nothing(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_told, OfNothing)
+    run(OfNothing, "auto", data=lambda: InOrder(rows(), ROWS), max_epochs=1)
+    assert results == [TOLD, TOLD]
+    assert {0, 3} <= set(TOLD)
+
+
+def _told(make: type[Telling], *_: Any) -> list[Any]:
+    run(make, "spmd", 2, max_epochs=1)
+    return list(TOLD)
 
 
 def test_one_row_may_be_treated_otherwise_than_many() -> None:

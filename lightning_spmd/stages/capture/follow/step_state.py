@@ -312,7 +312,9 @@ class StepState:
             self._names = self.follower.holders.names = self.follower.names()
         name = self._names.get(id(tensor))
         if name is None and isinstance(tensor, DTensor):
-            raise CannotBeFollowed("a tensor in parts that is no parameter or buffer of the module")
+            raise CannotBeFollowed(
+                "a tensor in parts that is no parameter or buffer of the module: register it as a buffer"
+            )
         return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, self.shares(tensor, number))
 
     def noted(self, value: Any) -> Any:
