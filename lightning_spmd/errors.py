@@ -95,6 +95,10 @@ class CannotShowError(SPMDError):
     """Gradients cannot be shown to hooks in the middle of an iteration's graph; two graphs take its place."""
 
 
+class UpdateMustWaitError(SPMDError):
+    """The update of a step reads what that step computes only now; another graph takes its place."""
+
+
 class VerificationError(SPMDError):
     """A graph broke an invariant of its stage: a defect of lightning_spmd, please report it with the message."""
 

@@ -267,7 +267,7 @@ class Training:
             self._run_in_two(iteration.in_two)
         if self._pauses is not None and iteration.paused is not None:
             self._pauses.begin(iteration.paused)
-        self._ran_forward, self.ran = True, iteration.ran
+        self._ran_forward, self.ran = not iteration.update_waits, iteration.ran
         self._steps.add("training_step")
         if self.mode is Mode.SPLIT:
             self._held = dict(iteration.gradients)

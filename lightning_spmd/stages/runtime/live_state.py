@@ -30,6 +30,7 @@ _NO_STATE: Mapping[str, Any] = {}
 Reader = Callable[[], Any]
 ReadAll = Callable[[Sequence[Tensor], list[Any]], list[Any]]
 Wrap = Callable[[Tensor, TensorSpec, tuple[Placement, ...]], Tensor]
+ShardWhole = Callable[[Tensor, tuple[Placement, ...]], Tensor]
 
 
 def in_parts(placements: tuple[Placement, ...]) -> bool:
@@ -76,6 +77,25 @@ class _Part:
         return private.local_tensor(self.read())
 
 
+class _StatePart:
+    """Reads this rank's part of an entry of optimizer state. If the user has put a whole tensor there, it is sharded."""
+
+    __slots__ = ("entry", "placements", "shard")
+
+    def __init__(self, entry: _StateEntry, placements: tuple[Placement, ...], shard: ShardWhole) -> None:
+        self.entry, self.placements, self.shard = entry, placements, shard
+
+    def __call__(self) -> Any:
+        return self.of(self.entry.optimizer.state.get(self.entry.parameter, _NO_STATE))
+
+    def of(self, state: Any) -> Tensor:
+        """The part in a parameter's state."""
+        value = state[self.entry.key]
+        if not isinstance(value, DTensor):
+            value = state[self.entry.key] = self.shard(value, self.placements)
+        return private.local_tensor(value)
+
+
 def read_all(readers: Sequence[Reader | int | None]) -> ReadAll:
     """One function for many readers, written out: a step reads hundreds of values, each in less time than a call takes.
 
@@ -105,10 +125,14 @@ def read_all(readers: Sequence[Reader | int | None]) -> ReadAll:
             case _Entry():
                 return f"{constant(read.table)}[{read.key!r}]"
             case _StateEntry():
-                of = constant(read.optimizer), constant(read.parameter)
-                return f"{states.setdefault(of, f's{len(states)}')}[{constant(read.key)}]"
+                return f"{state(read)}[{constant(read.key)}]"
+            case _StatePart():
+                return f"{constant(read.of)}({state(read.entry)})"
             case _:
                 return f"{constant(read)}()"
+
+    def state(read: _StateEntry) -> str:
+        return states.setdefault((constant(read.optimizer), constant(read.parameter)), f"s{len(states)}")
 
     values = ", ".join(map(source, readers))
     lines = [f"{s} = {o}.state.get({p}, {constant(_NO_STATE)})" for (o, p), s in states.items()]
@@ -127,6 +151,7 @@ class LiveState:
         gradients: gradients held between micro-batches, by parameter name.
         streams: random numbers of several ranks, or None.
         wrap: makes a DTensor from this rank's part: ``(part, spec of the whole, placements)``.
+        shard: makes one from the whole tensor.
         loss_scale: reads a tensor of loss scaling by its name.
         named: readers of parameters and buffers that the step itself passes to a call, by name.
     """
@@ -140,6 +165,7 @@ class LiveState:
         gradients: MutableMapping[str, Tensor],
         streams: RandomStreams | None,
         wrap: Wrap | None = None,
+        shard: ShardWhole | None = None,
         loss_scale: Callable[[str], Tensor] | None = None,
         named: Mapping[str, Reader] | None = None,
     ) -> None:
@@ -148,6 +174,7 @@ class LiveState:
         self.gradients = gradients
         self.streams = streams
         self.wrap = wrap
+        self._shard = shard
         self._loss_scale = loss_scale
         self._named = named or {}
         self._slots = private.tensor_slots(module)
@@ -170,6 +197,8 @@ class LiveState:
         """What lies in parts is read as this rank's part."""
         if isinstance(read, int) or read is None or not in_parts(entry.placements):
             return read
+        if isinstance(read, _StateEntry) and self._shard is not None:
+            return _StatePart(read, entry.placements, self._shard)
         return _Part(read)
 
     def _reader(self, entry: GraphInput, constants: Sequence[Reader]) -> Reader | int | None:

@@ -40,6 +40,7 @@ def live_state(
         gradients,
         context.streams,
         None if mesh is None else mesh.wrap,
+        None if mesh is None else mesh.shard,
         context.scaler.tensor,
         captured.named,
     )

@@ -15,7 +15,14 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import BatchError, CannotShowError, ConfigurationError, SPMDError, VerificationError
+from lightning_spmd.errors import (
+    BatchError,
+    CannotShowError,
+    ConfigurationError,
+    SPMDError,
+    UpdateMustWaitError,
+    VerificationError,
+)
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.reads import ReadMiss
 from lightning_spmd.ir.steps import CapturedStep, Variant
@@ -76,6 +83,10 @@ class TrainingIteration:
         self.paused: PausingExecutable | None = None
         self.in_two: str | None = None
         """Why the graph of the last step ends where Python looks at gradients, and cannot pause there."""
+        self.update_waits = False
+        """Whether the update is still to come, on gradients that are held."""
+        self._waiting: set[Any] = set()
+        """The keys of paths whose steps put something into the optimizer that is there only when they are over."""
         self.has_left_gradients = False
         """Whether gradients stayed in graphs where eager training has them in ``p.grad``."""
         self._found = Found((), (), None, None)  # what runs
@@ -296,8 +307,9 @@ class TrainingIteration:
     def _shown(
         self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
     ) -> tuple[Executable, Sequence[Any]]:
-        """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients, it ends there."""
-        self.in_two, variant = None, request.variant
+        """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients, or update, it ends there."""
+        self.in_two, self.update_waits, variant = None, False, request.variant
+        path = None if followed.program is None else followed.program.key
         if followed.reads_gradients is not None and not (variant.expose_gradients or variant.by_hand):
             if self.has_left_gradients:
                 raise ConfigurationError(
@@ -306,12 +318,21 @@ class TrainingIteration:
                     "there, too, or look at gradients in on_after_backward or on_before_optimizer_step"
                 )
             self.in_two = f"{variant.method} reads p.grad of the batch before ({followed.reads_gradients})"
+        elif variant.apply and path in self._waiting:
+            self.update_waits = True
         else:
             try:
                 return self._graph_of_followed(following, followed, request, meeting)
             except CannotShowError as error:  # on all ranks
                 self.in_two = str(error)
-        variant = dataclasses.replace(variant, apply=False, expose_gradients=True)
+            except UpdateMustWaitError as error:  # likewise
+                self.update_waits = not variant.pauses
+                if self.update_waits:
+                    self._waiting.add(path)
+                else:
+                    self.in_two = str(error)
+        shows = variant.expose_gradients or not self.update_waits
+        variant = dataclasses.replace(variant, apply=False, expose_gradients=shows)
         request = dataclasses.replace(request, variant=variant)
         return self._graph_of_followed(following, followed, request, meeting)
 

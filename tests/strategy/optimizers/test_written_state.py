@@ -63,7 +63,8 @@ def test_rows_of_state_that_a_step_zeroes(accumulate: int) -> None:
 
 @pytest.mark.parametrize("make", [PutsResults, RateOfLoss])
 def test_results_of_the_step_in_state_and_groups(make: type[_Momentum]) -> None:
-    assert_as_eager(make, "split")
+    assert_as_eager(make)
+    assert_as_eager(make, accumulate_grad_batches=3)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CannotShowError, CaptureError
+from lightning_spmd.errors import CaptureError, UpdateMustWaitError
 from lightning_spmd.ir.guards import ValueGuard
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.messages import place_of
@@ -125,12 +125,12 @@ class OptimizerSwap:
         """Results of the step that Python has put into state or groups have values only when the step is over.
 
         Raises:
-            CannotShowError: there are any.
+            UpdateMustWaitError: there are any.
         """
         for node, live in self.inputs.live.items():
             entry = self.inputs.entries[node]
             if entry.role in _OF_OPTIMIZERS and private.has_no_memory(live):
-                raise CannotShowError(f"the step puts a tensor that it computes into the optimizer ({entry.name})")
+                raise UpdateMustWaitError(f"the step puts a tensor that it computes into the optimizer ({entry.name})")
 
     def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
         """(role, key, name, value) of state and hyper-parameters that the optimizer created or rebound."""
