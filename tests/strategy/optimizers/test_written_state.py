@@ -95,3 +95,40 @@ def test_state_and_layers_in_parts_can_be_copied_and_saved(two_ranks: RankPool, 
 
 def _in_order() -> InOrder:
     return InOrder(rows(), ROWS)
+
+
+class StartsAnew(Quiet):
+    """Momentum that is None begins anew, in torch; checkpoints of older torch have it, too."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (0, 3):
+            for entries in self.trainer.optimizers[0].state.values():
+                entries["momentum_buffer"] = None
+
+
+class BeginsWithNone(Quiet):
+    def on_train_start(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = None
+
+
+@pytest.mark.parametrize("make", [StartsAnew, BeginsWithNone])
+def test_state_that_is_none(make: type[Quiet], two_ranks: RankPool) -> None:
+    assert_as_eager(make)
+    results = two_ranks.run(run, make, {"data_parallel": "zero2"}, 2, max_epochs=2)
+    assert_equals_one_device(results, run(make, "auto", data=_in_order, max_epochs=2))
+
+
+class SetsWholeState(Quiet):
+    def on_train_epoch_start(self) -> None:
+        for parameter, entries in self.trainer.optimizers[0].state.items():
+            for name in entries:
+                entries[name] = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize("plan", ["replicate", "zero2", "zero3"])
+def test_whole_state_that_a_hook_sets(two_ranks: RankPool, plan: str) -> None:
+    results = two_ranks.run(run, SetsWholeState, {"data_parallel": plan}, 2, max_epochs=3)
+    assert results[0].captures == 2
+    assert_equals_one_device(results, run(SetsWholeState, "auto", data=_in_order, max_epochs=3))

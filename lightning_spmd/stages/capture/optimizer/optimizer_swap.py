@@ -184,11 +184,23 @@ class OptimizerSwap:
             state = optimizer.state
             return tuple([len(state[p]) if p in state else 0 for g in optimizer.param_groups for p in g["params"]])
 
+        constant = [
+            (parameter, key, value)
+            for parameter, entries in optimizer.state.items()
+            for key, value in entries.items()
+            if not isinstance(value, Tensor) and type(value) not in (int, float)
+        ]
+
+        def same() -> bool:
+            return all([optimizer.state.get(parameter, {}).get(key) is value for parameter, key, value in constant])
+
         structure = _Structure(optimizer)
         guards = [ValueGuard("optimizer.param_groups", structure, structure(), _change)]
         if stepped and not is_torchs_own(optimizer):
             own = lambda: own_values(optimizer)  # noqa: E731
             guards.append(ValueGuard(f"an attribute of the {type(optimizer).__name__}", own, own()))
+        if stepped and constant:  # None may be where later steps find a tensor
+            guards.append(ValueGuard("whether optimizer.state has the captured values beside tensors", same, True))
         return [*guards, ValueGuard("the entries of optimizer.state", states, states())] if stepped else guards
 
 
