@@ -17,6 +17,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.constants import default_pg_timeout as default_process_group_timeout
 
+# Whether anything still holds the memory of a tensor; without it what follows no longer is not found.
+from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
+
 # Nested arguments of operators are taken apart and put together at every recorded call; the public
 # torch.utils.pytree is newer than 2.11.
 from torch.utils import _pytree as pytree
@@ -163,6 +166,7 @@ from lightning_spmd._private_api.torch_names import (
     function_modes,
     give_groups,
     has_dtensor_strategy,
+    have_kinds_in_common,
     is_in,
     leave_order_of_shards_alone,
     leave_pool,
@@ -179,6 +183,7 @@ from lightning_spmd._private_api.torch_names import (
 )
 
 __all__ = [
+    "WeakStorage",
     "frames_of_threads",
     "ReentrantCheckpoint",
     "generator_states",
@@ -286,6 +291,7 @@ __all__ = [
     "layer_sync",
     "load_inductor_code",
     "leave_pool",
+    "have_kinds_in_common",
     "local_tensor",
     "logs_this_step",
     "mark_stepped",

@@ -89,6 +89,10 @@ def allocations_in(profile: Any) -> list[tuple[int, int]]:
     return [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
 
 
+have_kinds_in_common = torch._has_compatible_shallow_copy_type  # pyright: ignore[reportPrivateImportUsage]
+"""What ``Module.to`` asks of a gradient and the moved one; it looks at no value."""
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds, without autograd's detour; a plain tensor as it is.
 

@@ -45,7 +45,7 @@ from lightning_spmd.strategy.state.expert_sharing import ExpertSharing
 from lightning_spmd.strategy.state.layer_sharing import LayerSharing
 from lightning_spmd.strategy.state.memory import begin_alike, check_initialized
 from lightning_spmd.strategy.state.mixed_placements import mixed_placements_allowed
-from lightning_spmd.strategy.state.replaced_tensors import keeping_attributes
+from lightning_spmd.strategy.state.replaced_tensors import moving
 from lightning_spmd.strategy.steps.evaluating import Evaluation
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
 from lightning_spmd.strategy.steps.replay import StepsInGraphs
@@ -283,7 +283,7 @@ class SPMDStrategy(SavingStrategy):
             if unfinished:
                 stack.enter_context(contextlib.suppress(NotImplementedError))
             if module is not None:
-                stack.enter_context(keeping_attributes(module))
+                stack.enter_context(moving(module))
             super().teardown()
 
     # ------------------------------------------------------------------ training

@@ -34,6 +34,7 @@ from lightning_spmd.strategy.state.memory import gradients_of, tensors_on_other_
 from lightning_spmd.strategy.state.mixed_placements import mixed_placements_allowed
 from lightning_spmd.strategy.state.new_parameters import NewParameters
 from lightning_spmd.strategy.state.random_state import RandomState
+from lightning_spmd.strategy.state.replaced_tensors import give_successors
 from lightning_spmd.strategy.state.state_layout import StateLayout
 from lightning_spmd.strategy.state.wide_state import check_precision
 from lightning_spmd.strategy.steps.eager_path import add_gradients, average_gradients, synced
@@ -92,6 +93,7 @@ class Training:
         self._gradients: list[tuple[Tensor, Tensor]] | None = None  # of a loss whose backward pass has been
         self._own_steps = False  # of an optimizer that is none of torch's
         self._replaced: list[bool] = []
+        self._groups: list[tuple[int, int]] = []  # of parameters: which lists, and how long
         self._ran_eagerly = False  # the micro-batch before, though others are graphs
         self._held: dict[str, Tensor] = {}
         self._overlapping = Overlapping(settings, lambda: self.iteration and self.iteration.pending, self.flush)
@@ -291,8 +293,13 @@ class Training:
         return dict(self._signature[1].bind(*args, **kwargs).arguments)
 
     def _follow_optimizer(self) -> None:
-        """Graphs are made for one optimizer; a hook may have given the Trainer another one."""
+        """Graphs are made for one optimizer; a hook may have given the Trainer another one, or it other parameters."""
         iteration, trainer = self.iteration, self._module.trainer
+        if self._layout.state is not None:
+            groups = [(id(g["params"]), len(g["params"])) for o in trainer.optimizers for g in o.param_groups]
+            if groups != self._groups:
+                give_successors(trainer.optimizers)
+                self._groups = [(id(g["params"]), len(g["params"])) for o in trainer.optimizers for g in o.param_groups]
         if iteration is None or (
             _same(trainer.optimizers, iteration.context.optimizer, self._module)
             and self._replaced == _replaced_steps(trainer.optimizers)

@@ -78,7 +78,7 @@ class _Part:
 
 
 class _StatePart:
-    """Reads this rank's part of an entry of optimizer state. If the user has put a whole tensor there, it is sharded."""
+    """Reads this rank's part of an entry of optimizer state; a whole tensor that the user has put there is sharded."""
 
     __slots__ = ("entry", "placements", "shard")
 

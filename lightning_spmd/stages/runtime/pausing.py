@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, UntypedStorage, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
@@ -19,7 +19,7 @@ from lightning_spmd.stages.runtime.executor import Executable, Pending, Program
 from lightning_spmd.stages.runtime.live_state import in_parts
 from lightning_spmd.stages.runtime.lowering import Lowering
 from lightning_spmd.stages.runtime.switches import GraphSwitches
-from lightning_spmd.stages.runtime.undo import wait_for_tensors_of
+from lightning_spmd.stages.runtime.undo import tensors_of, wait_for_tensors_of
 
 _LASTING = (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE, InputRole.HYPER_PARAMETER)
 Parts = Generator[Sequence[Any], None, Sequence[Any]]
@@ -120,6 +120,14 @@ class PausingExecutable(Executable):
             for new, old in zip([read() for read in self._lasting], self._found, strict=True)
         )
 
+    def goes_on_with(self, memory: UntypedStorage) -> bool:
+        """Whether the iteration that has paused holds a tensor on some memory: a view of what was in a parameter."""
+        frame = self._frame()
+        return frame is not None and any(private.is_in(tensor, memory) for tensor in tensors_of(frame))
+
+    def _frame(self) -> FrameType | None:
+        return getattr(self._parts, "gi_frame", None)  # of generators alone, say typing's stubs
+
     def resume(self) -> Pending | None:
         """Do the update. Returns the deferred work.
 
@@ -139,7 +147,7 @@ class PausingExecutable(Executable):
     def drop(self) -> None:
         """The update of the iteration that has paused is done otherwise, or not at all."""
         if self._parts is not None:
-            frame: FrameType | None = getattr(self._parts, "gi_frame", None)  # of generators alone, say typing's stubs
+            frame = self._frame()
             if frame is not None:
                 wait_for_tensors_of(frame)  # collectives that were begun for the update alone
             self._parts.close()

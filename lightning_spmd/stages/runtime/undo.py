@@ -62,10 +62,15 @@ def collectives_ended() -> Iterator[None]:
 
 def wait_for_tensors_of(frame: FrameType) -> None:
     """Wait for the collectives whose tensors a frame of a run holds, as runs do: without autograd."""
+    for tensor in tensors_of(frame):
+        with torch.no_grad():
+            torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: SLF001 - an operator's public name
+
+
+def tensors_of(frame: FrameType) -> Iterator[Tensor]:
+    """What a frame of a run holds."""
     for value in list(frame.f_locals.values()):
-        for tensor in _tensors(list(value.env.values()) if isinstance(value, fx.Interpreter) else value):
-            with torch.no_grad():
-                torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: SLF001 - an operator's public name
+        yield from _tensors(list(value.env.values()) if isinstance(value, fx.Interpreter) else value)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -332,7 +332,7 @@ class GraphBuilder:
         executable.not_general = not_general
         if context.mesh is not None:
             values = executable.inputs(() if request.batch is None else request.batch.tensor_values)
-            check_used(values)
+            check_used(graphs.main.signature.inputs, values, context.module)
             check_writes(graphs.main.signature.inputs, values, context.module)
             if request.batch is not None and len(split) > 1:
                 self._notices.of_lists(request.batch, captured)

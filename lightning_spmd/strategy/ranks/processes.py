@@ -31,7 +31,7 @@ from lightning_spmd.strategy.ranks.rendezvous import NoAnswerError, meet_first
 from lightning_spmd.strategy.ranks.slurm import SlurmLauncher, check_tasks, choose_port, meet, step_name
 from lightning_spmd.strategy.ranks.waiting_at_start import saying_whom
 from lightning_spmd.strategy.state.common_seed import go_on_alike
-from lightning_spmd.strategy.state.replaced_tensors import keeping_attributes
+from lightning_spmd.strategy.state.replaced_tensors import moving
 
 SECONDS_TO_FINISH = 0.05
 
@@ -172,7 +172,7 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         if self.model is not None:
-            with keeping_attributes(self.model):
+            with moving(self.model):
                 self.model.to(self.root_device)
 
     def _set_world_ranks(self) -> None:

@@ -113,7 +113,7 @@ def check_writes(entries: Sequence[GraphInput], values: Sequence[object], module
         ConfigurationError: naming both.
     """
     for pair in _shared_and_written(entries, values):
-        both = (_attribute(module, t) or n for n, t in pair)
+        both = (attribute_of(module, t) or n for n, t in pair)
         raise ConfigurationError(
             f"{' and '.join(both)} share memory but are two tensors, and a training step writes into it: on "
             "several devices that cannot be kept in order. Use one tensor object in both places, or .clone() one"
@@ -134,7 +134,7 @@ def _shared_and_written(entries: Sequence[GraphInput], values: Sequence[object])
     return [(one, other) for one, other in found if written & {id(one[1]), id(other[1])}]
 
 
-def _attribute(module: nn.Module, tensor: Tensor) -> str | None:
+def attribute_of(module: nn.Module, tensor: Tensor) -> str | None:
     """Where on a module a tensor is that is neither parameter nor buffer."""
     for path, part in module.named_modules():
         for key, value in vars(part).items():

@@ -29,7 +29,7 @@ from lightning_spmd.strategy.checkpoints.state_dicts import (
 )
 from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.state.memory import check_parameters
-from lightning_spmd.strategy.state.replaced_tensors import ReplacedTensors, check_can_be_in_parts, exchange_parameters
+from lightning_spmd.strategy.state.replaced_tensors import ReplacedTensors, check_can_be_in_parts, give_successors
 
 if TYPE_CHECKING:
     from lightning_spmd.strategy.checkpoints.distributed import CheckpointLayout
@@ -100,10 +100,8 @@ class StateLayout:
         """
         if self.state is None:
             return []
-        before = dict(module.named_parameters(remove_duplicate=False))
         exchanged = shard_module(module, self.plan, self.state)
-        after = dict(module.named_parameters(remove_duplicate=False))
-        exchange_parameters(optimizers, {id(old): after[name] for name, old in before.items()})
+        self._replaced.note(exchanged)
         for optimizer in optimizers:
             for parameter, values in optimizer.state.items():
                 optimizer.state[parameter] = tensors_changed(values, self.state.whole)
@@ -113,7 +111,7 @@ class StateLayout:
     def shard_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers' parameters, and lay out the state that there is already."""
         self._replaced.check_hooks(options_in_parts(self.plan))
-        self._replaced.leave(optimizers)
+        give_successors(optimizers)
         names = {id(p): name for name, p in module.named_parameters()}
         check_parameters(optimizers, names)
         if self.state is not None and self.plan.needs_graphs:

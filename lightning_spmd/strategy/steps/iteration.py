@@ -307,7 +307,7 @@ class TrainingIteration:
     def _shown(
         self, following: Following, followed: FollowedStep, request: StepRequest, meeting: Meeting | None
     ) -> tuple[Executable, Sequence[Any]]:
-        """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients, or update, it ends there."""
+        """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients or update, it ends there."""
         self.in_two, self.update_waits, variant = None, False, request.variant
         path = None if followed.program is None else followed.program.key
         if followed.reads_gradients is not None and not (variant.expose_gradients or variant.by_hand):

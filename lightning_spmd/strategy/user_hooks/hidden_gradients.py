@@ -59,7 +59,7 @@ class HiddenGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Attributes, and what moves a module; all else asks for values."""
-        if func is _SET_DATA:
+        if func == _SET_DATA:
             return None
         if func is Tensor.__deepcopy__:  # of a parameter in parts, with which torch copies what is in p.grad
             return args[0]
@@ -79,4 +79,4 @@ class HiddenGradient(Tensor):
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _MOVES = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "requires_grad_", "detach", "detach_")
 _SHAPES = ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "__hash__")
-_WITHOUT_VALUES = frozenset(getattr(Tensor, name) for name in (*_MOVES, *_SHAPES))
+_WITHOUT_VALUES = frozenset((*(getattr(Tensor, name) for name in (*_MOVES, *_SHAPES)), private.have_kinds_in_common))

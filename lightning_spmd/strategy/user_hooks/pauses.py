@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -66,6 +67,9 @@ class Pauses:
     Args:
         module: the LightningModule.
         all_ranks: returns whether something holds on every rank.
+
+    Attributes:
+        left: memory in whose place hooks have put other memory, in this step.
     """
 
     def __init__(self, module: Any, all_ranks: Callable[[bool], bool]) -> None:
@@ -75,6 +79,7 @@ class Pauses:
         self._executable: PausingExecutable | None = None
         self._given: dict[str, _Given] | None = None
         self._behind_backward = False
+        self.left: list[torch.UntypedStorage] = []
         self._hidden = False  # those of the step before were never made
         self.in_vain = 0  # pauses in a row after which the graph could not go on
 
@@ -102,6 +107,7 @@ class Pauses:
     def begin(self, executable: PausingExecutable) -> None:
         """An iteration has paused."""
         self._executable, self._given, self._behind_backward = executable, None, False
+        self.left.clear()
 
     def ran_eagerly(self) -> None:
         """The forward pass was no graph's: gradients are real, and stay."""
@@ -113,9 +119,9 @@ class Pauses:
 
     def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a hook behind the fence."""
-        if self._executable is None or not self._behind_backward or self._given is not None:
+        if self._executable is None or not self._behind_backward:
             return hook(*args, **kwargs)
-        with _SeesGradients(self._show):
+        with _SeesGradients(self._show, self.left):
             return hook(*args, **kwargs)
 
     def end(self) -> bool:
@@ -124,6 +130,7 @@ class Pauses:
         if executable is None:
             return False
         same = self._same() and executable.is_current
+        same = same and not any(executable.goes_on_with(memory) for memory in self.left)
         if executable.shows_parts:  # the rows that a hook has changed may be another rank's
             same = self._all_ranks(same)
         if not same:
@@ -132,6 +139,7 @@ class Pauses:
         self._hidden = self._given is None
         self.in_vain = 0 if same else self.in_vain + 1
         self._executable = None
+        self.left.clear()
         return same
 
     # ------------------------------------------------------------------ pieces
@@ -168,17 +176,17 @@ class _Former:
 
     def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the hook; gradients that were never made cannot be any more."""
-        if not self._pauses.hidden:
-            return hook(*args, **kwargs)
 
         def refuse() -> None:
+            if not self._pauses.hidden:
+                return
             raise ConfigurationError(
                 f"{_BEFORE_ZEROING} looks at p.grad of the step before, which strategy='spmd' did not find in its code "
                 "and so did not keep. Look at gradients in on_after_backward or on_before_optimizer_step, or use "
                 "SPMDStrategy(overlap_iterations=False)"
             )
 
-        with _SeesGradients(refuse):
+        with _SeesGradients(refuse, self._pauses.left):
             return hook(*args, **kwargs)
 
 
@@ -215,18 +223,20 @@ _ASSIGNS = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _SeesGradients(TorchFunctionMode):
-    """Calls ``look`` when code accesses a tensor's gradient."""
+    """Calls ``look`` when code accesses a tensor's gradient; keeps memory that code takes from a tensor in ``left``."""
 
-    def __init__(self, look: Callable[[], None]) -> None:
+    def __init__(self, look: Callable[[], None], left: list[torch.UntypedStorage]) -> None:
         super().__init__()
-        self._look = look
+        self._look, self._left = look, left
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKS:
             self._look()
-        if func == _ASSIGNS and isinstance(args[0], DTensor):  # torch changes nothing then, and says nothing
-            raise ConfigurationError(
-                "a hook on gradients assigns .data of a tensor that is in parts (a DTensor), which has no effect; "
-                "write p.grad.copy_(x), or p.grad = x, instead of p.grad.data = x"
-            )
+        if func == _ASSIGNS:
+            if isinstance(args[0], DTensor):  # torch changes nothing then, and says nothing
+                raise ConfigurationError(
+                    "a hook on gradients assigns .data of a tensor that is in parts (a DTensor), which has no effect; "
+                    "write p.grad.copy_(x), or p.grad = x, instead of p.grad.data = x"
+                )
+            self._left.append(args[0].untyped_storage())
         return func(*args, **(kwargs or {}))

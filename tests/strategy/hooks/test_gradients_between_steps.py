@@ -403,3 +403,24 @@ def test_accumulation_that_changes_where_gradients_are_zeroed() -> None:
         assert_as_eager(Quiet, accumulate_grad_batches=4, max_epochs=3),
     ):
         assert not any("which it has not zeroed" in told for told in result.warnings)
+
+
+class Moves(Quiet):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.to(self.device)
+
+    def on_train_epoch_end(self) -> None:
+        self.double()
+        self.float()
+
+
+def test_modules_may_move_between_two_steps() -> None:
+    assert_as_eager(Moves, max_epochs=2)
+
+
+@pytest.mark.parametrize("plan", [{"data_parallel": "zero3"}, {"tensor_parallel_size": 2}])
+def test_modules_may_move_between_two_steps_on_ranks(two_ranks: RankPool, plan: dict[str, Any]) -> None:
+    plan = {**plan, "tensor_parallel_plan": "auto"} if "tensor_parallel_size" in plan else plan
+    assert_equals_one_device(
+        _on_ranks(two_ranks, Moves, plan, max_epochs=2), run(Moves, "auto", data=_in_order, max_epochs=2)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import lightning as L
@@ -210,3 +211,32 @@ def test_a_gradient_that_is_made_of_the_batch_alone_is_shown(two_ranks: RankPool
     assert_equals_one_device([result for result, _ in ours], theirs)
     assert ours[0][0].mode == "compiled"
     assert all(seen == pytest.approx(wanted, rel=1e-5) for _, seen in ours)
+
+
+class PutsOtherMemory(Quiet):
+    """Under zero2 the update has taken its part of the parameter before the hook puts another memory there."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        vars(self)[f"_{hook}"] = True
+
+    def _decay(self, hook: str) -> None:
+        for parameter in self.parameters() if f"_{hook}" in vars(self) else ():
+            parameter.data = parameter.data * 0.9
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self._decay("zero")
+
+    def on_after_backward(self) -> None:
+        self._decay("backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._decay("step")
+
+
+@pytest.mark.parametrize("plan", ["replicate", "zero2"])
+@pytest.mark.parametrize("hook", ["zero", "backward", "step"])
+def test_parameters_whose_data_hooks_replace(two_ranks: RankPool, hook: str, plan: str) -> None:
+    make = functools.partial(PutsOtherMemory, hook)
+    results = two_ranks.run(run, make, {"data_parallel": plan}, 2, max_epochs=1)
+    assert_equals_one_device(results, run(make, "auto", data=lambda: InOrder(rows(), ROWS), max_epochs=1))

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
+from lightning_spmd.ir.successors import Replaced, with_successors
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.becoming import VIEWED_IN_PLACE, Becoming
 from lightning_spmd.stages.capture.follow.copies import Copies
@@ -271,6 +272,8 @@ class Step(StepState, TorchFunctionMode):
 
     # ------------------------------------------------------------------ calls
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(issubclass(kind, Replaced) for kind in types):
+            args, kwargs = with_successors((args, kwargs))
         if self.reason is not None or self.is_apart:
             if self.memory.is_apart and not self.is_apart:
                 return self.for_good(func, args, kwargs or {})

@@ -192,7 +192,7 @@ class OptimizerSwap:
         ]
 
         def same() -> bool:
-            return all([optimizer.state.get(parameter, {}).get(key) is value for parameter, key, value in constant])
+            return all(optimizer.state.get(parameter, {}).get(key) is value for parameter, key, value in constant)
 
         structure = _Structure(optimizer)
         guards = [ValueGuard("optimizer.param_groups", structure, structure(), _change)]
