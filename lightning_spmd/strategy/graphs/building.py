@@ -23,7 +23,7 @@ from lightning_spmd.stages import GraphMaker, finish, lowering
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.once import captured_step
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
-from lightning_spmd.stages.capture.record.packing import parameter_names
+from lightning_spmd.stages.capture.record.packing import OF_OPTIMIZER_ALONE, parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
 from lightning_spmd.stages.capture.sizes.symbolic_family import NotGeneral
 from lightning_spmd.stages.phases import follow
@@ -302,6 +302,11 @@ class GraphBuilder:
         )
         graphs, family, not_general = self._graphs(captured, request, split, maker)
         if whole := state.whole_ones(graphs.main):
+            if any(name.startswith(OF_OPTIMIZER_ALONE) for name in whole):
+                raise ConfigurationError(
+                    f"{', '.join(whole)}: the optimizer trains parameters that the module does not have, and the plan "
+                    "keeps each rank's part of parameters. Give them to the module, for instance as an nn.ParameterList"
+                )
             raise ConfigurationError(
                 f"{', '.join(whole)} came into the module after the start of the run, whole, and the plan keeps each "
                 "rank's part of them. With parameters in parts replace layers before fit or in configure_model; or use "

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import InOrder, assert_equals_one_device, fit
 from tests.strategy.small import ROWS, Quiet, rows, run
 
@@ -128,6 +128,23 @@ def test_under_one_plan_after_the_other(two_ranks: RankPool) -> None:
 def _seeded(*plans: Any) -> list[float]:
     torch.manual_seed(0)
     return _one_plan_after_the_other(*plans)
+
+
+class NotRegistered(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [torch.nn.Parameter(torch.full((3,), 0.1))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.scales[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.scales], lr=0.1)
+
+
+def test_parameters_that_only_the_optimizer_has_are_named(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="the optimizer trains parameters that the module does not have"):
+        two_ranks.run(run, NotRegistered, ZERO3, 2, max_epochs=1)
 
 
 class KeepsAGraph(Quiet):

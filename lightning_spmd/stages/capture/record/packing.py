@@ -117,12 +117,16 @@ class Outputs:
         return copy
 
 
+OF_OPTIMIZER_ALONE = "optimizer.param_groups."
+"""Where names of parameters begin that the optimizer has and the module has not."""
+
+
 def parameter_names(module: nn.Module, optimizer: Optimizer | None) -> dict[int, str]:
     """Fully qualified name of every parameter, by ``id``; the first name of a shared one."""
     names = {id(p): name for name, p in module.named_parameters()}
     for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            names.setdefault(id(parameter), f"optimizer.param_groups.{index}.{position}")
+            names.setdefault(id(parameter), f"{OF_OPTIMIZER_ALONE}{index}.{position}")
     return names
 
 
