@@ -323,16 +323,15 @@ class Training:
         # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
         return None if private.skips_backward(self._module.trainer) else self.iteration
 
-    def _share_layers(self, captured: CapturedStep) -> list[tuple[Tensor, Tensor]]:
+    def _share_layers(self, captured: CapturedStep) -> None:
         """Find the tensor-parallel plan in the first batch's graph, and shard what exists already by it.
 
-        All ranks do this together. Gives (what was there, what is there now) of parameters and buffers.
+        All ranks do this together.
         """
         trainer = self._module.trainer
         self._layers.find(captured, self._module, trainer.strategy.broadcast)
-        exchanged = self._layout.shard_again(self._module, trainer.optimizers)
+        self._layout.shard_again(self._module, trainer.optimizers)
         self._decide()
-        return exchanged
 
     def _drop_zeroed_gradients(self, iteration: TrainingIteration) -> None:
         """Lightning zeroes gradients before the first backward of an accumulation, step or no step."""

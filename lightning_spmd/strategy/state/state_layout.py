@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -93,20 +93,15 @@ class StateLayout:
             self._replaced.note(shard_module(module, self.plan, self.state, self._staging))
             self._staging = None
 
-    def shard_again(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, Tensor]]:
-        """Shard the module and its optimizers again by another plan than the one of setup.
-
-        Returns (old tensor, new tensor) of parameters and buffers.
-        """
+    def shard_again(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Shard the module and its optimizers again by another plan than the one of setup."""
         if self.state is None:
-            return []
-        exchanged = shard_module(module, self.plan, self.state)
-        self._replaced.note(exchanged)
+            return
+        self._replaced.note(shard_module(module, self.plan, self.state))
         for optimizer in optimizers:
             for parameter, values in optimizer.state.items():
                 optimizer.state[parameter] = tensors_changed(values, self.state.whole)
         self.shard_optimizers(module, optimizers)
-        return [(old, new) for _, old, new in exchanged]
 
     def shard_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Check the optimizers' parameters, and lay out the state that there is already."""

@@ -20,6 +20,7 @@ from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
+from lightning_spmd.ir.successors import successor_of
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
@@ -222,11 +223,11 @@ class FollowedStep:
         self.returned = map_leaves(lambda _, leaf: loss if leaf is mine else leaf, self.returned)
         self.queue.calls = of_all_ranks(self.queue.calls, logged)
 
-    def exchange(self, new: Mapping[int, Tensor]) -> None:
-        """Tensors from outside are others now, by ``id``."""
-        self._step.outside[:] = [new.get(id(tensor), tensor) for tensor in self._step.outside]
+    def exchange(self) -> None:
+        """Parameters and buffers have been replaced."""
+        self._step.outside[:] = map(successor_of, self._step.outside)
         if self._step.by_hand is not None:
-            self._step.by_hand.exchange(new)
+            self._step.by_hand.exchange()
 
     def logged(self, results: Sequence[Any]) -> None:
         """The queued calls were made, with these results."""
@@ -835,14 +836,9 @@ class Following:
         followed.program = dataclasses.replace(program, wants=tuple(in_order))
         return followed.program
 
-    def exchange(self, followed: FollowedStep, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Parameters and buffers of a step whose Python is done are others now.
-
-        Args:
-            followed: the step.
-            pairs: (what was there, what is there now).
-        """
-        followed.exchange({id(old): new for old, new in pairs})
+    def exchange(self, followed: FollowedStep) -> None:
+        """Parameters and buffers of a step whose Python is done have been replaced."""
+        followed.exchange()
         self._follower.forget_objects()
 
     def let_go(self) -> None:

@@ -98,7 +98,7 @@ class TrainingIteration:
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
         self._beginnings: dict[Any, list[Beginning]] = {}
-        self.share_layers: Callable[[CapturedStep], Sequence[tuple[Tensor, Tensor]]] | None = None
+        self.share_layers: Callable[[CapturedStep], None] | None = None
         """Lets ranks share layers as they find fit for a graph; None where they do, or never will."""
         self._own = OwnGraphs(context, self._builder, GraphTable(context.trainer, self.gradients), self.flush)
 
@@ -387,7 +387,8 @@ class TrainingIteration:
         """
         if self.share_layers is not None:
             share, self.share_layers = self.share_layers, None
-            following.exchange(followed, share(self._builder.followed(request, split)))
+            share(self._builder.followed(request, split))
+            following.exchange(followed)
             self._beginnings.clear()
             self._builder.pieces.forget()
 

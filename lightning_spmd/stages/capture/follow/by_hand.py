@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.successors import successor_of
 from lightning_spmd.messages import place_of
 from lightning_spmd.stages.capture.follow.engine import Begin
 from lightning_spmd.stages.capture.follow.notes import Made, Source
@@ -410,12 +411,10 @@ class HandStep:
                 del self._gradients[key]
         return found
 
-    def exchange(self, new: Mapping[int, Tensor]) -> None:
-        """Put other tensors in place of some, by ``id``."""
-        known, self._gradients = self._gradients.values(), {}
-        for tensor, gradient in known:
-            now = new.get(id(tensor), tensor)
-            self._gradients[id(now)] = now, gradient
+    def exchange(self) -> None:
+        """Parameters have been replaced: gradients are those of their successors."""
+        known = [(successor_of(tensor), gradient) for tensor, gradient in self._gradients.values()]
+        self._gradients = {id(tensor): (tensor, gradient) for tensor, gradient in known}
 
     def settle(self) -> None:
         """Write the step's gradients into ``.grad``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -79,8 +79,8 @@ class HandStep(Protocol):
         """Write the step's gradients into ``.grad``."""
         ...
 
-    def exchange(self, new: Mapping[int, Tensor]) -> None:
-        """Put other tensors in place of some, by ``id``."""
+    def exchange(self) -> None:
+        """Parameters have been replaced."""
         ...
 
     def zero(self) -> None:
