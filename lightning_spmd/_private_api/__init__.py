@@ -112,6 +112,7 @@ from lightning_spmd._private_api.lightning_names import (
     told_to_stop,
     training_loaders,
     validate_from_the_start,
+    watched_metrics,
     when_signals_are_answered,
 )
 from lightning_spmd._private_api.mixed_lists import take_mixed_tensors
@@ -287,6 +288,7 @@ __all__ = [
     "is_random",
     "leave_order_of_shards_alone",
     "is_within_training_epoch",
+    "watched_metrics",
     "keep_states_apart",
     "layer_sync",
     "load_inductor_code",

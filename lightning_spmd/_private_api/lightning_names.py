@@ -24,10 +24,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as _fabric_rank_
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors import checkpoint_connector
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero as _rank_zero
 from torch import Tensor
+from typing_extensions import override
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 # Starting process groups as Lightning's own strategies do (environment variables, device ids, TCP store).
@@ -202,6 +204,45 @@ def after_closure(plugin: Any, module: Any, optimizer: Any) -> None:
 def skips_backward(trainer: Any) -> bool:
     """Whether the loop runs training_step for its side effects alone (StochasticWeightAveraging's batch-norm epoch)."""
     return bool(trainer.fit_loop._skip_backward)
+
+
+class _WatchedMetrics(_LoggerConnector):
+    """Tells ``on_read``, an attribute, of reads of the Trainer's metrics."""
+
+    on_read: Callable[[], None] | None = None
+
+    @property
+    @override
+    def callback_metrics(self) -> Any:
+        self._tell()
+        return super().callback_metrics
+
+    @property
+    @override
+    def logged_metrics(self) -> Any:
+        self._tell()
+        return super().logged_metrics
+
+    @property
+    @override
+    def progress_bar_metrics(self) -> Any:
+        self._tell()
+        return super().progress_bar_metrics
+
+    def _tell(self) -> None:
+        if self.on_read is not None:
+            self.on_read()
+
+
+def watched_metrics(trainer: Any) -> Any:
+    """What has ``trainer.callback_metrics`` and its like, and tells its attribute ``on_read`` when they are read.
+
+    Without it a step that reads what it has logged itself would be given the value of the step before.
+    """
+    connector = trainer._logger_connector
+    if type(connector) is _LoggerConnector:
+        connector.__class__ = _WatchedMetrics
+    return connector
 
 
 def is_within_training_epoch(trainer: Any) -> bool:

@@ -635,6 +635,7 @@ class Following:
 
         step.on_read, step.before_eager = talk.values, before_eager
         queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
+        queue.logged = private.watched_metrics(context.trainer)
         if self._evaluates:
             queue.logs_at_once = False  # the step may have to run again
             if meeting is not None and meeting.has_others_rows:
@@ -665,7 +666,8 @@ class Following:
                 talk.drop()
                 if meeting is not None and isinstance(error, Exception) and not step.is_eager:
                     meeting.raised(error)
-                if self._is_by_hand and not step.is_eager and not isinstance(error, LookedAtRows):
+                is_users = not type(error).__module__.startswith("lightning_spmd.")
+                if is_users and (self._is_by_hand or meeting is None) and not (step.is_eager or self._evaluates):
                     # what it did before has been, as without the strategy
                     step.eagerly("the step raised an exception")
                 step.end()

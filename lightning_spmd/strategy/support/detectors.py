@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision, TorchSyncBatchNorm
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
@@ -52,6 +51,12 @@ Detector = Callable[[Context], str | None]
 
 # ---------------------------------------------------------------------- detectors
 GRADIENT_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
+
+def is_overridden(hook: str, instance: Any, parent: type) -> bool:
+    """Whether a hook is another one than Lightning's. Lightning's own look takes a decorated one for that within it."""
+    method = getattr(instance, hook)
+    return getattr(method, "__func__", method) is not getattr(parent, hook)
 
 
 def _overrides(context: Context, hooks: Iterable[str]) -> str | None:

@@ -14,9 +14,8 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -24,6 +23,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.first import first
 from lightning_spmd.messages import place_of, warn
 from lightning_spmd.strategy.ranks.places import Borders
+from lightning_spmd.strategy.support.detectors import is_overridden
 
 CONTAINS_THE_STEP = "optimizer_step"
 _SCHEDULERS = "lr_scheduler_step"
@@ -54,7 +54,7 @@ def finish_in_time(trainer: Any, flush: Callable[[], None]) -> None:
 
 def hooks_between_batches(module: Any, trainer: Any) -> list[tuple[Any, str]]:
     """The hooks between batches that may read or write weights: their owner and name."""
-    found = [(module, hook) for hook in _MODULE_HOOKS if is_overridden(hook, module)]
+    found = [(module, hook) for hook in _MODULE_HOOKS if is_overridden(hook, module, LightningModule)]
     if trainer.lr_scheduler_configs and (module, _SCHEDULERS) not in found:
         found.append((module, _SCHEDULERS))  # with functions of the user's in them
     for callback in trainer.callbacks:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -25,7 +24,7 @@ from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.strategy.steps.eager_path import add_gradients
 from lightning_spmd.strategy.steps.loss_scaling import TrainersScaler
-from lightning_spmd.strategy.support.detectors import GRADIENT_HOOKS
+from lightning_spmd.strategy.support.detectors import GRADIENT_HOOKS, is_overridden
 from lightning_spmd.strategy.user_hooks.fence import FencedHook
 
 PATIENCE = 4

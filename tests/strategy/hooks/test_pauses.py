@@ -240,3 +240,32 @@ def test_parameters_whose_data_hooks_replace(two_ranks: RankPool, hook: str, pla
     make = functools.partial(PutsOtherMemory, hook)
     results = two_ranks.run(run, make, {"data_parallel": plan}, 2, max_epochs=1)
     assert_equals_one_device(results, run(make, "auto", data=lambda: InOrder(rows(), ROWS), max_epochs=1))
+
+
+CALLED: list[str] = []
+
+
+def _traced(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        CALLED.append(method.__name__)
+        return method(*args, **kwargs)
+
+    return call
+
+
+class Decorated(Quiet):
+    """Lightning's own look takes these for hooks that are not overridden."""
+
+    on_before_optimizer_step = _traced(L.LightningModule.on_before_optimizer_step)
+    on_after_backward = _traced(L.LightningModule.on_after_backward)
+    configure_gradient_clipping = _traced(L.LightningModule.configure_gradient_clipping)
+
+
+def test_decorated_hooks_are_called() -> None:
+    CALLED.clear()
+    run(Decorated, "auto", max_epochs=1)
+    eager = CALLED.copy()
+    CALLED.clear()
+    run(Decorated, max_epochs=1)
+    assert eager == CALLED

@@ -243,6 +243,7 @@ class Queue:
         has_ranks: metrics of several ranks have a part of the rows each, also those that the step makes.
         is_own: values are those of a rank's own batch, and become all ranks': numbers are queued like others.
         rows: ``batch_size=`` of the first ``self.log`` that has it.
+        logged: has what was logged, which the step may read: its attribute ``on_read`` is called then.
     """
 
     def __init__(
@@ -259,6 +260,7 @@ class Queue:
         self.part: Callable[[Any], Any] | None = None
         self.is_own = self.has_ranks = False
         self.rows: Any = None
+        self.logged: Any = None
         self._results: list[MetricResult] = []
         self._of_batch: set[int] = set()
         """Positions of calls that give the value of a batch."""
@@ -275,6 +277,8 @@ class Queue:
         for path, metric in self._shadows.metrics:
             if not any(metric is other for other in self._shadows.computing):
                 self._shadow(path, metric)
+        if self.logged is not None:
+            self._put(self.logged, "on_read", self._read)
         private.UNSEEN.on_metric = self._made if self.has_ranks else None
         try:
             yield
@@ -374,6 +378,10 @@ class Queue:
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 
         return log
+
+    def _read(self) -> None:
+        if self.is_open and any(call.method in ("log", "log_dict") for call in self.calls):
+            self._run_for_good("it reads metrics of the trainer behind a self.log of its own")
 
     def _log_dict(self, path: str, module: Any) -> Callable[..., None]:
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
