@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
@@ -43,7 +43,7 @@ from lightning_spmd.strategy.steps.iteration import EagerOnce, TrainingIteration
 from lightning_spmd.strategy.steps.replay import StepsInGraphs
 from lightning_spmd.strategy.support.detectors import Context, own_optimizer
 from lightning_spmd.strategy.support.feature import Mode
-from lightning_spmd.strategy.user_hooks.hidden_gradients import HiddenGradients
+from lightning_spmd.strategy.user_hooks.hidden_gradients import HiddenGradients, HiddenLeafGradient
 from lightning_spmd.strategy.user_hooks.overlapping import Overlapping
 from lightning_spmd.strategy.user_hooks.pauses import PATIENCE, Pauses, may_pause
 
@@ -100,6 +100,7 @@ class Training:
         self._are_shares = False  # these are of a rank's own batch
         self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
         self._hidden = HiddenGradients()
+        self._others: tuple[int, list[nn.Parameter]] | None = None  # with the number of graphs then
         self._unzeroed = False  # eager training still has the gradients of the last update
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
         self.accounts = Accounts(settings)
@@ -265,6 +266,11 @@ class Training:
         except CannotShowError as error:
             self._run_in_two(str(error))
             return self.step(eager, args, kwargs)
+        if variant.backward and not variant.by_hand:
+            held, own = iteration.leaves
+            self._hidden.put(held, HiddenLeafGradient)
+            self._hidden.put(own, HiddenLeafGradient, stay=True)
+        iteration.leaves = [], []
         if iteration.in_two is not None:
             self._run_in_two(iteration.in_two)
         if self._pauses is not None and iteration.paused is not None:
@@ -391,6 +397,14 @@ class Training:
             return
         if self._pauses is None or self._pauses.hidden:
             self._hidden.put(p for group in self._module.trainer.optimizers[0].param_groups for p in group["params"])
+            self._hidden.put(self._trained_by_nobody(iteration))
+
+    def _trained_by_nobody(self, iteration: TrainingIteration) -> list[nn.Parameter]:
+        """Parameters that the optimizer does not have: an optimizer that a hook steps may have them."""
+        if self._others is None or self._others[0] != iteration.captures:
+            theirs = {id(p) for group in self._module.trainer.optimizers[0].param_groups for p in group["params"]}
+            self._others = iteration.captures, [p for p in self._module.parameters() if id(p) not in theirs]
+        return self._others[1]
 
     def _take_changed_gradients(self) -> None:
         """Gradients to which the next micro-batch adds its own are what hooks have made of them."""

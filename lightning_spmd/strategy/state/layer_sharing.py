@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -48,6 +49,7 @@ class LayerSharing:
         self.sequence = sequence
         self.experts = experts
         self.found: dict[str, Any] | None = None
+        self._found_in: weakref.ref[nn.Module] | None = None
         self._resolved: ResolvedPlan | None = None
 
     @property
@@ -61,6 +63,8 @@ class LayerSharing:
         Raises:
             ConfigurationError: naming the pattern or module that does not fit.
         """
+        if self._found_in is not None and self._found_in() is not module:  # a Trainer may fit one after the other
+            self.found = self._found_in = None
         plan: Any = self.found or {} if self.wanted == "auto" else self.wanted or {}
         resolved = resolve_plan(module, plan, self.size, sequence_parallel=self.sequence and bool(plan))
         if self.size == 1:
@@ -87,6 +91,7 @@ class LayerSharing:
                 f"tensor_parallel_plan='auto' found no layers that {self.size} ranks can share; give patterns, or "
                 "tensor_parallel_size=1"
             )
+        self._found_in = weakref.ref(module)
         tell(f"strategy='spmd' shares layers: {self.found}")
         self.resolve(module)
 

@@ -113,6 +113,9 @@ class FollowedStep:
         program: the step's path; None of a step that ran for good.
         talk: the graph that has begun already.
         mark: of the path, with its numbers and what else must be the same on all ranks.
+
+    Attributes:
+        held: tensors from outside, no parameters, to which eager training gives a gradient.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class FollowedStep:
         self.returned, self.queue, self.program, self.mark = returned, queue, program, mark
         self._step, self._wants, self._talk = step, wants, talk
         self._kept: KeptAlone | None = None
+        self.held: list[Tensor] = []
         self._own: list[Made] = []
 
     @property
@@ -139,6 +143,11 @@ class FollowedStep:
     def reads_gradients(self) -> str | None:
         """``file:line`` that reads ``p.grad`` of the batch before."""
         return self._step.reads_gradients
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Tensors of the batch and kept results, filled, to which eager training gives a gradient."""
+        return self._step.leaves
 
     @property
     def has_begun(self) -> bool:
@@ -526,6 +535,8 @@ class Following:
         """Where graphs of each path put the counts that they find."""
         self._alone: tuple[dict[Any, Alone | KeptAlone | None], Live] = {}, Live()
         """What ranks have read or kept alone, and what graphs take that give it."""
+        self._leaves: dict[Any, list[int]] = {}
+        """Numbers of tensors from outside that are no parameters and ask for gradients, by path."""
         self._taken: dict[Any, int] = {}
         """How often steps took each path."""
 
@@ -717,7 +728,19 @@ class Following:
             step.eagerly(step.data_counts.apart)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         mark = step.mark if meeting is None or is_own else self._mark(step)
-        return FollowedStep(step, returned, queue, list(wants), program, talk, mark)
+        followed = FollowedStep(step, returned, queue, list(wants), program, talk, mark)
+        if has_loss:
+            followed.held, step.leaves[:] = self._held_leaves(step), [t for t in self._follower.given if _is_leaf(t)]
+        return followed
+
+    def _held_leaves(self, step: Step) -> list[Tensor]:
+        """Tensors from outside, no parameters, to which eager training gives a gradient."""
+        numbers = self._leaves.get(step.path)
+        if numbers is None:
+            met = {number: kind for note in step.notes for number, kind in note.met.items()}
+            numbers = [number for number, kind in met.items() if kind.trained and not kind.is_parameter]
+            self._leaves[step.path] = numbers
+        return [tensor for number in numbers if _is_leaf(tensor := step.outside[number])]
 
     def _zeroed(self, parameters: Iterable[Tensor]) -> None:
         """The step zeroes or replaces gradients, of which graphs hold those of batches before."""
@@ -955,3 +978,7 @@ def with_loss(returned: Any) -> Any:
     if isinstance(returned, dict) and isinstance(returned.get("loss"), MetricResult):
         return {**returned, "loss": known(returned["loss"])}
     return known(returned)
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf

@@ -87,6 +87,8 @@ class TrainingIteration:
         """Whether the update is still to come, on gradients that are held."""
         self._waiting: set[Any] = set()
         """The keys of paths whose steps put something into the optimizer that is there only when they are over."""
+        self.leaves: tuple[list[Tensor], list[Tensor]] = [], []
+        """What else eager training gives a gradient: held by something, or of the step."""
         self.has_left_gradients = False
         """Whether gradients stayed in graphs where eager training has them in ``p.grad``."""
         self._found = Found((), (), None, None)  # what runs
@@ -217,6 +219,7 @@ class TrainingIteration:
         following.ran(followed.program, executable, part, self._found.index)
         wanted, count = executable.captured.returned, len(followed.program.wants)
         values = followed.fill([outputs[reference.position] for reference in wanted[:count]])
+        self.leaves = followed.held, followed.leaves
         rows, split = (0, self._found.split) if meeting is None else (meeting.rows, None)
         if executable.captured.own_batch is not None:
             rows = outputs[executable.captured.own_batch.rows]

@@ -25,16 +25,18 @@ class HiddenGradients:
         self._given: list[tuple[Tensor, Tensor]] = []
         self._of_kind: dict[Any, HiddenGradient] = {}
 
-    def put(self, parameters: Iterable[Tensor]) -> None:
-        """From here to the next step."""
-        for parameter in parameters:
-            if parameter.grad is None and parameter.requires_grad:
-                kind = parameter.shape, parameter.dtype, parameter.device
-                hidden = self._of_kind.get(kind)
+    def put(self, tensors: Iterable[Tensor], kind: type[HiddenGradient] | None = None, *, stay: bool = False) -> None:
+        """From here to the next step, or for good, there are stand-ins in ``.grad`` of parameters or other leaves."""
+        kind = kind or HiddenGradient
+        for tensor in tensors:
+            if tensor.grad is None and tensor.requires_grad:
+                key = kind, tensor.shape, tensor.dtype, tensor.device
+                hidden = self._of_kind.get(key)
                 if hidden is None:
-                    hidden = self._of_kind[kind] = HiddenGradient.like(parameter)
-                parameter.grad = hidden
-                self._given.append((parameter, hidden))
+                    hidden = self._of_kind[key] = kind.like(tensor)
+                tensor.grad = hidden
+                if not stay:
+                    self._given.append((tensor, hidden))
 
     def take_away(self) -> list[Tensor]:
         """The next step begins; gives the parameters whose gradients were set to something else, or None."""
@@ -50,6 +52,12 @@ class HiddenGradients:
 
 class HiddenGradient(Tensor):
     """Stands for a gradient of its shape, dtype and device; has no values, and takes no memory."""
+
+    text = (
+        "p.grad of the step before is used{}, which strategy='spmd' did not find in the code between two steps and so "
+        "did not keep. Look at gradients in on_after_backward or on_before_optimizer_step, or write .grad in the hook "
+        "itself: then it is found, and gradients are kept"
+    )
 
     @classmethod
     def like(cls, parameter: Tensor) -> HiddenGradient:
@@ -69,11 +77,16 @@ class HiddenGradient(Tensor):
             return found.as_subclass(cls) if isinstance(found, Tensor) else found
         place = user_location()
         where = f" ({place})" if place else ""
-        raise ConfigurationError(
-            f"p.grad of the step before is used{where}, which strategy='spmd' did not find in the code "
-            "between two steps and so did not keep. Look at gradients in on_after_backward or "
-            "on_before_optimizer_step, or write .grad in the hook itself: then it is found, and gradients are kept"
-        )
+        raise ConfigurationError(cls.text.format(where))
+
+
+class HiddenLeafGradient(HiddenGradient):
+    """The same of a tensor that is no parameter: of the batch, made in the step, or held by an attribute."""
+
+    text = (
+        "the gradient of a tensor that is no parameter of the module is used{}, which strategy='spmd' does not keep: "
+        "call retain_grad() on it in training_step if it is of the batch or of the step, else make it a parameter"
+    )
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -424,3 +424,81 @@ def test_modules_may_move_between_two_steps_on_ranks(two_ranks: RankPool, plan: 
     assert_equals_one_device(
         _on_ranks(two_ranks, Moves, plan, max_epochs=2), run(Moves, "auto", data=_in_order, max_epochs=2)
     )
+
+
+class SteppedByAHook(Quiet):
+    """A parameter of the module that only an optimizer of the user's has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(6))
+        self.own = torch.optim.SGD([self.shift], 0.5)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch[0] + self.shift, batch[1]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.own.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.1)
+
+
+class SteppedInSight(SteppedByAHook):
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.shift.grad is not None
+        super().on_train_batch_end()
+        self.own.zero_grad()
+
+
+def test_an_optimizer_that_a_hook_steps(two_ranks: RankPool) -> None:
+    with pytest.raises(ConfigurationError, match=NOT_KEPT):
+        run(SteppedByAHook, max_epochs=1)
+    with pytest.raises(RankError, match=NOT_KEPT):
+        _on_ranks(two_ranks, SteppedByAHook, max_epochs=1)
+    assert_as_eager(SteppedInSight, "split", max_epochs=2)
+
+
+class Leaf(Quiet):
+    """Looks at the gradient of a tensor that is no parameter."""
+
+    def __init__(self, kind: str, *, retains: bool = False) -> None:
+        super().__init__()
+        self.kind, self.retains = kind, retains
+        self.held: Any = torch.zeros(8, 6, requires_grad=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.kind == "batch":
+            self.held = x.requires_grad_()
+        elif self.kind == "copy":
+            self.held = x.clone().requires_grad_()
+        elif self.kind == "made":
+            self.held = torch.zeros(x.shape, requires_grad=True)
+        if self.retains:
+            self.held.retain_grad()
+        return self.loss((self.held if self.kind in ("batch", "copy") else x + self.held, y))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("sum", self.held.grad.abs().sum())
+
+
+@pytest.mark.parametrize("kind", ["batch", "copy", "made", "attribute"])
+def test_gradients_of_other_leaves_are_an_error(kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"no parameter of the module is used .*test_gradients.*retain_grad"):
+        run(lambda: Leaf(kind), max_epochs=1)
+
+
+@pytest.mark.parametrize("kind", ["batch", "copy", "made"])
+def test_gradients_of_other_leaves_that_are_retained(kind: str) -> None:
+    assert_as_eager(lambda: Leaf(kind, retains=True), "split", max_epochs=1)
+
+
+class LeafOfNoInterest(Leaf):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Nobody looks."""
+
+
+@pytest.mark.parametrize("kind", ["batch", "copy", "made", "attribute"])
+def test_leaves_whose_gradient_nobody_uses(kind: str) -> None:
+    assert_as_eager(lambda: LeafOfNoInterest(kind), max_epochs=2)

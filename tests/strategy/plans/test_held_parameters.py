@@ -7,6 +7,7 @@ import io
 import weakref
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -162,3 +163,33 @@ class KeepsAReference(Quiet):
 @pytest.mark.parametrize("make", [KeepsAGraph, KeepsAReference])
 def test_a_run_ends_though_something_holds_its_parameters(make: type[Quiet], two_ranks: RankPool) -> None:
     assert_equals_one_device(two_ranks.run(run, make, ZERO3, 2), run(make, "auto", data=_in_order))
+
+
+class Another(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        del self.first, self.last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def _two_modules(strategy: Any, devices: int) -> list[float]:
+    L.seed_everything(3)
+    trainer: Any = None
+    losses: list[float] = []
+    for make in (Quiet, Another):
+        module = make()
+        if trainer is None:
+            result, trainer = fit(module, _in_order(), strategy, devices, [], max_epochs=1)
+            losses += result.losses
+        else:
+            trainer.fit_loop.max_epochs = 2
+            trainer.fit(module, _in_order())
+            losses.append(float(trainer.callback_metrics["loss"]))
+    return losses
+
+
+def test_one_trainer_shares_layers_of_one_module_after_the_other(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_two_modules, SPLIT, 2)[0] == pytest.approx(_two_modules("auto", 1), abs=1e-5)

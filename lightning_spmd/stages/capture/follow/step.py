@@ -725,8 +725,10 @@ class Step(StepState, TorchFunctionMode):
         placeholder, fake = note.handed[source.index], note.fakes[source.index]
         is_retained = id(placeholder) in self.functions.retained  # its gradient is asked of a leaf
         made_at = None if fake.is_leaf or is_retained else note.source or note.name
-        value = self.memory.of_kept(source, value)
-        placeholders.fill(placeholder, value, trained=self.recorder.is_trained(source), made_at=made_at)
+        value, trained = self.memory.of_kept(source, value), self.recorder.is_trained(source)
+        placeholders.fill(placeholder, value, trained=trained, made_at=made_at)
+        if trained and fake.is_leaf and not is_retained:
+            self.leaves.append(placeholder)
         del placeholder
         note.handed[source.index] = note.moulds[source.index].detach()
 

@@ -130,6 +130,7 @@ class StepState:
         was_told_draws: whether Python has read a value that depends on random numbers.
         is_over: whether Python is done.
         wanted: sources of queued values, and the number of calls behind which each is wanted.
+        leaves: results that are kept, and have a gradient of their own in eager training.
         on_zeroed: told of parameters whose gradients the step zeroes or replaces.
         on_eager: the step goes on eagerly; given what tells the tensor that was wanted there.
         has_transforms: whether the step has used transforms of torch.func.
@@ -174,6 +175,7 @@ class StepState:
         self.wanted: Callable[[], Iterable[tuple[Source, int]]] = tuple
         self.before_eager: Callable[[], None] = lambda: None
         self.on_values: Callable[[], None] = lambda: None
+        self.leaves: list[Tensor] = []
         self.on_given: Callable[[int], None] = lambda _: None
         self.on_read: Callable[[], Sequence[Any] | None] = lambda: None
         self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
