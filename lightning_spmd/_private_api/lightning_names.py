@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -207,35 +207,31 @@ def skips_backward(trainer: Any) -> bool:
 
 
 class _WatchedMetrics(_LoggerConnector):
-    """Tells ``on_read``, an attribute, of reads of the Trainer's metrics."""
+    """Has its attribute ``on_read`` give the Trainer's metrics, from a function that reads them."""
 
-    on_read: Callable[[], None] | None = None
+    on_read: Callable[[Callable[[], Mapping[str, Any]]], Mapping[str, Any]] | None = None
 
     @property
     @override
     def callback_metrics(self) -> Any:
-        self._tell()
-        return super().callback_metrics
+        return self._given(lambda: super(_WatchedMetrics, self).callback_metrics)
 
     @property
     @override
     def logged_metrics(self) -> Any:
-        self._tell()
-        return super().logged_metrics
+        return self._given(lambda: super(_WatchedMetrics, self).logged_metrics)
 
     @property
     @override
     def progress_bar_metrics(self) -> Any:
-        self._tell()
-        return super().progress_bar_metrics
+        return self._given(lambda: super(_WatchedMetrics, self).progress_bar_metrics)
 
-    def _tell(self) -> None:
-        if self.on_read is not None:
-            self.on_read()
+    def _given(self, read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        return read() if self.on_read is None else self.on_read(read)
 
 
 def watched_metrics(trainer: Any) -> Any:
-    """What has ``trainer.callback_metrics`` and its like, and tells its attribute ``on_read`` when they are read.
+    """What has ``trainer.callback_metrics`` and its like, which its attribute ``on_read`` gives if there is one.
 
     Without it a step that reads what it has logged itself would be given the value of the step before.
     """

@@ -226,6 +226,32 @@ def metrics_unseen() -> Iterator[None]:
         private.UNSEEN.on_metric = before
 
 
+class _Logged(Mapping[str, Any]):
+    """Metrics of the Trainer in a step that has queued more of them.
+
+    Args:
+        known: those that are there.
+        names: with which names of those that are not begin; None: unknown.
+        logs: makes the calls, and gives all.
+    """
+
+    def __init__(self, known: Mapping[str, Any], names: tuple[str, ...] | None, logs: Callable[[], Any]) -> None:
+        self._known, self._names, self._logs = known, names, logs
+
+    def __getitem__(self, key: str) -> Any:
+        late = self._names is None or str(key).startswith(self._names)
+        return (self._logs() if late else self._known)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._logs())
+
+    def __len__(self) -> int:
+        return len(self._logs())
+
+    def __repr__(self) -> str:
+        return repr(self._logs())
+
+
 class Queue:
     """The calls of one step.
 
@@ -243,7 +269,7 @@ class Queue:
         has_ranks: metrics of several ranks have a part of the rows each, also those that the step makes.
         is_own: values are those of a rank's own batch, and become all ranks': numbers are queued like others.
         rows: ``batch_size=`` of the first ``self.log`` that has it.
-        logged: has what was logged, which the step may read: its attribute ``on_read`` is called then.
+        logged: has what was logged, which the step may read: its attribute ``on_read`` gives it then.
     """
 
     def __init__(
@@ -379,9 +405,18 @@ class Queue:
 
         return log
 
-    def _read(self) -> None:
-        if self.is_open and any(call.method in ("log", "log_dict") for call in self.calls):
-            self._run_for_good("it reads metrics of the trainer behind a self.log of its own")
+    def _read(self, read: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        calls = [call for call in self.calls if call.method in ("log", "log_dict")] if self.is_open else []
+        if not calls:
+            return read()
+        names = [call.args[0] if call.args and call.method == "log" else call.kwargs.get("name") for call in calls]
+
+        def logs() -> Mapping[str, Any]:
+            if self.is_open:
+                self._run_for_good("it reads metrics of the trainer behind a self.log of its own")
+            return read()
+
+        return _Logged(read(), None if None in names else tuple(map(str, names)), logs)
 
     def _log_dict(self, path: str, module: Any) -> Callable[..., None]:
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
