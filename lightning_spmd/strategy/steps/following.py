@@ -115,7 +115,7 @@ class FollowedStep:
         mark: of the path, with its numbers and what else must be the same on all ranks.
 
     Attributes:
-        held: tensors from outside, no parameters, to which eager training gives a gradient.
+        held: tensors of the batch and from outside, no parameters, to which eager training gives a gradient.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class FollowedStep:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Tensors of the batch and kept results, filled, to which eager training gives a gradient."""
+        """Kept results, filled, to which eager training gives a gradient."""
         return self._step.leaves
 
     @property
@@ -730,7 +730,7 @@ class Following:
         mark = step.mark if meeting is None or is_own else self._mark(step)
         followed = FollowedStep(step, returned, queue, list(wants), program, talk, mark)
         if has_loss:
-            followed.held, step.leaves[:] = self._held_leaves(step), [t for t in self._follower.given if _is_leaf(t)]
+            followed.held = [*self._held_leaves(step), *filter(_is_leaf, self._follower.given)]
         return followed
 
     def _held_leaves(self, step: Step) -> list[Tensor]:

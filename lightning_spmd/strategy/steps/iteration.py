@@ -88,7 +88,7 @@ class TrainingIteration:
         self._waiting: set[Any] = set()
         """The keys of paths whose steps put something into the optimizer that is there only when they are over."""
         self.leaves: tuple[list[Tensor], list[Tensor]] = [], []
-        """What else eager training gives a gradient: held by something, or of the step."""
+        """What else eager training gives a gradient: tensors that are there in other steps, and results of this one."""
         self.has_left_gradients = False
         """Whether gradients stayed in graphs where eager training has them in ``p.grad``."""
         self._found = Found((), (), None, None)  # what runs
