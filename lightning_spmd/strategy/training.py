@@ -100,7 +100,7 @@ class Training:
         self._are_shares = False  # these are of a rank's own batch
         self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
         self._hidden = HiddenGradients()
-        self._others: tuple[int, list[nn.Parameter]] | None = None  # with the number of graphs then
+        self._others: tuple[int, int, list[nn.Parameter]] | None = None  # with numbers of graphs, and of its parameters
         self._unzeroed = False  # eager training still has the gradients of the last update
         self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
         self.accounts = Accounts(settings)
@@ -267,6 +267,7 @@ class Training:
             self._run_in_two(str(error))
             return self.step(eager, args, kwargs)
         if variant.backward and not variant.by_hand:
+            self._tell_who_joined()
             held, own = iteration.leaves
             self._hidden.put(held, HiddenLeafGradient)
             self._hidden.put(own, HiddenLeafGradient, stay=True)
@@ -402,9 +403,33 @@ class Training:
     def _trained_by_nobody(self, iteration: TrainingIteration) -> list[nn.Parameter]:
         """Parameters that the optimizer does not have: an optimizer that a hook steps may have them."""
         if self._others is None or self._others[0] != iteration.captures:
-            theirs = {id(p) for group in self._module.trainer.optimizers[0].param_groups for p in group["params"]}
-            self._others = iteration.captures, [p for p in self._module.parameters() if id(p) not in theirs]
-        return self._others[1]
+            lists = [group["params"] for group in self._module.trainer.optimizers[0].param_groups]
+            theirs = {id(p) for parameters in lists for p in parameters}
+            others = [p for p in self._module.parameters() if id(p) not in theirs]
+            self._others = iteration.captures, sum(map(len, lists)), others
+        return self._others[2]
+
+    def _tell_who_joined(self) -> None:
+        """Parameters that join the optimizer amid an accumulation: eager training has gradients of them already."""
+        trainer, before = self._module.trainer, self._others
+        if before is None or not trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+            return
+        groups = trainer.optimizers[0].param_groups
+        if before[1] == sum(len(group["params"]) for group in groups):
+            return
+        self._others = None
+        theirs = {id(p) for group in groups for p in group["params"]}
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        joined = [names[id(p)] for p in before[2] if id(p) in theirs and id(p) in names and p.requires_grad]
+        if joined:
+            more = f" and {len(joined) - 1} others" if joined[1:] else ""
+            warn(
+                f"{joined[0]}{more} joined the optimizer in the middle of an accumulation (training batch "
+                f"{trainer.fit_loop.batch_idx}, accumulate_grad_batches={trainer.accumulate_grad_batches}). Eager "
+                "training adds to the gradients of all batches before on which its loss depended, as nothing zeroed "
+                "them; strategy='spmd' begins with this batch's. Let parameters join in a batch whose index is a "
+                "multiple of accumulate_grad_batches, or in on_train_epoch_start"
+            )
 
     def _take_changed_gradients(self) -> None:
         """Gradients to which the next micro-batch adds its own are what hooks have made of them."""

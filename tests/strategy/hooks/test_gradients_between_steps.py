@@ -405,6 +405,41 @@ def test_accumulation_that_changes_where_gradients_are_zeroed() -> None:
         assert not any("which it has not zeroed" in told for told in result.warnings)
 
 
+class JoinsLate(Quiet):
+    at, is_new = 2, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.05)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == self.at and self.trainer.current_epoch == 0:
+            if self.is_new:
+                self.other = nn.Parameter(torch.zeros(1))
+            self.optimizers().optimizer.add_param_group({"params": [self.other if self.is_new else self.extra]})
+        return self.loss(batch) + sum((p - 1).square().sum() for p in self.parameters() if p.numel() == 1)
+
+
+class JoinsWhereZeroed(JoinsLate):
+    at = 3
+
+
+class IsNewAndJoins(JoinsLate):
+    is_new = True
+
+
+def test_parameters_that_join_the_optimizer_amid_an_accumulation() -> None:
+    text = "extra joined the optimizer in the middle of an accumulation (training batch 2, accumulate_grad_batches=3)"
+    late = run(JoinsLate, accumulate_grad_batches=3, max_epochs=2)
+    assert sum(text in told for told in late.warnings) == 1
+    for make in (JoinsWhereZeroed, IsNewAndJoins):
+        result = assert_as_eager(make, accumulate_grad_batches=3, max_epochs=2)
+        assert not any("joined the optimizer" in told for told in result.warnings)
+
+
 class Moves(Quiet):
     def on_train_batch_end(self, *_: Any) -> None:
         self.to(self.device)
