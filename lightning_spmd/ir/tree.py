@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -48,10 +49,10 @@ def map_leaves(
     if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
         return type(tree)(inside(v, f"{path}[{i}]") for i, v in enumerate(tree))
     if isinstance(tree, MutableMapping):
-        if isinstance(getattr(tree, "batch_size", None), Size):
+        if isinstance(_attribute(tree, "batch_size"), Size):
             return _of_their_size(tree, {key: inside(value, f"{path}[{key!r}]") for key, value in tree.items()})
         rebuilt = copy.copy(tree)
-        if hasattr(rebuilt, "data") and isinstance(rebuilt.data, dict):  # UserDict shares its data when copied
+        if isinstance(_attribute(rebuilt, "data"), dict):  # UserDict shares its data when copied
             rebuilt.data = dict(rebuilt.data)
         for key, value in tree.items():
             rebuilt[key] = inside(value, f"{path}[{key!r}]")
@@ -66,6 +67,11 @@ def map_leaves(
                 _put(rebuilt, field.name, value)
         return rebuilt
     return function(path, tree)
+
+
+def _attribute(tree: Any, name: str) -> Any:
+    """An attribute that is one: of some dictionaries the keys are attributes, too."""
+    return getattr(tree, name) if inspect.getattr_static(tree, name, None) is not None else None
 
 
 def _of_their_size(tree: Any, items: dict[Any, Any]) -> Any:

@@ -32,7 +32,7 @@ from lightning_spmd.stages.capture.optimizer.bf16_updates import Updates
 from lightning_spmd.stages.capture.record.packing import parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
 from lightning_spmd.stages.capture.rewrites.reads import UnknownValueError
-from lightning_spmd.strategy.graphs.run_context import RunContext
+from lightning_spmd.strategy.graphs.run_context import RunContext, named_arguments
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 from lightning_spmd.strategy.support.detectors import Context, needs_closure
 from lightning_spmd.strategy.support.feature import Mode
@@ -192,7 +192,7 @@ class _CapturingStrategy(SPMDStrategy):
         optimizers = Context(module.trainer, module, module.trainer.optimizers, in_graphs=True)
         if (closure := needs_closure(optimizers)) is not None:
             raise ConfigurationError(f"an update of this training runs eagerly, so there is no graph of it: {closure}")
-        arguments = dict(inspect.signature(module.training_step).bind(*args, **kwargs).arguments)
+        arguments = named_arguments(inspect.signature(module.training_step), args, kwargs)
         tree = arguments.pop(first(arguments, "argument of training_step"))
         step = _Step(iteration.context, tree, arguments, self.batches, functools.partial(_clip, module))
         parts = [Part(variant, times, step.captured(variant)) for variant, times in self._variants()]

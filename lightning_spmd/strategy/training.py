@@ -25,7 +25,7 @@ from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.record.packing import in_memory_order_of
-from lightning_spmd.strategy.graphs.run_context import FellBack, GraphSettings, Ran
+from lightning_spmd.strategy.graphs.run_context import FellBack, GraphSettings, Ran, named_arguments
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.notices.run_account import Accounts
 from lightning_spmd.strategy.ranks.places import compare_training_batches, meet_after_backward, meet_in_training
@@ -297,7 +297,7 @@ class Training:
         function = getattr(method, "__func__", method)
         if self._signature is None or self._signature[0] is not function:
             self._signature = function, inspect.signature(method)
-        return dict(self._signature[1].bind(*args, **kwargs).arguments)
+        return named_arguments(self._signature[1], args, kwargs)
 
     def _follow_optimizer(self) -> None:
         """Graphs are made for one optimizer; a hook may have given the Trainer another one, or it other parameters."""

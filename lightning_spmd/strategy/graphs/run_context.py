@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -266,3 +267,18 @@ class StepRequest:
     vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
     needed: frozenset[str] = frozenset()
     program: Program | None = None
+
+
+def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step method gets, by name and in its order; each of ``*args`` has a name of its own.
+
+    Args:
+        signature: of the bound method.
+        args: as Lightning passes them.
+        kwargs: likewise.
+    """
+    found: dict[str, Any] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        found |= {f"{name}[{place}]": one for place, one in enumerate(value)} if several else {name: value}
+    return found

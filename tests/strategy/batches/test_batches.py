@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers.ranks import RankPool
-from tests.helpers.training import assert_compiled
-from tests.strategy.small import Quiet, assert_as_eager, loader_of, rows, run
+from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, Quiet, assert_as_eager, loader_of, rows, run
 
 
 class Pair(NamedTuple):
@@ -166,3 +166,60 @@ def test_channels_last_batches_equal_eager() -> None:
     images = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     images = [i.to(memory_format=torch.channels_last) if n % 2 else i for n, i in enumerate(images)]
     assert_as_eager(Images, data=lambda: loader_of(images, None))
+
+
+class TakesAll(Quiet):
+    """Its step names no argument."""
+
+    def training_step(self, *args: Any) -> Tensor:
+        batch, batch_idx = args
+        return self.loss(batch) * (1.0 + 0.1 * (batch_idx % 2))
+
+
+class TakesTheRest(Quiet):
+    def training_step(self, batch: Any, *rest: Any, **more: Any) -> Tensor:
+        return self.loss(batch) * (1.0 + 0.1 * len(rest) + len(more))
+
+
+@pytest.mark.parametrize("make", [TakesAll, TakesTheRest])
+def test_a_step_may_take_any_arguments(make: Any) -> None:
+    assert_as_eager(make)
+
+
+class Bag(dict):  # type: ignore[type-arg]
+    """Every key is an attribute, also those that containers of others have."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def _bag(items: list[Any]) -> Bag:
+    return Bag(zip(("x", "data"), _stack(items), strict=False))
+
+
+class ReadsBag(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch.x), batch.data)
+
+
+def test_attributes_of_a_batch_may_be_its_keys() -> None:
+    assert_as_eager(ReadsBag, data=lambda: loader_of(rows(), collate_fn=_bag))
+
+
+class Complex(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0].real * batch[0].imag), batch[1])
+
+
+def _complex_rows() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.complex(x, x.cos()), y) for x, y in rows()]
+
+
+def _complex_on_ranks(strategy: str, devices: int) -> Any:
+    return run(Complex, strategy, devices, data=lambda: InOrder(_complex_rows(), ROWS))
+
+
+def test_batches_may_be_complex_on_ranks(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_complex_on_ranks, "spmd", 2)
+    assert_compiled(*results)
+    assert_equals_one_device(results, _complex_on_ranks("auto", 1))

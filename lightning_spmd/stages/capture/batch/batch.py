@@ -234,7 +234,7 @@ class Batch:
 
 def _digest(tensor: Tensor) -> str:
     numbers = tensor.detach().reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
-    places = torch.arange(1, numbers.numel() + 1, dtype=numbers.dtype, device=numbers.device)
+    places = torch.arange(1, numbers.numel() + 1, dtype=torch.float64, device=numbers.device)
     return repr((tuple(tensor.shape), numbers.sum().item(), (numbers * places.sqrt()).sum().item()))
 
 
