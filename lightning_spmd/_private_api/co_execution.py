@@ -24,6 +24,8 @@ _KINDS = ("cpu", "cuda")
 no_torch_functions = DisableTorchFunction
 # The user's code that runs within such calls is to be seen again; without it its calls would show as operators alone.
 with_torch_functions = torch._C._EnableTorchFunction
+# What stands for a gradient has the shape and strides of one, and no memory; without it autograd warns of its layout.
+make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
@@ -23,8 +24,10 @@ from lightning_spmd.ir.signature import GraphInput, InputRole
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
+from lightning_spmd.parallel.state import is_sharded
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.record.packing import in_memory_order_of
+from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.strategy.graphs.run_context import FellBack, GraphSettings, Ran, named_arguments
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.notices.run_account import Accounts
@@ -391,14 +394,40 @@ class Training:
         shares = math.prod(axis.size for axis, is_sum in zip(axes, partial, strict=True) if is_sum)
         return shares, tuple(REPLICATE if is_sum else p for p, is_sum in zip(placements, partial, strict=True))
 
-    def _hide_gradients(self) -> None:
-        """Until the next step something stands for gradients that eager training has in ``p.grad``."""
+    def _hide_gradients(self, add: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        """Until the next step something stands for gradients that eager training has in ``p.grad``.
+
+        Args:
+            add: adds what a backward pass of the user's finds; None: eager training zeroes it before it is used.
+        """
         iteration = self.iteration
         if iteration is None or self.mode is not Mode.COMPILED or self._ran_eagerly or not iteration.has_left_gradients:
             return
         if self._pauses is None or self._pauses.hidden:
-            self._hidden.put(p for group in self._module.trainer.optimizers[0].param_groups for p in group["params"])
-            self._hidden.put(self._trained_by_nobody(iteration))
+            groups = self._module.trainer.optimizers[0].param_groups
+            self._hidden.put((p for group in groups for p in group["params"]), add=add)
+            self._hidden.put(self._trained_by_nobody(iteration), add=add)
+
+    def _add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """A backward pass of the user's, between two steps, adds to a gradient that graphs hold."""
+        iteration, names = self.iteration, {id(p): name for name, p in self._module.named_parameters()}
+        name = names.get(id(parameter))
+        if iteration is None or name is None:
+            return
+        (shares, placements), state = self._held_as(name, parameter), self._layout.state
+        if state is not None and is_sharded(placements):
+            if not isinstance(parameter, DTensor) or placements != state.placements_of(parameter):
+                place = user_location()
+                raise ConfigurationError(
+                    f"a backward pass between two steps{f' ({place})' if place else ''} adds to the gradient of {name} "
+                    "in the middle of an accumulation, which is in parts already: go backward in training_step, or use "
+                    f"{options_in_parts(self._layout.plan)}"
+                )
+            if isinstance(gradient, DTensor):
+                gradient = gradient.redistribute(placements=parameter.placements)
+        before = iteration.gradients.get(name)
+        gradient = gradient.clone() if shares == 1 else gradient / shares
+        iteration.gradients[name] = gradient if before is None else before + gradient
 
     def _trained_by_nobody(self, iteration: TrainingIteration) -> list[nn.Parameter]:
         """Parameters that the optimizer does not have: an optimizer that a hook steps may have them."""
@@ -479,7 +508,7 @@ class Training:
         add_gradients(module, self._held)
         self._held = {}
         if not self._stepping:
-            self._hide_gradients()
+            self._hide_gradients(self._add_gradient)
         return True
 
     def average_gradients(self, module: Any) -> None:

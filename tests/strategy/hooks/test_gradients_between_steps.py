@@ -537,3 +537,57 @@ class LeafOfNoInterest(Leaf):
 @pytest.mark.parametrize("kind", ["batch", "copy", "made", "attribute"])
 def test_leaves_whose_gradient_nobody_uses(kind: str) -> None:
     assert_as_eager(lambda: LeafOfNoInterest(kind), max_epochs=2)
+
+
+class GoesBackward(Quiet):
+    """Between two steps, in the middle of an accumulation and behind an update, on weights alone."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            sum(p.square().sum() for p in self.parameters()).backward()
+
+
+class GoesBackwardThroughALayer(Quiet):
+    """Of a part of the parameters, and with a graph of the gradients."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            self.last.weight.sin().mean().backward(create_graph=batch_idx % 2 == 0)
+
+
+class GoesBackwardOnRows(Quiet):
+    """The rows of the batch that it is given: on ranks their means have a mean."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            self(batch[0]).square().mean().backward()
+
+
+GO_BACKWARD = [GoesBackward, GoesBackwardThroughALayer, GoesBackwardOnRows]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("make", GO_BACKWARD)
+def test_backward_passes_between_steps(make: type[Quiet], accumulate: int) -> None:
+    assert_as_eager(make, accumulate_grad_batches=accumulate, max_epochs=2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("make", GO_BACKWARD)
+def test_backward_passes_between_steps_on_ranks(two_ranks: RankPool, make: type[Quiet], accumulate: int) -> None:
+    settings = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
+    results = _on_ranks(two_ranks, make, data=_in_order, **settings)
+    assert_equals_one_device(results, run(make, "auto", data=_in_order, **settings))
+
+
+def test_backward_passes_on_parameters_in_parts(two_ranks: RankPool) -> None:
+    settings = {"accumulate_grad_batches": 3, "max_epochs": 2}
+    results = _on_ranks(two_ranks, GoesBackward, {"data_parallel": "zero3"}, **settings)
+    assert_equals_one_device(results, run(GoesBackward, "auto", data=_in_order, **settings))
+
+
+def test_backward_passes_amid_sums_in_parts_are_an_error(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"a backward pass between two steps \(.*\) adds to the gradient of"):
+        _on_ranks(two_ranks, GoesBackward, {"data_parallel": "zero2"}, accumulate_grad_batches=3, max_epochs=1)
