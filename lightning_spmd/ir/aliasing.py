@@ -89,6 +89,11 @@ def written_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return found
 
 
+def aliased_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments with which an operator's schema says that its results share storage."""
+    return [_argument(args, kwargs, argument) for argument in _facts_of(target).aliases]
+
+
 def _declared_writes(target: Any) -> tuple[_Argument, ...]:
     """The arguments that an operator's schema says it writes into."""
     schema = getattr(target, "_schema", None)

@@ -53,6 +53,7 @@ from lightning_spmd.strategy.support.feature import Mode
 from lightning_spmd.strategy.support.foreign_lightning import EXPLANATION
 from lightning_spmd.strategy.training import Training
 from lightning_spmd.strategy.user_hooks.overlap import FinishPendingWork
+from lightning_spmd.strategy.user_hooks.parts_as_wholes import PartsAsWholes
 
 _ONE_AT_A_TIME = threading.RLock()
 """A step is followed by what is the process's own: the fit of another thread waits."""
@@ -206,7 +207,8 @@ class SPMDStrategy(SavingStrategy):
         updates, batches = checked_updates(bf16_updates), checked_batch(batch)
         self._settings = GraphSettings(ranks, self.build_options, self.dump_dir, [], updates, batches)
         steps = StepsInGraphs()
-        self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random)
+        self._wholes = PartsAsWholes(lambda: self._layout.state if self._layout.plan.needs_graphs else None)
+        self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random, self._wholes)
         self.accounts = self._training.accounts
         self._evaluation = Evaluation(self._layout, self.layer_sharing, steps, self._new_evaluation)
 
@@ -247,6 +249,7 @@ class SPMDStrategy(SavingStrategy):
         meet_at_borders(trainer, self._ranks.control)
         self._folder_locks.begin(trainer, self._ranks.control)
         self.requests, self._requeue = begin_requests(trainer, self._ranks.control, self._random)
+        self._wholes.put_around(self.lightning_module, trainer.callbacks)
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
             if self.lightning_module is None:
@@ -276,6 +279,7 @@ class SPMDStrategy(SavingStrategy):
             self._random.end_run()
             self._training.end()
             self._evaluation.end(trainer)
+            self._wholes.take_away()
         # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept
         # it there is on its way to the user
         unfinished = module is not None and any(t.is_meta for t in (*module.parameters(), *module.buffers()))
@@ -330,7 +334,7 @@ class SPMDStrategy(SavingStrategy):
     @override
     @names_lost_ranks
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with _ONE_AT_A_TIME:
+        with _ONE_AT_A_TIME, self._wholes.step():
             return self._training.optimizer_step(super().optimizer_step, optimizer, closure, model, kwargs)
 
     @override

@@ -48,6 +48,7 @@ from lightning_spmd.strategy.support.detectors import Context, own_optimizer
 from lightning_spmd.strategy.support.feature import Mode
 from lightning_spmd.strategy.user_hooks.hidden_gradients import HiddenGradients, HiddenLeafGradient
 from lightning_spmd.strategy.user_hooks.overlapping import Overlapping
+from lightning_spmd.strategy.user_hooks.parts_as_wholes import PartsAsWholes
 from lightning_spmd.strategy.user_hooks.pauses import PATIENCE, Pauses, may_pause
 
 
@@ -60,6 +61,7 @@ class Training:
         layers: the layers that ranks share.
         steps: the methods that have run as graphs.
         random: the random state for checkpoints.
+        wholes: around the user's hooks.
 
     Attributes:
         mode: the mode of the current fit.
@@ -76,6 +78,7 @@ class Training:
         layers: LayerSharing,
         steps: StepsInGraphs,
         random: RandomState,
+        wholes: PartsAsWholes,
     ) -> None:
         self.mode = Mode.EAGER
         self.iteration: TrainingIteration | None = None
@@ -86,6 +89,7 @@ class Training:
         self._layers = layers
         self._steps = steps
         self._random = random
+        self._wholes = wholes
         self._modes = ModeOfRun()
         self._module: Any = None
         self._new_parameters: NewParameters | None = None
@@ -364,11 +368,12 @@ class Training:
     def _clip(self, optimizer: Optimizer) -> None:
         """What the graph does between backward and step: Lightning's own hook, as ``Precision`` calls it."""
         trainer = self._module.trainer
-        self._module.configure_gradient_clipping(
-            optimizer,
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        )
+        with self._wholes.in_graph():
+            self._module.configure_gradient_clipping(
+                optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
 
     def _finish_eagerly(self, iteration: TrainingIteration) -> None:
         """The current micro-batch goes on as eager training's; gradients of those before it become ``p.grad``."""

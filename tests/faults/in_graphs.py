@@ -438,7 +438,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "hooks between batches are not looked for",
         PHASES,
         "strategy/user_hooks/overlap.py",
-        "found += [(callback, hook) for hook in _CALLBACK_HOOKS if _may_read(callback, hook)]",
+        "found += [(callback, hook) for hook in _CALLBACK_HOOKS if may_read(callback, hook)]",
         "found += []",
         ("tests/strategy/hooks/test_overlap.py",),
     ),

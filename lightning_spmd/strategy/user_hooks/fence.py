@@ -79,14 +79,16 @@ class FencedHook:
     """A hook of a callback or module, behind a fence. Copies and pickles of its owner have the plain hook."""
 
     def __init__(self, fence: CallsHooks, owner: Any, hook: str) -> None:
-        self._before = vars(owner).get(hook, _ABSENT)
-        self.__wrapped__ = getattr(owner, hook)
-        functools.update_wrapper(self, self.__wrapped__)
+        inner = getattr(owner, hook)
+        functools.update_wrapper(self, inner)  # first: another fence's attributes come with it
+        # Lightning looks for the user's method in one step
+        self.__wrapped__ = inner.__wrapped__ if isinstance(inner, FencedHook) else inner
+        self._before, self._inner = vars(owner).get(hook, _ABSENT), inner
         self._fence, self._owner, self._hook = fence, owner, hook
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The hook."""
-        return self._fence.call(self.__wrapped__, args, kwargs)
+        return self._fence.call(self._inner, args, kwargs)
 
     def __reduce__(self) -> Any:
         if self._before is _ABSENT:
@@ -140,7 +142,7 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 _ATTRIBUTES = ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "is_cuda")
-_SAY_NO_VALUES = frozenset(
+SAY_NO_VALUES = frozenset(
     (
         *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size, Tensor.__hash__, Tensor.__len__),
@@ -158,7 +160,7 @@ class _SeesFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _SAY_NO_VALUES:
+        if func not in SAY_NO_VALUES:
             self._watch.see((args, kwargs))
         return func(*args, **kwargs)
 

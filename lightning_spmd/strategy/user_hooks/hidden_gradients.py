@@ -121,6 +121,9 @@ class HiddenGradient(Tensor):
             return None
         if func is Tensor.__deepcopy__:  # of a parameter in parts, with which torch copies what is in p.grad
             return args[0]
+        if func in _ADDS and private.graph_task() != -1:  # autograd, behind a dispatch mode
+            with private.no_torch_functions():
+                return func(*args, **(kwargs or {}))
         if getattr(func, "__name__", None) == "__get__" or func in _WITHOUT_VALUES:
             with private.no_torch_functions():
                 found = func(*args, **(kwargs or {}))

@@ -58,12 +58,13 @@ def hooks_between_batches(module: Any, trainer: Any) -> list[tuple[Any, str]]:
     if trainer.lr_scheduler_configs and (module, _SCHEDULERS) not in found:
         found.append((module, _SCHEDULERS))  # with functions of the user's in them
     for callback in trainer.callbacks:
-        found += [(callback, hook) for hook in _CALLBACK_HOOKS if _may_read(callback, hook)]
+        found += [(callback, hook) for hook in _CALLBACK_HOOKS if may_read(callback, hook)]
     foreign = [each for each in trainer.loggers if not type(each).__module__.startswith("lightning.pytorch.loggers")]
     return found + [(logger, "log_metrics") for logger in foreign]
 
 
-def _may_read(callback: Any, hook: str) -> bool:
+def may_read(callback: Any, hook: str) -> bool:
+    """Whether a callback's hook is the user's, or one of Lightning's that looks at weights."""
     if hook in vars(callback):
         return True
     owner = first((kind for kind in type(callback).__mro__ if hook in vars(kind)), f"class with {hook}")

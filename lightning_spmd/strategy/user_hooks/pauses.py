@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
@@ -232,10 +231,5 @@ class _SeesGradients(TorchFunctionMode):
         if func in _LOOKS:
             self._look()
         if func == _ASSIGNS:
-            if isinstance(args[0], DTensor):  # torch changes nothing then, and says nothing
-                raise ConfigurationError(
-                    "a hook on gradients assigns .data of a tensor that is in parts (a DTensor), which has no effect; "
-                    "write p.grad.copy_(x), or p.grad = x, instead of p.grad.data = x"
-                )
             self._left.append(args[0].untyped_storage())
         return func(*args, **(kwargs or {}))

@@ -166,15 +166,29 @@ def test_weight_averaging_of_parts_is_refused(two_ranks: RankPool, kind: str) ->
     assert caught.value.type_names == ["ConfigurationError"] * 2
 
 
-class LooksBetweenSteps(Quiet):
-    def on_train_batch_end(self, *_: Any) -> None:
+class ComputesWithData(torch.utils.data.Dataset[Any]):
+    """Which is no hook."""
+
+    def __init__(self, module: Quiet) -> None:
+        self.module, self.rows = module, rows()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
         with torch.no_grad():
-            self(torch.zeros(2, 6))
+            self.module(torch.zeros(2, 6))
+        return self.rows[index]
 
 
-def test_a_forward_between_steps_says_how_to_get_whole_parameters(two_ranks: RankPool) -> None:
+def _fit_on_own_data() -> Any:
+    module = Quiet()
+    return run(lambda: module, PARTS, 2, data=lambda: InOrder(ComputesWithData(module), ROWS), max_epochs=1)
+
+
+def test_a_forward_outside_of_hooks_says_how_to_get_whole_parameters(two_ranks: RankPool) -> None:
     with pytest.raises(RankError, match="strategy.full_parameters()"):
-        _on_ranks(two_ranks, LooksBetweenSteps, PARTS, max_epochs=1)
+        two_ranks.run(_fit_on_own_data)
 
 
 # ---------------------------------------------------------------------- optimizers and gradients

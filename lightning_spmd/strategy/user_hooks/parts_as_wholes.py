@@ -1,0 +1,353 @@
+"""The user's hooks compute with parameters in parts as if every rank had all of them.
+
+Under ``zero3`` and tensor parallelism parameters are DTensors outside of steps. Most that hooks do with these, torch
+does on the parts, without communication. The rest it refuses (plain tensors beside DTensors, operators without a rule),
+or does to what is no part of the parameter, silently: numbers and arrays are one rank's, views across a cut are copies,
+``p.data = x`` is nothing, drawn numbers are each rank's own. A torch-function mode sees each call and a dispatch mode
+what torch makes of it; such calls get whole tensors, and what they write goes back into the parts.
+
+All ranks run the same hooks. A hook that computes with parameters on one rank alone waits for the others, as any
+collective does, and is named by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.ir.aliasing import aliased_values
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.parallel.state import BlockShard, StateMesh
+from lightning_spmd.stages.capture.user_code import user_location
+from lightning_spmd.strategy.support.detectors import is_overridden
+from lightning_spmd.strategy.user_hooks.fence import SAY_NO_VALUES, FencedHook
+from lightning_spmd.strategy.user_hooks.hidden_gradients import HiddenGradient
+from lightning_spmd.strategy.user_hooks.overlap import may_read
+
+_WITHOUT_OTHERS = ("on_exception",)
+"""Hooks that run while other ranks may be lost: what is collective would wait for them."""
+_OTHERS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+"""Methods of a module that Lightning calls between steps or around one, and are not called ``on_``."""
+
+
+class PartsAsWholes:
+    """Around the hooks of one run.
+
+    Args:
+        state: gives the mesh for state; None where every rank has all of it.
+    """
+
+    def __init__(self, state: Callable[[], StateMesh | None]) -> None:
+        self._state = state
+        self._fenced: list[FencedHook] = []
+        self._calls: _Calls | None = None
+        self._in_graph = False
+
+    def put_around(self, module: Any, callbacks: list[Any]) -> None:
+        """From now on the user's hooks may take parts for wholes."""
+        of_module = (*_hooks_of(LightningModule), *_OTHERS)
+        found = [(module, hook) for hook in of_module if is_overridden(hook, module, LightningModule)]
+        found += [(c, hook) for c in callbacks for hook in _hooks_of(Callback) if may_read(c, hook)]
+        for owner, hook in found:
+            vars(owner)[hook] = fenced = FencedHook(self, owner, hook)
+            self._fenced.append(fenced)
+
+    def take_away(self) -> None:
+        """Restore all hooks."""
+        for fenced in self._fenced:
+            fenced.restore()
+        self._fenced.clear()
+
+    def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a hook."""
+        state = self._state()
+        if state is None or self._calls is not None or self._in_graph:
+            return hook(*args, **kwargs)
+        try:
+            with _Calls(state) as self._calls:
+                return hook(*args, **kwargs)
+        finally:
+            calls, self._calls = self._calls, None
+            if calls is not None:
+                calls.write_back()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step that a hook contains: parts are parts again, and hooks within are hooks of their own."""
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            calls.write_back()
+            calls.is_off = True
+        try:
+            yield
+        finally:
+            self._calls = calls
+            if calls is not None:
+                calls.is_off = False
+
+    @contextlib.contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Around a hook that becomes part of a graph, in which all is whole."""
+        self._in_graph = True
+        try:
+            yield
+        finally:
+            self._in_graph = False
+
+
+def _hooks_of(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("on_") and name not in _WITHOUT_OTHERS]
+
+
+class _NeedsWholes(BaseException):
+    """What an operator would make of parts is not what it makes of wholes."""
+
+
+@dataclass(eq=False)
+class _Whole:
+    """A whole tensor in a part's place, of which something else may be a view.
+
+    Args:
+        part: the DTensor.
+        value: the whole tensor.
+        version: of the whole, when both were equal.
+        copy: its values then, where torch does not count writes: of inference mode, or over its memory an array's.
+    """
+
+    part: DTensor
+    value: Tensor
+    version: int = 0
+    copy: Tensor | None = None
+
+    def note(self) -> None:
+        """Both are equal."""
+        self.version = private.version_of(self.value)
+        if self.copy is not None or self.value.is_inference():
+            self.copy = self.value.detach().clone()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the whole was written."""
+        if private.version_of(self.value) != self.version:
+            return True
+        return self.copy is not None and not torch.equal(self.copy, self.value)
+
+
+class _Calls(TorchFunctionMode):
+    """The calls of one hook.
+
+    Attributes:
+        is_off: whether it leaves them alone for now.
+    """
+
+    def __init__(self, state: StateMesh) -> None:
+        super().__init__()
+        self._state = state
+        self._kept: list[_Whole] = []
+        self.is_off = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call on parts or on wholes."""
+        kwargs = kwargs or {}
+        if self.is_off or func in SAY_NO_VALUES:
+            return func(*args, **kwargs)
+        if func in (_SET_DATA, _SET_GRADIENT):
+            return self._set(func, *args)
+        tensors = [leaf for leaf in private.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if self._kept:
+            self.write_back()
+            self._renew(tensors)
+        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+            result = func(*args, **kwargs)
+        else:
+            result = self._on_parts(func, args, kwargs)
+        if self._kept:
+            self.write_back()
+        return result
+
+    def _on_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            with _SeesOperators():
+                result = func(*args, **kwargs)
+        except _NeedsWholes:
+            pass
+        except Exception:
+            pass
+        else:
+            if getattr(func, "__name__", None) == "__get__" or _is_global(result):
+                return private.pytree.tree_map_only(DTensor, _summed, result)
+        return self._on_wholes(func, args, kwargs)
+
+    def _on_wholes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given: dict[int, _Whole] = {}
+
+        def whole(part: DTensor) -> Tensor:
+            if id(part) not in given:
+                given[id(part)] = _Whole(part, self._whole_of(part))
+                given[id(part)].note()
+            return given[id(part)].value
+
+        args, kwargs = private.pytree.tree_map_only(DTensor, whole, (args, kwargs))
+        result = func(*args, **kwargs)
+        wholes = {id(each.value): each.part for each in given.values()}
+        leaves = private.pytree.tree_leaves(result)
+        self._kept += given.values()
+        self.write_back()
+        memory = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in wholes}
+        arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        for each in given.values():
+            if any(np.may_share_memory(array, each.value.detach().numpy()) for array in arrays):
+                each.copy = each.value.detach().clone()
+            elif _memory(each.value) not in memory:
+                self._kept.remove(each)
+        return private.pytree.tree_map_only(Tensor, lambda t: wholes.get(id(t), t), result)
+
+    def _whole_of(self, part: DTensor) -> Tensor:
+        if not _is_state(part, self._state):
+            return part.full_tensor()
+        if torch.is_grad_enabled() and part.requires_grad:
+            return _Gathered.apply(part, self._state)
+        return self._state.whole(part)
+
+    def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
+        """``p.data = x`` and ``p.grad = x``."""
+        if isinstance(value, HiddenGradient) or isinstance(tensor, DTensor) is isinstance(value, DTensor):
+            is_move = isinstance(tensor, DTensor) and func == _SET_DATA and isinstance(value, DTensor)
+            if is_move and tensor.shape == value.shape and tensor.dtype == value.dtype:
+                self._write(tensor, value)
+                return
+            func(tensor, value)
+        elif not isinstance(value, Tensor):
+            func(tensor, value)
+        elif isinstance(value, DTensor):
+            func(tensor, self._whole_of(value))
+        elif func == _SET_DATA:
+            self._write(tensor, value)
+        else:
+            func(tensor, self._state.part_like(tensor, value))
+
+    @torch.no_grad()
+    def _write(self, part: Any, value: Tensor) -> None:
+        value = self._whole_of(value).detach() if isinstance(value, DTensor) else value
+        if value.shape != part.shape or value.dtype != part.dtype:
+            place = user_location()
+            raise ConfigurationError(
+                f"a hook{f' ({place})' if place else ''} assigns .data of shape {list(value.shape)} and {value.dtype} "
+                f"to a tensor of shape {list(part.shape)} and {part.dtype}, of which each rank holds a part: assign "
+                "another nn.Parameter to the module instead"
+            )
+        self._put(part, value)
+
+    def _put(self, part: DTensor, whole: Tensor) -> None:
+        if _is_state(part, self._state):
+            self._state.take(part, whole)
+            return
+        everywhere = [Replicate()] * part.device_mesh.ndim
+        new = DTensor.from_local(whole.detach(), part.device_mesh, everywhere, run_check=False)
+        private.local_tensor(part).copy_(private.local_tensor(new.redistribute(placements=part.placements)))
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """What was written into wholes goes into the parts."""
+        for each in self._kept:
+            if each.is_written:
+                self._put(each.part, each.value)
+                each.note()
+
+    @torch.no_grad()
+    def _renew(self, tensors: list[Tensor]) -> None:
+        """Wholes of which some of these are views get what was written into the parts since; all ranks look."""
+        memory = {_memory(tensor) for tensor in tensors if not isinstance(tensor, DTensor)}
+        for each in self._kept:
+            if _memory(each.value) in memory:
+                now = self._whole_of(each.part)
+                if not torch.equal(now, each.value):
+                    each.value.detach().copy_(now)
+                    each.note()
+
+
+def _memory(tensor: Tensor) -> int:
+    local = private.local_tensor(tensor)
+    return private.storage_of(local) if local.layout is torch.strided else 0
+
+
+def _is_state(part: DTensor, state: StateMesh) -> bool:
+    """Whether a DTensor is as this package makes them; others are results of torch's."""
+    return part.device_mesh is state.mesh.state_mesh and all(type(p) in _OF_STATE for p in part.placements)
+
+
+_OF_STATE = (Replicate, Shard, BlockShard)
+
+
+def _summed(result: DTensor) -> DTensor:
+    """Without what the ranks have still to add up: of some such sums (of norms, of maxima) torch makes wrong ones."""
+    if not any(placement.is_partial() for placement in result.placements):
+        return result
+    return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
+
+
+def _is_global(result: Any) -> bool:
+    """Whether a call on parts gave what it gives on wholes: no numbers, texts or arrays, and tensors of their shape."""
+    return all(
+        leaf is None or (isinstance(leaf, Tensor) and private.local_tensor(leaf).ndim == leaf.ndim)
+        for leaf in private.pytree.tree_leaves(result)
+    )
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+class _SeesOperators(private.TorchDispatchMode):
+    """Ends a call of which torch would make something else for parts than for wholes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if private.graph_task() != -1:  # autograd's own: nobody writes into these views, and gradients are summed up
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _NeedsWholes
+        result = func(*args, **kwargs)
+        bases = [t for t in aliased_values(func, args, kwargs) if isinstance(t, DTensor)]
+        if bases:
+            memory = {_memory(base) for base in bases}
+            views = [t for t in private.pytree.tree_leaves(result) if isinstance(t, DTensor)]
+            # across a cut: torch has gathered it, or has a placement for it with which few operators can do anything
+            if any(_memory(t) not in memory or not _is_plain(t) for t in views):
+                raise _NeedsWholes
+        return result
+
+
+def _is_plain(tensor: DTensor) -> bool:
+    return all(type(placement) in _OF_STATE or placement.is_partial() for placement in tensor.placements)
+
+
+class _Gathered(torch.autograd.Function):
+    """The whole of a part; its gradient is the mean of the ranks', who may have computed with their own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, part: DTensor, state: StateMesh) -> Tensor:
+        """Gather."""
+        ctx.part, ctx.state = part.detach(), state
+        return state.whole(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The part of the mean."""
+        mean = grads[0].detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        placements = ctx.state.placements_of(ctx.part)
+        return ctx.state.wrap(ctx.state.part(mean, placements), TensorSpec.of(mean), placements), None

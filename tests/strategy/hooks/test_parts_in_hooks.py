@@ -1,0 +1,304 @@
+"""Hooks that take parameters and gradients in parts for wholes: what they read, write and compute is one device's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_spmd import ConfigurationError
+from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.training import InOrder, assert_equals_one_device
+from tests.strategy.small import ROWS, Quiet, rows, run
+
+PLANS: dict[str, dict[str, Any]] = {
+    "zero2": {"data_parallel": "zero2"},
+    "zero3": {"data_parallel": "zero3"},
+    "tp": {"tensor_parallel_size": 2, "tensor_parallel_plan": {"first": "colwise", "last": "rowwise"}},
+}
+
+
+class Sees(Quiet):
+    """Logs all it sees in a hook. Ten features or seven outputs are parts of different sizes for two ranks, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(10, 7)
+        self.seen = 0.0
+
+    def see(self, *values: Any) -> None:
+        """A number that depends on all of them."""
+        for value in values:
+            self.seen = 0.5 * self.seen + float(value)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+        self.log("seen", self.seen)
+
+    def look(self) -> None:
+        """What the test is about."""
+
+
+class Numbers(Sees):
+    def look(self) -> None:
+        w, v = self.first.weight, self.last.weight
+        self.see(w.norm(), w.norm().item(), v.mean(), v.std(), self.last.bias.var(), w.max(), w.argmax())
+        self.see(w[3, 4], (w > 0).sum(), w.isnan().any(), torch.allclose(w, w + 1), torch.equal(w, w.detach().clone()))
+        self.see(*self.last.bias.tolist(), *v.detach().numpy()[6], *np.asarray(v.detach().cpu())[:, 1])
+        self.see(torch.stack([p.norm() for p in self.parameters()]).sum(), max(p.abs().max() for p in (w, v)))
+
+
+class Operators(Sees):
+    """Some have no rule for parts."""
+
+    def look(self) -> None:
+        w, v = self.first.weight.detach(), self.last.weight
+        self.see(torch.linalg.svdvals(w).sum(), torch.linalg.matrix_norm(v, 2), w.median(), torch.quantile(w, 0.3))
+        self.see(w.flatten().topk(3).values.sum(), (v @ w).sum(), w.cumsum(0)[5].sum(), (w.T @ w).trace())
+        self.see(torch.cat([p.flatten() for p in self.parameters()]).norm(), (w @ torch.ones(6)).sum())
+        self.see(F.cosine_similarity(v[0], v[6], dim=0), sum(row.max() for row in w.unbind()))
+
+
+class Rows(Sees):
+    """Writes through views, across the cut and on either side of it."""
+
+    def look(self) -> None:
+        w, v = self.first.weight, self.last.weight
+        with torch.no_grad():
+            w[2] = 0.1
+            w[:, 1].mul_(0.5)
+            v.view(-1)[7] = 0.2
+            self.last.bias[2:5].zero_()
+            w[w.abs() < 0.05] = 0
+        w.data[9] *= 0.9
+        w.data.view(-1)[:13].fill_(0.01)
+        v.detach().numpy()[6] *= 0.9
+
+
+class KeptView(Sees):
+    """A view is of what the weight is now."""
+
+    def look(self) -> None:
+        row = self.first.weight.data[8]
+        with torch.no_grad():
+            self.first.weight.mul_(0.5)
+        self.see(row.sum())
+        row.add_(0.1)
+        self.see(self.first.weight.sum())
+
+
+class Mixed(Sees):
+    """Plain tensors beside parts."""
+
+    def look(self) -> None:
+        w, v = self.first.weight, self.last.weight
+        with torch.no_grad():
+            w.add_(torch.linspace(0, 0.1, 60).view(10, 6)).mul_((torch.arange(60).view(10, 6) % 3 != 0).float())
+            self.last.bias.copy_(torch.linspace(-1, 1, 7))
+            v.lerp_(torch.ones(7, 10), 0.1)
+            v.div_(v.norm(dim=0, keepdim=True).clamp(min=1))
+
+
+class Assigns(Sees):
+    """``p.data = x``: of a computed value, and of others for a while."""
+
+    def look(self) -> None:
+        self.first.weight.data = F.normalize(self.first.weight.data, dim=1)
+        self.last.weight.data = torch.full((7, 10), 0.01) + self.last.weight.data * 0.5
+        saved = [p.data.clone() for p in self.parameters()]
+        for p in self.parameters():
+            p.data = torch.ones(p.shape)
+        self.see(sum(float(p.sum()) for p in self.parameters()))
+        for p, before in zip(self.parameters(), saved, strict=True):
+            p.data = before
+
+
+class Slow(Sees):
+    """A slow copy in whole tensors, with which the weights are brought together (lookahead)."""
+
+    def on_train_start(self) -> None:
+        self.slow = [torch.zeros(p.shape) for p in self.parameters()]
+
+    def look(self) -> None:
+        with torch.no_grad():
+            for slow, p in zip(self.slow, self.parameters(), strict=True):
+                slow.add_(p - slow, alpha=0.5)
+                p.copy_(slow)
+
+
+class Vector(Sees):
+    def look(self) -> None:
+        vector = nn.utils.parameters_to_vector(self.parameters()).detach()
+        nn.utils.vector_to_parameters(vector * 0.9, self.parameters())
+
+
+class Calls(Sees):
+    """The model itself, and gradients through it."""
+
+    def look(self) -> None:
+        x = torch.linspace(-1, 1, 24).view(4, 6)
+        with torch.no_grad():
+            self.see(self(x).sum())
+        with torch.enable_grad():
+            loss = self(x).square().mean()
+            gradients = torch.autograd.grad(loss, [self.first.weight, self.last.bias])
+        self.see(loss, gradients[0][3].sum(), *(g.sum() for g in gradients))
+        with torch.no_grad():
+            self.first.weight.sub_(gradients[0], alpha=0.1)
+
+
+class Draws(Sees):
+    """Drawn numbers are those of one device."""
+
+    def look(self) -> None:
+        nn.init.orthogonal_(self.first.weight)
+        nn.init.kaiming_uniform_(self.last.weight)
+        self.last.bias.data.uniform_(-1, 1)
+        with torch.no_grad():
+            self.first.weight.add_(torch.randn_like(self.first.weight) * 0.1)
+        self.see(torch.rand(()))
+
+
+MAKERS = [Numbers, Operators, Rows, KeptView, Mixed, Assigns, Slow, Vector, Calls, Draws]
+
+
+def _run(make: type[Quiet], strategy: Any, devices: int, **settings: Any) -> Any:
+    return run(make, strategy, devices, data=lambda: InOrder(rows(), ROWS), max_epochs=1, **settings)
+
+
+def _assert_as_one_device(pool: RankPool, make: type[Quiet], plan: str, **settings: Any) -> None:
+    results = pool.run(_run, make, PLANS[plan], 2, **settings)
+    assert_equals_one_device(results, _run(make, "auto", 1, **settings))
+
+
+@pytest.mark.parametrize("plan", ["zero3", pytest.param("tp", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("make", MAKERS)
+def test_parameters_in_parts_are_wholes_in_hooks(two_ranks: RankPool, make: type[Quiet], plan: str) -> None:
+    _assert_as_one_device(two_ranks, make, plan)
+
+
+class Gradients(Sees):
+    """Of parts: read, scaled, replaced by whole tensors, written by rows."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.see(*(p.grad.norm() for p in self.parameters() if p.grad is not None))
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad = torch.sign(p.grad) * torch.full(p.shape, 0.01)
+                p.grad.data = p.grad.data * 0.5
+                p.grad += torch.ones(p.shape) * 0.01
+        self.first.weight.grad[3] = 0
+        self.first.weight.grad.mul_((torch.arange(60).view(10, 6) % 2).float())
+        self.see(nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_gradients_in_parts_are_wholes_in_hooks(two_ranks: RankPool, plan: str) -> None:
+    _assert_as_one_device(two_ranks, Gradients, plan)
+
+
+class OfACallback(L.Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.first.weight.data[3] = 0.5
+        pl_module.log("row", float(pl_module.last.weight[:, 4].sum()))
+
+
+class Clips(Sees):
+    """By a norm that is read, which keeps clipping out of the graph."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        norm = sum(float(p.grad.norm()) ** 2 for p in self.parameters() if p.grad is not None) ** 0.5
+        self.see(norm)
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad = p.grad * torch.full(p.shape, min(1.0, 0.1 / norm))
+
+
+class AroundTheStep(Sees):
+    """Before and behind the step, in the method that has it within."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        self.last.weight.data[2] = 0.1
+        self.see(self.first.weight.norm())
+        optimizer.step(closure=closure)
+        self.see(self.first.weight.norm())
+        self.first.weight.data = self.first.weight.data.clamp(-0.3, 0.3)
+
+    def on_after_backward(self) -> None:
+        self.see(*(p.grad.norm() for p in self.parameters() if p.grad is not None))
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.see(self.last.weight.norm())
+        optimizer.zero_grad()
+
+
+class InTheScheduler(Sees):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.see(self.first.weight.norm())
+        self.first.weight.data[2] = 0.1
+        scheduler.step()
+
+
+class LightningsNorm(Sees):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+METHODS = [Clips, AroundTheStep, InTheScheduler, LightningsNorm]
+
+
+@pytest.mark.parametrize("plan", ["zero3", *(pytest.param(p, marks=pytest.mark.matrix) for p in ("zero2", "tp"))])
+@pytest.mark.parametrize("make", METHODS)
+def test_parts_are_wholes_in_methods_around_the_step(two_ranks: RankPool, make: type[Quiet], plan: str) -> None:
+    _assert_as_one_device(two_ranks, make, plan)
+
+
+def _callbacks() -> list[L.Callback]:
+    return [OfACallback()]
+
+
+class InValidation(Sees):
+    """Lightning runs these hooks in inference mode."""
+
+    def val_dataloader(self) -> Any:
+        return InOrder(rows(), ROWS)
+
+    def on_validation_epoch_end(self) -> None:
+        self.first.weight.data[3] = 0.25
+        self.log("seen", self.first.weight.flatten()[:20].sum() + float(self.last.weight[5].norm()))
+
+
+def test_parts_in_hooks_of_validation_and_of_callbacks(two_ranks: RankPool) -> None:
+    _assert_as_one_device(two_ranks, InValidation, "zero3", callbacks=_callbacks)
+
+
+class Reshapes(Sees):
+    def look(self) -> None:
+        self.first.weight.data = torch.zeros(3, 6)
+
+
+def test_data_of_another_shape_is_an_error(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"test_parts_in_hooks.py:\d+\) assigns .data of shape \[3, 6\]") as error:
+        two_ranks.run(_run, Reshapes, PLANS["zero3"], 2)
+    assert error.value.type_names == [ConfigurationError.__name__] * 2
+
+
+def _left_behind(plan: dict[str, Any]) -> bool:
+    module = Numbers()
+    run(lambda: module, plan, 2, data=lambda: InOrder(rows(), ROWS), max_epochs=1)
+    return any(name.startswith("on_") for name in vars(module))
+
+
+def test_hooks_are_the_users_own_after_the_run(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_left_behind, PLANS["zero3"]) == [False, False]
