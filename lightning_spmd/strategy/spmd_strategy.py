@@ -334,8 +334,13 @@ class SPMDStrategy(SavingStrategy):
     @override
     @names_lost_ranks
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with _ONE_AT_A_TIME, self._wholes.step():
+        with _ONE_AT_A_TIME, self._wholes.apart():
             return self._training.optimizer_step(super().optimizer_step, optimizer, closure, model, kwargs)
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._wholes.apart():  # ranks write parts of their own
+            super().save_checkpoint(*args, **kwargs)
 
     @override
     def flush(self) -> None:

@@ -84,8 +84,8 @@ class PartsAsWholes:
                 calls.write_back()
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a step that a hook contains: parts are parts again, and hooks within are hooks of their own."""
+    def apart(self) -> Iterator[None]:
+        """Around what is none of a hook's calls, though within it: a step, or saving. Hooks within are their own."""
         calls, self._calls = self._calls, None
         if calls is not None:
             calls.write_back()
