@@ -156,6 +156,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self._state = state
         self._kept: list[_Whole] = []
+        self._sums: dict[int, tuple[DTensor, DTensor]] = {}
         self.is_off = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,26 +170,47 @@ class _Calls(TorchFunctionMode):
         if self._kept:
             self.write_back()
             self._renew(tensors)
-        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+        parts = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        if not parts:
             result = func(*args, **kwargs)
         else:
-            result = self._on_parts(func, args, kwargs)
+            result = self._on_parts(func, args, kwargs, [part for part in parts if _is_sum(part)])
         if self._kept:
             self.write_back()
         return result
 
-    def _on_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _on_parts(self, func: Any, args: Any, kwargs: Any, sums: list[DTensor]) -> Any:
+        if any(id(part) in self._sums for part in sums):
+            args, kwargs = self._summed(sums, (args, kwargs))
+            sums = []
         try:
             with _SeesOperators():
                 result = func(*args, **kwargs)
         except _NeedsWholes:
-            pass
-        except Exception:
+            if sums:
+                args, kwargs = self._summed(sums, (args, kwargs))
+                return self._on_parts(func, args, kwargs, [])
+        except Exception:  # torch's, of many kinds; what is the user's own error is one of wholes, too
             pass
         else:
             if getattr(func, "__name__", None) == "__get__" or _is_global(result):
-                return private.pytree.tree_map_only(DTensor, _summed, result)
+                return result
         return self._on_wholes(func, args, kwargs)
+
+    def _summed(self, parts: list[DTensor], values: Any) -> Any:
+        """Values with totals in the place of what the ranks have still to add up.
+
+        Numbers are added up together: the norms of all gradients are one collective.
+        """
+        new = {id(part): part for part in parts if id(part) not in self._sums}
+        groups: dict[Any, list[DTensor]] = {}
+        for part in new.values():
+            alone = part.ndim > 0 or part.requires_grad
+            key = id(part) if alone else (part.device_mesh, tuple(part.placements), part.dtype, part.device)
+            groups.setdefault(key, []).append(part)
+        for group in groups.values():
+            self._sums |= {id(part): (part, total) for part, total in zip(group, _totals(group), strict=True)}
+        return private.pytree.tree_map_only(DTensor, lambda part: self._sums.get(id(part), (part, part))[1], values)
 
     def _on_wholes(self, func: Any, args: Any, kwargs: Any) -> Any:
         given: dict[int, _Whole] = {}
@@ -291,11 +313,19 @@ def _is_state(part: DTensor, state: StateMesh) -> bool:
 _OF_STATE = (Replicate, Shard, BlockShard)
 
 
-def _summed(result: DTensor) -> DTensor:
-    """Without what the ranks have still to add up: of some such sums (of norms, of maxima) torch makes wrong ones."""
-    if not any(placement.is_partial() for placement in result.placements):
-        return result
-    return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
+def _is_sum(part: DTensor) -> bool:
+    return any(placement.is_partial() for placement in part.placements)
+
+
+def _totals(group: list[DTensor]) -> list[DTensor]:
+    """Of tensors that the ranks have still to add up alike: one, or numbers without a graph."""
+    part = group[0]
+    mesh, after = part.device_mesh, [Replicate() if p.is_partial() else p for p in part.placements]
+    if len(group) == 1:
+        return [part.redistribute(placements=after)]
+    rows = torch.stack([private.local_tensor(each) for each in group])
+    total = DTensor.from_local(rows, mesh, part.placements, run_check=False).redistribute(placements=after)
+    return [DTensor.from_local(row, mesh, after, run_check=False) for row in private.local_tensor(total).unbind()]
 
 
 def _is_global(result: Any) -> bool:
@@ -317,7 +347,9 @@ class _SeesOperators(private.TorchDispatchMode):
         kwargs = kwargs or {}
         if private.graph_task() != -1:  # autograd's own: nobody writes into these views, and gradients are summed up
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        # of what the ranks have still to add up (norms, maxima) torch makes wrong sums now and then
+        given = [t for t in private.pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags or any(map(_is_sum, given)):
             raise _NeedsWholes
         result = func(*args, **kwargs)
         bases = [t for t in aliased_values(func, args, kwargs) if isinstance(t, DTensor)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 from lightning_spmd import ConfigurationError
@@ -302,3 +303,20 @@ def _left_behind(plan: dict[str, Any]) -> bool:
 
 def test_hooks_are_the_users_own_after_the_run(two_ranks: RankPool) -> None:
     assert two_ranks.run(_left_behind, PLANS["zero3"]) == [False, False]
+
+
+class CountsTotals(Sees):
+    """How often ranks add up for the norm of all gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with CommDebugMode() as counted:
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        self.log("collectives", float(counted.get_total_counts()))
+
+
+def _collectives(plan: dict[str, Any]) -> float:
+    return run(CountsTotals, plan, 2, data=lambda: InOrder(rows(), ROWS), max_epochs=1).final["collectives"]
+
+
+def test_the_norm_of_all_gradients_is_one_collective(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_collectives, PLANS["zero3"]) == [1.0, 1.0]
