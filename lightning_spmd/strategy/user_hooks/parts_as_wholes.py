@@ -30,6 +30,7 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.aliasing import aliased_values
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.parallel.state import BlockShard, StateMesh
+from lightning_spmd.stages.capture.follow.notes import tensors_in
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.strategy.support.detectors import is_overridden
 from lightning_spmd.strategy.user_hooks.fence import SAY_NO_VALUES, FencedHook
@@ -166,7 +167,7 @@ class _Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (_SET_DATA, _SET_GRADIENT):
             return self._set(func, *args)
-        tensors = [leaf for leaf in private.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         if self._kept:
             self.write_back()
             self._renew(tensors)
@@ -330,9 +331,9 @@ def _totals(group: list[DTensor]) -> list[DTensor]:
 
 def _is_global(result: Any) -> bool:
     """Whether a call on parts gave what it gives on wholes: no numbers, texts or arrays, and tensors of their shape."""
+    leaves = (result,) if isinstance(result, Tensor) else private.pytree.tree_leaves(result)
     return all(
-        leaf is None or (isinstance(leaf, Tensor) and private.local_tensor(leaf).ndim == leaf.ndim)
-        for leaf in private.pytree.tree_leaves(result)
+        leaf is None or (isinstance(leaf, Tensor) and private.local_tensor(leaf).ndim == leaf.ndim) for leaf in leaves
     )
 
 
@@ -348,14 +349,14 @@ class _SeesOperators(private.TorchDispatchMode):
         if private.graph_task() != -1:  # autograd's own: nobody writes into these views, and gradients are summed up
             return func(*args, **kwargs)
         # of what the ranks have still to add up (norms, maxima) torch makes wrong sums now and then
-        given = [t for t in private.pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
+        given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)]
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(_is_sum, given)):
             raise _NeedsWholes
         result = func(*args, **kwargs)
         bases = [t for t in aliased_values(func, args, kwargs) if isinstance(t, DTensor)]
         if bases:
             memory = {_memory(base) for base in bases}
-            views = [t for t in private.pytree.tree_leaves(result) if isinstance(t, DTensor)]
+            views = [t for t in tensors_in(result) if isinstance(t, DTensor)]
             # across a cut: torch has gathered it, or has a placement for it with which few operators can do anything
             if any(_memory(t) not in memory or not _is_plain(t) for t in views):
                 raise _NeedsWholes
