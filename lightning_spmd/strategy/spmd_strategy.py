@@ -239,7 +239,8 @@ class SPMDStrategy(SavingStrategy):
     def setup(self, trainer: Any) -> None:
         self.lay_out_once()
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
+            with self._wholes.inside():  # functions of schedulers run for the first time
+                self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._evaluation.begin()
         self._training.forget()
@@ -249,7 +250,7 @@ class SPMDStrategy(SavingStrategy):
         meet_at_borders(trainer, self._ranks.control)
         self._folder_locks.begin(trainer, self._ranks.control)
         self.requests, self._requeue = begin_requests(trainer, self._ranks.control, self._random)
-        self._wholes.put_around(self.lightning_module, trainer.callbacks)
+        self._wholes.put_around(self.lightning_module, trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
             if self.lightning_module is None:

@@ -35,12 +35,12 @@ from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.strategy.support.detectors import is_overridden
 from lightning_spmd.strategy.user_hooks.fence import SAY_NO_VALUES, FencedHook
 from lightning_spmd.strategy.user_hooks.hidden_gradients import HiddenGradient
-from lightning_spmd.strategy.user_hooks.overlap import may_read
+from lightning_spmd.strategy.user_hooks.overlap import hooks_between_batches, may_read
 
 _WITHOUT_OTHERS = ("on_exception",)
 """Hooks that run while other ranks may be lost: what is collective would wait for them."""
-_OTHERS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
-"""Methods of a module that Lightning calls between steps or around one, and are not called ``on_``."""
+_IN_A_STEP = ("configure_gradient_clipping", "optimizer_zero_grad")
+"""Methods of a module that Lightning calls within a step, and are not called ``on_``."""
 
 
 class PartsAsWholes:
@@ -56,11 +56,12 @@ class PartsAsWholes:
         self._calls: _Calls | None = None
         self._in_graph = False
 
-    def put_around(self, module: Any, callbacks: list[Any]) -> None:
-        """From now on the user's hooks may take parts for wholes."""
-        of_module = (*_hooks_of(LightningModule), *_OTHERS)
+    def put_around(self, module: Any, trainer: Any) -> None:
+        """From now on the user's hooks, schedulers and loggers may take parts for wholes."""
+        of_module = (*_hooks_of(LightningModule), *_IN_A_STEP)
         found = [(module, hook) for hook in of_module if is_overridden(hook, module, LightningModule)]
-        found += [(c, hook) for c in callbacks for hook in _hooks_of(Callback) if may_read(c, hook)]
+        found += [(c, hook) for c in trainer.callbacks for hook in _hooks_of(Callback) if may_read(c, hook)]
+        found += [pair for pair in hooks_between_batches(module, trainer) if pair not in found]
         for owner, hook in found:
             vars(owner)[hook] = fenced = FencedHook(self, owner, hook)
             self._fenced.append(fenced)
@@ -73,12 +74,19 @@ class PartsAsWholes:
 
     def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a hook."""
+        with self.inside():
+            return hook(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around calls of the user's."""
         state = self._state()
         if state is None or self._calls is not None or self._in_graph:
-            return hook(*args, **kwargs)
+            yield
+            return
         try:
             with _Calls(state) as self._calls:
-                return hook(*args, **kwargs)
+                yield
         finally:
             calls, self._calls = self._calls, None
             if calls is not None:

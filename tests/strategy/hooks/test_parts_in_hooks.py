@@ -251,12 +251,21 @@ class InTheScheduler(Sees):
         scheduler.step()
 
 
+class ByWeights(Sees):
+    """A rate that depends on a weight: a function of the user's in a scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + float(self.first.weight.norm())))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 class LightningsNorm(Sees):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-METHODS = [Clips, AroundTheStep, InTheScheduler, LightningsNorm]
+METHODS = [Clips, AroundTheStep, InTheScheduler, ByWeights, LightningsNorm]
 
 
 @pytest.mark.parametrize("plan", ["zero3", *(pytest.param(p, marks=pytest.mark.matrix) for p in ("zero2", "tp"))])
