@@ -101,6 +101,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Give a DTensor another part, as ``p.data = x`` gives a plain tensor other memory, which torch ignores.
+
+    Without it who keeps ``p.data`` for a while and puts it back has what was there meanwhile.
+    """
+    tensor._local_tensor = local.requires_grad_(tensor._local_tensor.requires_grad)
+
+
 class GraphModule(fx.GraphModule):
     """A graph module whose source text is written at its first run, and ends with it.
 

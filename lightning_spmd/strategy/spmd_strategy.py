@@ -250,7 +250,8 @@ class SPMDStrategy(SavingStrategy):
         meet_at_borders(trainer, self._ranks.control)
         self._folder_locks.begin(trainer, self._ranks.control)
         self.requests, self._requeue = begin_requests(trainer, self._ranks.control, self._random)
-        self._wholes.put_around(self.lightning_module, trainer)
+        if self.is_distributed:
+            self._wholes.put_around(self.lightning_module, trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
             if self.lightning_module is None:

@@ -177,6 +177,10 @@ def _as_gradient(gradient: Tensor, parameter: Tensor, mesh: StateMesh | None) ->
         gradient = gradient.to_dense()
     if gradient.shape != parameter.shape:
         return gradient
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):  # a hook's, as torch's operators leave it
+        both = zip(gradient.placements, parameter.placements, strict=True)
+        held = [own if whose.is_replicate() and not own.is_partial() else whose for own, whose in both]
+        gradient = gradient if held == list(gradient.placements) else gradient.redistribute(placements=held)
     return _laid_out(gradient, densely(TensorSpec.of(parameter)), mesh)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_spmd.errors import RankDisagreementError
 
@@ -100,8 +101,11 @@ def add_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         return
     parameters = dict(module.named_parameters())
     for name, gradient in gradients.items():
-        parameter = parameters[name]
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        parameter, own = parameters[name], parameters[name].grad
+        if isinstance(own, DTensor) and isinstance(gradient, DTensor):  # a hook has gone backward: as torch lays it out
+            parameter.grad = own.redistribute(placements=gradient.placements).add_(gradient)
+        else:
+            parameter.grad = gradient if own is None else own.add_(gradient)
 
 
 def mean_loss(loss: Tensor | None) -> Tensor | None:

@@ -189,6 +189,8 @@ class _Calls(TorchFunctionMode):
         return result
 
     def _on_parts(self, func: Any, args: Any, kwargs: Any, sums: list[DTensor]) -> Any:
+        if func in _OF_GRAPHS:
+            return func(*args, **kwargs)
         if any(id(part) in self._sums for part in sums):
             args, kwargs = self._summed(sums, (args, kwargs))
             sums = []
@@ -202,9 +204,17 @@ class _Calls(TorchFunctionMode):
         except Exception:  # torch's, of many kinds; what is the user's own error is one of wholes, too
             pass
         else:
-            if getattr(func, "__name__", None) == "__get__" or _is_global(result):
+            if getattr(func, "__name__", None) == "__get__":
+                return result
+            if _is_global(result) and not (torch.is_grad_enabled() and self._mixes_graphs(args, kwargs, result)):
                 return result
         return self._on_wholes(func, args, kwargs)
+
+    @staticmethod
+    def _mixes_graphs(args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether a plain tensor would get a gradient in parts: torch takes a plain number beside parts for one."""
+        is_part = any(t.requires_grad for t in tensors_in(result) if isinstance(t, DTensor))
+        return is_part and any(t.requires_grad for t in tensors_in((args, kwargs)) if not isinstance(t, DTensor))
 
     def _summed(self, parts: list[DTensor], values: Any) -> Any:
         """Values with totals in the place of what the ranks have still to add up.
@@ -254,24 +264,20 @@ class _Calls(TorchFunctionMode):
 
     def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
         """``p.data = x`` and ``p.grad = x``."""
-        if isinstance(value, HiddenGradient) or isinstance(tensor, DTensor) is isinstance(value, DTensor):
-            is_move = isinstance(tensor, DTensor) and func == _SET_DATA and isinstance(value, DTensor)
-            if is_move and tensor.shape == value.shape and tensor.dtype == value.dtype:
-                self._write(tensor, value)
-                return
+        if func == _SET_DATA and isinstance(tensor, DTensor):
+            self._rebind(tensor, value)
+        elif not isinstance(value, Tensor) or isinstance(value, HiddenGradient):
             func(tensor, value)
-        elif not isinstance(value, Tensor):
-            func(tensor, value)
-        elif isinstance(value, DTensor):
+        elif isinstance(value, DTensor) and not isinstance(tensor, DTensor):
             func(tensor, self._whole_of(value))
-        elif func == _SET_DATA:
-            self._write(tensor, value)
-        else:
+        elif isinstance(tensor, DTensor) and not isinstance(value, DTensor):
             func(tensor, self._state.part_like(tensor, value))
+        else:
+            func(tensor, value)
 
     @torch.no_grad()
-    def _write(self, part: Any, value: Tensor) -> None:
-        value = self._whole_of(value).detach() if isinstance(value, DTensor) else value
+    def _rebind(self, part: DTensor, value: Tensor) -> None:
+        """Give a part the memory of another, or that of a whole's part; who holds the former's has it still."""
         if value.shape != part.shape or value.dtype != part.dtype:
             place = user_location()
             raise ConfigurationError(
@@ -279,7 +285,14 @@ class _Calls(TorchFunctionMode):
                 f"to a tensor of shape {list(part.shape)} and {part.dtype}, of which each rank holds a part: assign "
                 "another nn.Parameter to the module instead"
             )
-        self._put(part, value)
+        former = private.local_tensor(part)
+        if isinstance(value, DTensor) and value.device_mesh is part.device_mesh:
+            new = private.local_tensor(value).detach()
+            if value.placements == part.placements and new.stride() == former.stride():
+                private.set_local_tensor(part, new)
+                return
+        private.set_local_tensor(part, torch.empty_like(former))
+        self._put(part, self._whole_of(value) if isinstance(value, DTensor) else value)
 
     def _put(self, part: DTensor, whole: Tensor) -> None:
         if _is_state(part, self._state):
@@ -345,6 +358,8 @@ def _is_global(result: Any) -> bool:
     )
 
 
+_OF_GRAPHS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+"""Take tensors for places in graphs of autograd's."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
 

@@ -120,6 +120,33 @@ class Assigns(Sees):
             p.data = before
 
 
+class Swaps(Sees):
+    """Weights for a while, and back: who holds ``p.data`` has what it was."""
+
+    def look(self) -> None:
+        saved = [p.data for p in self.parameters()]
+        for p in self.parameters():
+            p.data = torch.zeros_like(p.data)
+        self.see(sum(float(p.abs().sum()) for p in self.parameters()))
+        for p, before in zip(self.parameters(), saved, strict=True):
+            p.data = before
+        computed = self.first.weight.data * 0.9
+        self.first.weight.data = computed
+        computed.add_(0.01)
+        self.see(self.first.weight.sum())
+
+
+class SwapsForSomeSteps(Sees):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.saved = [p.data for p in self.parameters()]
+            for p in self.parameters():
+                p.data = p.data * 0.5
+        elif batch_idx == 4:
+            for p, before in zip(self.parameters(), self.saved, strict=True):
+                p.data = before
+
+
 class Slow(Sees):
     """A slow copy in whole tensors, with which the weights are brought together (lookahead)."""
 
@@ -166,7 +193,7 @@ class Draws(Sees):
         self.see(torch.rand(()))
 
 
-MAKERS = [Numbers, Operators, Rows, KeptView, Mixed, Assigns, Slow, Vector, Calls, Draws]
+MAKERS = [Numbers, Operators, Rows, KeptView, Mixed, Assigns, Swaps, SwapsForSomeSteps, Slow, Vector, Calls, Draws]
 
 
 def _run(make: type[Quiet], strategy: Any, devices: int, **settings: Any) -> Any:
@@ -312,6 +339,29 @@ def _left_behind(plan: dict[str, Any]) -> bool:
 
 def test_hooks_are_the_users_own_after_the_run(two_ranks: RankPool) -> None:
     assert two_ranks.run(_left_behind, PLANS["zero3"]) == [False, False]
+
+
+class GoesBackward(Sees):
+    """On parts and on whole biases at once, before anybody has looked at gradients."""
+
+    def on_after_backward(self) -> None:
+        with torch.enable_grad():
+            (self.last.weight.pow(2).sum() + self.last.bias.pow(2).sum() + self.first.bias.mean()).backward()
+
+
+class GoesBackwardThroughGradients(Sees):
+    def on_after_backward(self) -> None:
+        with torch.enable_grad():
+            loss = sum(p.pow(2).sum() for p in self.parameters())
+            penalty = sum(g.sum() for g in torch.autograd.grad(loss, list(self.parameters()), create_graph=True))
+            penalty.backward()
+        self.see(penalty)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("make", [GoesBackward, GoesBackwardThroughGradients])
+def test_backward_passes_of_hooks_on_parts(two_ranks: RankPool, make: type[Quiet], plan: str) -> None:
+    _assert_as_one_device(two_ranks, make, plan)
 
 
 class CountsTotals(Sees):

@@ -315,7 +315,8 @@ class StepState:
         name = self._names.get(id(tensor))
         if name is None and isinstance(tensor, DTensor):
             raise CannotBeFollowed(
-                "a tensor in parts that is no parameter or buffer of the module: register it as a buffer"
+                "a tensor in parts that is no parameter or buffer of the module: keep its .full_tensor(), or write its "
+                "values into a buffer that __init__ made"
             )
         return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, self.shares(tensor, number))
 
