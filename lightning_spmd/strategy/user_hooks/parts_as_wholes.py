@@ -213,7 +213,7 @@ class _Calls(TorchFunctionMode):
     @staticmethod
     def _mixes_graphs(args: Any, kwargs: Any, result: Any) -> bool:
         """Whether a plain tensor would get a gradient in parts: torch takes a plain number beside parts for one."""
-        is_part = any(t.requires_grad for t in tensors_in(result) if isinstance(t, DTensor))
+        is_part = any(t.grad_fn is not None for t in tensors_in(result) if isinstance(t, DTensor))
         return is_part and any(t.requires_grad for t in tensors_in((args, kwargs)) if not isinstance(t, DTensor))
 
     def _summed(self, parts: list[DTensor], values: Any) -> Any:
