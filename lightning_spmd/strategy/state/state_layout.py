@@ -141,12 +141,12 @@ class StateLayout:
         return gathered(state, self.state, keep=mesh is None or mesh.rank == 0)
 
     def of_others(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint whose entries of hooks, callbacks and data modules hold no DTensors, which could not be read."""
+        """A checkpoint in which what hooks, callbacks and data modules put is whole; parts could not be read."""
         if self.state is None:
             return checkpoint
         mesh = self.ranks.mesh
         keep = mesh is None or mesh.rank == 0
-        own = ("state_dict", "optimizer_states")  # these are as they should be
+        own = ("state_dict", "optimizer_states") if self.save_distributed else ()  # written in parts
         return {
             key: gathered(value, self.state, keep=keep) if key not in own and is_sharded_state(value) else value
             for key, value in checkpoint.items()

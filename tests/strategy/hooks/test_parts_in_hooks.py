@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -379,3 +380,42 @@ def _collectives(plan: dict[str, Any]) -> float:
 
 def test_the_norm_of_all_gradients_is_one_collective(two_ranks: RankPool) -> None:
     assert two_ranks.run(_collectives, PLANS["zero3"]) == [1.0, 1.0]
+
+
+class SavesAverages(Sees):
+    """A moving average takes the place of the weights in checkpoints."""
+
+    def on_train_start(self) -> None:
+        self.average = {key: value.detach().clone() for key, value in self.state_dict().items()}
+
+    def look(self) -> None:
+        for key, value in self.state_dict().items():
+            self.average[key].lerp_(value, 0.3)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {key: value.clone() for key, value in self.average.items()}
+
+
+def _saved(strategy: Any, devices: int, path: str) -> dict[str, Any]:
+    run(SavesAverages, strategy, devices, _saves_to(path), data=lambda: InOrder(rows(), ROWS), max_epochs=1)
+    return torch.load(path, weights_only=False)["state_dict"]
+
+
+class SavesAtTheEnd(L.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _saves_to(path: str) -> Any:
+    return lambda: [SavesAtTheEnd(path)]
+
+
+def test_averages_in_parts_are_wholes_in_a_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
+    ours = two_ranks.run(_saved, PLANS["zero3"], 2, str(tmp_path / "ours.ckpt"))[0]
+    theirs = _saved("auto", 1, str(tmp_path / "theirs.ckpt"))
+    assert {key: type(value) for key, value in ours.items()} == dict.fromkeys(theirs, torch.Tensor)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6)
