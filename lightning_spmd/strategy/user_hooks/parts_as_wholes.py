@@ -13,6 +13,7 @@ collective does, and is named by them.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.ir.aliasing import aliased_values
+from lightning_spmd.ir.aliasing import aliased_values, written_values
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.parallel.state import BlockShard, StateMesh
 from lightning_spmd.stages.capture.follow.notes import tensors_in
@@ -117,7 +118,8 @@ class PartsAsWholes:
 
 
 def _hooks_of(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("on_") and name not in _WITHOUT_OTHERS]
+    named = [name for name in dir(kind) if name.startswith("on_") and name not in _WITHOUT_OTHERS]
+    return [name for name in named if inspect.isfunction(getattr(kind, name))]  # on_gpu is a property
 
 
 class _NeedsWholes(BaseException):
@@ -374,6 +376,10 @@ class _SeesOperators(private.TorchDispatchMode):
         # of what the ranks have still to add up (norms, maxima) torch makes wrong sums now and then
         given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)]
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(_is_sum, given)):
+            raise _NeedsWholes
+        # of what is written into a plain tensor torch makes a part afterwards, and fails when it has been written
+        written = tensors_in(written_values(func, args, kwargs)) if given else []
+        if not all(isinstance(tensor, DTensor) for tensor in written) and not func.name().startswith("aten::_foreach"):
             raise _NeedsWholes
         result = func(*args, **kwargs)
         bases = [t for t in aliased_values(func, args, kwargs) if isinstance(t, DTensor)]
