@@ -97,6 +97,9 @@ class HiddenGradient(Tensor):
         same = self.shape == parameter.shape and self.dtype == parameter.dtype
         return same and self.device == parameter.device
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HiddenGradient:
+        return self  # with a parameter torch copies what is in p.grad
+
     def again(self) -> HiddenGradient:
         """Another one of its kind: the sum of a backward pass that has a graph itself."""
         new = type(self).like(self)
@@ -119,8 +122,6 @@ class HiddenGradient(Tensor):
         """Attributes, and what moves a module; all else asks for values."""
         if func == _SET_DATA:
             return None
-        if func is Tensor.__deepcopy__:  # of a parameter in parts, with which torch copies what is in p.grad
-            return args[0]
         if func in _ADDS and private.graph_task() != -1:  # autograd, behind a dispatch mode
             with private.no_torch_functions():
                 return func(*args, **(kwargs or {}))

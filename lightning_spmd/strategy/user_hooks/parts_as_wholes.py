@@ -191,7 +191,7 @@ class _Calls(TorchFunctionMode):
         return result
 
     def _on_parts(self, func: Any, args: Any, kwargs: Any, sums: list[DTensor]) -> Any:
-        if func in _OF_GRAPHS:
+        if func in _OF_OBJECTS:
             return func(*args, **kwargs)
         if any(id(part) in self._sums for part in sums):
             args, kwargs = self._summed(sums, (args, kwargs))
@@ -360,8 +360,8 @@ def _is_global(result: Any) -> bool:
     )
 
 
-_OF_GRAPHS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-"""Take tensors for places in graphs of autograd's."""
+_OF_OBJECTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.__deepcopy__))
+"""Take tensors for places in graphs of autograd's, or for objects with a gradient and attributes."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -419,3 +420,37 @@ def test_averages_in_parts_are_wholes_in_a_checkpoint(two_ranks: RankPool, tmp_p
     assert {key: type(value) for key, value in ours.items()} == dict.fromkeys(theirs, torch.Tensor)
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6)
+
+
+class SumsUp(Sees):
+    """What is written into whole tensors beside parts is written once."""
+
+    def on_train_start(self) -> None:
+        self.sums = [torch.zeros(p.shape) for p in self.parameters()]
+
+    def on_after_backward(self) -> None:
+        for total, p in zip(self.sums, self.parameters(), strict=True):
+            total.add_(p.grad.square() if p.grad is not None else 0.0)
+        self.see(*(total.sum() for total in self.sums))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(torch.clamp(0.1 / norm, max=1.0))
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_what_hooks_write_into_wholes_is_written_once(two_ranks: RankPool, plan: str) -> None:
+    _assert_as_one_device(two_ranks, SumsUp, plan)
+
+
+class CopiesItself(Sees):
+    def on_train_batch_end(self, *_: Any) -> None:
+        copied = copy.deepcopy(self)
+        assert "on_gpu" not in vars(copied)
+
+
+def test_a_module_may_copy_itself_in_a_hook(two_ranks: RankPool) -> None:
+    results = two_ranks.run(_run, CopiesItself, {}, 2)
+    assert_equals_one_device(results, _run(CopiesItself, "auto", 1))
