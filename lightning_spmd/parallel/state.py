@@ -103,14 +103,19 @@ class StateMesh:
 
     def wrap(self, local: Tensor, whole: TensorSpec, placements: Placements) -> Tensor:
         """The DTensor of which ``local`` is this rank's part. Its strides are those of the whole."""
-        return DTensor.from_local(
-            local,
+        # torch takes the offset of a view into a bucket for the address of the whole, and cannot copy or save that
+        at_offset = local.storage_offset() != 0
+        wrapped = DTensor.from_local(
+            local.as_strided(local.shape, local.stride(), 0) if at_offset else local,
             self.mesh.state_mesh,
             self._torch_placements(placements),
             run_check=False,
             shape=torch.Size(whole.shape),
             stride=densely(whole).stride,
         )
+        if at_offset:
+            private.set_local_tensor(wrapped, local)
+        return wrapped
 
     def shard(self, tensor: Tensor, placements: Placements) -> Tensor:
         """The DTensor of a whole tensor; the tensor itself if every rank keeps all of it."""

@@ -295,8 +295,8 @@ class LiveState:
     ) -> Callable[[Any], None]:
         """Store this rank's part as what it is a part of; accumulated partial sums stay as they are.
 
-        State that is a view into a bucket gets memory of its own: torch takes the offset of a part for the address of
-        the whole, and then neither copies the whole nor saves it.
+        State that is a view into a bucket gets memory of its own: torch saves a part with all the memory that it is a
+        view into.
         """
         wrap = self.wrap
         if wrap is None or not in_parts(placements):

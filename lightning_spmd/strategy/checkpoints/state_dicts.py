@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -53,18 +54,18 @@ def gathered(value: Any, state: StateMesh, *, keep: bool) -> Any:
     Args:
         value: the same structure on all ranks.
         state: the mesh.
-        keep: whether this rank wants it; the others get an empty dictionary and hold one tensor at a time.
+        keep: whether this rank wants it; the others hold one tensor at a time, and get them without values
+            (``device="meta"``): hooks that leave out entries of a checkpoint do so on all ranks.
     """
 
-    def whole(tensor: Tensor) -> Tensor | None:
+    def whole(tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):  # the norm of another
             found = tensor.full_tensor()
         else:
             found = state.whole(tensor)
-        return found.detach().cpu() if keep else None
+        return found.detach().cpu() if keep else torch.empty_like(found, device="meta")
 
-    found = tensors_changed(value, whole)
-    return found if keep else {}
+    return tensors_changed(value, whole)
 
 
 def local_model_state(loaded: Mapping[str, Any], module: nn.Module, state: StateMesh) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class StateLayout:
         Raises:
             ConfigurationError: there are not as many as optimizers.
         """
-        if self.state is None:
+        if self.state is None or not loaded:  # a hook has left them out
             return loaded
         if len(loaded) != len(optimizers):
             raise ConfigurationError(

@@ -40,19 +40,6 @@ class Fence:
         self._targets = targets
         self._is_current = is_current
         self._finish = finish
-        self._fenced: list[FencedHook] = []
-
-    def put_around(self, owner: Any, hook: str) -> None:
-        """Run a hook behind the fence from now on."""
-        fenced = FencedHook(self, owner, hook)
-        vars(owner)[hook] = fenced
-        self._fenced.append(fenced)
-
-    def take_away(self) -> None:
-        """Restore all hooks."""
-        for fenced in self._fenced:
-            fenced.restore()
-        self._fenced.clear()
 
     def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a hook behind the fence."""
@@ -73,6 +60,24 @@ class CallsHooks(Protocol):
     def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a hook behind the fence."""
         ...
+
+
+class FencedHooks:
+    """Hooks of one run that are called by fences."""
+
+    def __init__(self) -> None:
+        self._fenced: list[FencedHook] = []
+
+    def put(self, fence: CallsHooks, owner: Any, hook: str) -> None:
+        """Run a hook behind a fence from now on."""
+        vars(owner)[hook] = fenced = FencedHook(fence, owner, hook)
+        self._fenced.append(fenced)
+
+    def take_away(self) -> None:
+        """Restore all hooks."""
+        for fenced in self._fenced:
+            fenced.restore()
+        self._fenced.clear()
 
 
 class FencedHook:

@@ -11,7 +11,7 @@ from lightning_spmd.stages.runtime.executor import Pending
 from lightning_spmd.strategy.graphs.run_context import GraphSettings, RunContext
 from lightning_spmd.strategy.steps.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.support.feature import Mode
-from lightning_spmd.strategy.user_hooks.fence import Fence
+from lightning_spmd.strategy.user_hooks.fence import Fence, FencedHooks
 from lightning_spmd.strategy.user_hooks.overlap import (
     CONTAINS_THE_STEP,
     data_that_knows,
@@ -39,6 +39,7 @@ class Overlapping:
         self.fenced = False
         self._settings = settings
         self._flush = flush
+        self._fenced = FencedHooks()
         self._fence = Fence(
             lambda: () if (work := pending()) is None else work.inputs,
             lambda: (work := pending()) is None or work.is_current(),
@@ -79,7 +80,7 @@ class Overlapping:
             return False
         for owner, hook in hooks:
             if hook != CONTAINS_THE_STEP:
-                self._fence.put_around(owner, hook)
+                self._fenced.put(self._fence, owner, hook)
         finish_in_time(trainer, self._flush)
         return wanted
 
@@ -96,4 +97,4 @@ class Overlapping:
 
     def take_away(self) -> None:
         """The run is over: hooks are the user's own again."""
-        self._fence.take_away()
+        self._fenced.take_away()

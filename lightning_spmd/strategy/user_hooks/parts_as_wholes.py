@@ -30,11 +30,11 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.aliasing import aliased_values, written_values
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.parallel.state import BlockShard, StateMesh
+from lightning_spmd.parallel.state import BlockShard, Placements, StateMesh
 from lightning_spmd.stages.capture.follow.notes import tensors_in
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.strategy.support.detectors import is_overridden
-from lightning_spmd.strategy.user_hooks.fence import SAY_NO_VALUES, FencedHook
+from lightning_spmd.strategy.user_hooks.fence import SAY_NO_VALUES, FencedHooks
 from lightning_spmd.strategy.user_hooks.hidden_gradients import HiddenGradient
 from lightning_spmd.strategy.user_hooks.overlap import hooks_between_batches, may_read
 
@@ -53,7 +53,7 @@ class PartsAsWholes:
 
     def __init__(self, state: Callable[[], StateMesh | None]) -> None:
         self._state = state
-        self._fenced: list[FencedHook] = []
+        self._fenced = FencedHooks()
         self._calls: _Calls | None = None
         self._in_graph = False
 
@@ -64,14 +64,11 @@ class PartsAsWholes:
         found += [(c, hook) for c in trainer.callbacks for hook in _hooks_of(Callback) if may_read(c, hook)]
         found += [pair for pair in hooks_between_batches(module, trainer) if pair not in found]
         for owner, hook in found:
-            vars(owner)[hook] = fenced = FencedHook(self, owner, hook)
-            self._fenced.append(fenced)
+            self._fenced.put(self, owner, hook)
 
     def take_away(self) -> None:
         """Restore all hooks."""
-        for fenced in self._fenced:
-            fenced.restore()
-        self._fenced.clear()
+        self._fenced.take_away()
 
     def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a hook."""
@@ -193,9 +190,12 @@ class _Calls(TorchFunctionMode):
     def _on_parts(self, func: Any, args: Any, kwargs: Any, sums: list[DTensor]) -> Any:
         if func in _OF_OBJECTS:
             return func(*args, **kwargs)
-        if any(id(part) in self._sums for part in sums):
+        # the host's copies are for later, or for what one rank does alone: best weights, a file
+        if sums and (func is Tensor.cpu or any(id(part) in self._sums for part in sums)):
             args, kwargs = self._summed(sums, (args, kwargs))
             sums = []
+        if func is Tensor.cpu:
+            return self._on_wholes(func, args, kwargs)
         try:
             with _SeesOperators():
                 result = func(*args, **kwargs)
@@ -210,7 +210,7 @@ class _Calls(TorchFunctionMode):
                 return result
             if _is_global(result) and not (torch.is_grad_enabled() and self._mixes_graphs(args, kwargs, result)):
                 return result
-        return self._on_wholes(func, args, kwargs)
+        return self._on_wholes(func, *self._summed(sums, (args, kwargs)))
 
     @staticmethod
     def _mixes_graphs(args: Any, kwargs: Any, result: Any) -> bool:
@@ -244,17 +244,21 @@ class _Calls(TorchFunctionMode):
 
         args, kwargs = private.pytree.tree_map_only(DTensor, whole, (args, kwargs))
         result = func(*args, **kwargs)
-        wholes = {id(each.value): each.part for each in given.values()}
+        for each in given.values():
+            self._put(
+                each.part, each.value
+            )  # whether or not torch counts the write: of batch norm's statistics it does not
+            each.note()
+        wholes = {id(each.value): each.part for each in given.values() if func is not Tensor.cpu}
         leaves = private.pytree.tree_leaves(result)
-        self._kept += given.values()
-        self.write_back()
         memory = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in wholes}
         arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
         for each in given.values():
             if any(np.may_share_memory(array, each.value.detach().numpy()) for array in arrays):
                 each.copy = each.value.detach().clone()
-            elif _memory(each.value) not in memory:
-                self._kept.remove(each)
+                self._kept.append(each)
+            elif _memory(each.value) in memory:
+                self._kept.append(each)
         return private.pytree.tree_map_only(Tensor, lambda t: wholes.get(id(t), t), result)
 
     def _whole_of(self, part: DTensor) -> Tensor:
@@ -296,6 +300,7 @@ class _Calls(TorchFunctionMode):
         private.set_local_tensor(part, torch.empty_like(former))
         self._put(part, self._whole_of(value) if isinstance(value, DTensor) else value)
 
+    @torch.no_grad()
     def _put(self, part: DTensor, whole: Tensor) -> None:
         if _is_state(part, self._state):
             self._state.take(part, whole)
@@ -402,14 +407,29 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: DTensor, state: StateMesh) -> Tensor:
         """Gather."""
-        ctx.part, ctx.state = part.detach(), state
+        ctx.placements, ctx.state = state.placements_of(part), state
         return state.whole(part)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """The part of the mean."""
-        mean = grads[0].detach().clone(memory_format=torch.contiguous_format)
+        return _PartOfMean.apply(grads[0], ctx.placements, ctx.state), None
+
+
+class _PartOfMean(torch.autograd.Function):
+    """This rank's part of the mean over the ranks; its gradient is the whole, for second derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, placements: Placements, state: StateMesh) -> Tensor:
+        """Take the part."""
+        ctx.state = state
+        mean = whole.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(mean)
         mean /= dist.get_world_size()
-        placements = ctx.state.placements_of(ctx.part)
-        return ctx.state.wrap(ctx.state.part(mean, placements), TensorSpec.of(mean), placements), None
+        return state.wrap(state.part(mean, placements), TensorSpec.of(mean), placements)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """The whole of the part."""
+        part = grads[0]
+        return _Gathered.apply(part, ctx.state) if isinstance(part, DTensor) else part, None, None

@@ -24,7 +24,7 @@ from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.strategy.steps.eager_path import add_gradients
 from lightning_spmd.strategy.steps.loss_scaling import TrainersScaler
 from lightning_spmd.strategy.support.detectors import GRADIENT_HOOKS, is_overridden
-from lightning_spmd.strategy.user_hooks.fence import FencedHook
+from lightning_spmd.strategy.user_hooks.fence import FencedHook, FencedHooks
 
 PATIENCE = 4
 """Steps in a row after whose hooks a graph could not go on, until two graphs take its place."""
@@ -73,7 +73,7 @@ class Pauses:
     def __init__(self, module: Any, all_ranks: Callable[[bool], bool]) -> None:
         self._module = module
         self._all_ranks = all_ranks
-        self._fenced: list[FencedHook] = []
+        self._fenced = FencedHooks()
         self._executable: PausingExecutable | None = None
         self._given: dict[str, _Given] | None = None
         self._behind_backward = False
@@ -84,15 +84,11 @@ class Pauses:
     def put_fences(self) -> None:
         """From now on hooks on gradients are seen."""
         for owner, hook in gradient_hooks_of(self._module, self._module.trainer):
-            fence = _Former(self) if hook == _BEFORE_ZEROING else self
-            vars(owner)[hook] = fenced = FencedHook(fence, owner, hook)
-            self._fenced.append(fenced)
+            self._fenced.put(_Former(self) if hook == _BEFORE_ZEROING else self, owner, hook)
 
     def take_away(self) -> None:
         """Restore all hooks."""
-        for fenced in self._fenced:
-            fenced.restore()
-        self._fenced.clear()
+        self._fenced.take_away()
 
     def unfenced(self) -> str | None:
         """A hook on gradients that came later, or None."""

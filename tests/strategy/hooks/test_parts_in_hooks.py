@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from lightning_spmd import ConfigurationError
 from tests.helpers.ranks import RankError, RankPool
-from tests.helpers.training import InOrder, assert_equals_one_device
+from tests.helpers.training import InOrder, assert_equals_one_device, fit
 from tests.strategy.small import ROWS, Quiet, rows, run
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -454,3 +455,92 @@ class CopiesItself(Sees):
 def test_a_module_may_copy_itself_in_a_hook(two_ranks: RankPool) -> None:
     results = two_ranks.run(_run, CopiesItself, {}, 2)
     assert_equals_one_device(results, _run(CopiesItself, "auto", 1))
+
+
+class Normalized(Sees):
+    """Batch norm whose statistics are in parts, called in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.BatchNorm1d(10)
+
+    def look(self) -> None:
+        with torch.no_grad():
+            self.dropout(torch.linspace(-1, 2, 40).view(4, 10))
+        self.see(self.dropout.running_mean.sum(), self.dropout.running_var.norm())
+
+
+class SecondDerivatives(Sees):
+    def look(self) -> None:
+        x = torch.linspace(-1, 1, 24).view(4, 6)
+        with torch.enable_grad():
+            loss = self(x).square().mean()
+            first = torch.autograd.grad(loss, [self.first.weight, self.last.weight], create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), [self.first.weight, self.last.bias])
+        self.see(loss, *(g.sum() for g in (*first, *second)), second[0][7].sum())
+
+
+class CopiesWithGradients(Sees):
+    def on_after_backward(self) -> None:
+        copied = copy.deepcopy(self.first)
+        self.see(copied.weight.norm(), copy.deepcopy(self.last.weight.grad).norm())
+
+
+OF_PARTS = {
+    "zero3": PLANS["zero3"],
+    "tp": {
+        "tensor_parallel_size": 2,
+        "tensor_parallel_plan": {**PLANS["tp"]["tensor_parallel_plan"], "dropout": "colwise"},
+    },
+}
+
+
+def _on(plan: str, make: type[Quiet]) -> Any:
+    return _run(make, OF_PARTS[plan] if make is Normalized else PLANS[plan], 2)
+
+
+@pytest.mark.parametrize("plan", list(OF_PARTS))
+@pytest.mark.parametrize("make", [Normalized, SecondDerivatives, CopiesWithGradients])
+def test_what_operators_do_besides(two_ranks: RankPool, make: type[Quiet], plan: str) -> None:
+    assert_equals_one_device(two_ranks.run(_on, plan, make), _run(make, "auto", 1))
+
+
+class KeepsTheBest(Sees):
+    """Copies on the host are taken on all ranks, and one writes them."""
+
+    def on_train_epoch_end(self) -> None:
+        best = {key: value.cpu().clone() for key, value in self.state_dict().items()}
+        if self.trainer.is_global_zero:
+            torch.save(best, io.BytesIO())
+            self.see(*(value.norm() for value in best.values()))
+        self.load_state_dict(best)
+
+
+def test_one_rank_may_write_what_all_have_copied_to_the_host(two_ranks: RankPool) -> None:
+    _assert_as_one_device(two_ranks, KeepsTheBest, "zero3")
+
+
+class LeavesOut(Sees):
+    """A frozen teacher and the optimizers' states are in no checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["last.bias"]
+        for state in checkpoint["optimizer_states"][0]["state"].values():
+            del state["momentum_buffer"]
+        checkpoint["optimizer_states"] = []
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["last.bias"] = torch.zeros(7)
+
+
+def _resumed(strategy: Any, devices: int, path: str) -> Any:
+    settings: dict[str, Any] = {"data": lambda: InOrder(rows(), ROWS)}
+    run(LeavesOut, strategy, devices, _saves_to(path), max_epochs=1, **settings)
+    L.seed_everything(11)
+    return fit(LeavesOut(), InOrder(rows(), ROWS), strategy, devices, max_epochs=2, ckpt_path=path)[0]
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_entries_that_a_hook_leaves_out_of_a_checkpoint(two_ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    results = two_ranks.run(_resumed, PLANS[plan], 2, str(tmp_path / "ours.ckpt"))
+    assert_equals_one_device(results, _resumed("auto", 1, str(tmp_path / "theirs.ckpt")))
