@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd import _private_api as private
-from lightning_spmd.strategy.user_hooks.fence import Fence
+from lightning_spmd.strategy.user_hooks.fence import Fence, FencedHooks
 from lightning_spmd.strategy.user_hooks.overlap import data_that_knows
 from tests.helpers.modules import samples
 from tests.helpers.ranks import RankPool
@@ -118,17 +118,41 @@ class Owner(nn.Module):
 
 
 def test_hooks_are_themselves_again_and_copies_have_their_own() -> None:
-    pending, owner, plain = Pending(), Owner(), Owner()
+    pending, owner, plain, fenced = Pending(), Owner(), Owner(), FencedHooks()
     plain.hook = own = lambda: 7  # type: ignore[method-assign, assignment]
     for each in (owner, plain):
-        pending.fence.put_around(each, "hook")
+        fenced.put(pending.fence, each, "hook")
     twin, unpickled = copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))
     assert [o.hook(2) for o in (owner, twin, unpickled)] == [2, 2, 2]
     assert [o.calls for o in (owner, twin, unpickled)] == [2, 2, 2]
     assert plain.hook() == 7
-    pending.fence.take_away()
+    fenced.take_away()
     assert "hook" not in vars(owner)
     assert plain.hook is own
+
+
+def test_fences_around_one_hook_are_both_there() -> None:
+    """And Lightning, which looks through one wrapper, sees the user's method."""
+
+    class Notes:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def call(self, hook: Any, args: Any, kwargs: Any) -> Any:
+            self.calls += 1
+            return hook(*args, **kwargs)
+
+    owner, inner, outer, inner_hooks, outer_hooks = Owner(), Notes(), Notes(), FencedHooks(), FencedHooks()
+    inner_hooks.put(inner, owner, "hook")
+    outer_hooks.put(outer, owner, "hook")
+    assert owner.hook(2) == 2
+    assert (inner.calls, outer.calls) == (1, 1)
+    assert owner.hook.__wrapped__.__code__ is Owner.hook.__code__  # type: ignore[attr-defined]
+    outer_hooks.take_away()
+    assert owner.hook(3) == 3
+    assert (inner.calls, outer.calls) == (2, 1)
+    inner_hooks.take_away()
+    assert "hook" not in vars(owner)
 
 
 # ---------------------------------------------------------------------- real runs
