@@ -244,11 +244,13 @@ class _Calls(TorchFunctionMode):
 
         args, kwargs = private.pytree.tree_map_only(DTensor, whole, (args, kwargs))
         result = func(*args, **kwargs)
+        places = [_memory(each.part) for each in given.values()]
         for each in given.values():
-            self._put(
-                each.part, each.value
-            )  # whether or not torch counts the write: of batch norm's statistics it does not
-            each.note()
+            # torch does not count all writes: not those of batch norm's statistics
+            is_alone = _is_state(each.part, self._state) and places.count(_memory(each.part)) == 1
+            if is_alone or each.is_written:
+                self._put(each.part, each.value)
+                each.note()
         wholes = {id(each.value): each.part for each in given.values() if func is not Tensor.cpu}
         leaves = private.pytree.tree_leaves(result)
         memory = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in wholes}
@@ -256,8 +258,7 @@ class _Calls(TorchFunctionMode):
         for each in given.values():
             if any(np.may_share_memory(array, each.value.detach().numpy()) for array in arrays):
                 each.copy = each.value.detach().clone()
-                self._kept.append(each)
-            elif _memory(each.value) in memory:
+            if each.copy is not None or _memory(each.value) in memory:
                 self._kept.append(each)
         return private.pytree.tree_map_only(Tensor, lambda t: wholes.get(id(t), t), result)
 
