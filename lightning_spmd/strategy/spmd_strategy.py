@@ -234,6 +234,8 @@ class SPMDStrategy(SavingStrategy):
         if self.is_distributed:
             self._ranks.sync_metrics(self.model)
         self._layout.shard(self.model)
+        if self.is_distributed:
+            self._wholes.put_around(module, trainer)
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -302,7 +304,8 @@ class SPMDStrategy(SavingStrategy):
     @names_lost_ranks
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         training, eager = self._training, super().training_step
-        with _ONE_AT_A_TIME:
+        self._wholes.look_again(self.lightning_module, self._running_trainer())
+        with _ONE_AT_A_TIME, self._wholes.apart():
             return training.accounts.step(
                 lambda: training.step(eager, args, kwargs),
                 lambda: (training.mode, training.ran),

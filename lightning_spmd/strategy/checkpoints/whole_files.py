@@ -32,7 +32,8 @@ class WholeFiles(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if storage_options is not None or "://" in str(path):
+        is_device = Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir())  # nothing to replace
+        if storage_options is not None or "://" in str(path) or is_device:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)

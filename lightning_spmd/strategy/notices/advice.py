@@ -10,6 +10,10 @@ _PARTS = (
     "tensor: `with trainer.strategy.full_parameters():` around it gives whole ones (all ranks must enter), "
     "`p.full_tensor()` one of them; data_parallel='replicate' keeps them whole"
 )
+_ELSEWHERE = (
+    "a checkpoint has its values on rank 0 alone, on the others its entries are without (device 'meta'): in "
+    "on_save_checkpoint read the module and its optimizers, which all ranks can, and not the checkpoint"
+)
 _MEMORY = (
     "this rank ran out of memory. SPMDStrategy(rematerialize=0.5) keeps half of the activations' bytes, "
     "data_parallel='zero3' a part of parameters, gradients and optimizer state on each rank; smaller batches with "
@@ -22,6 +26,8 @@ def advice_on(error: BaseException) -> str | None:
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text:
         return _PARTS
+    if "cannot be called on meta tensors" in text:
+        return _ELSEWHERE
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
     ):

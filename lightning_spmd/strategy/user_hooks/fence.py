@@ -73,6 +73,11 @@ class FencedHooks:
         vars(owner)[hook] = fenced = FencedHook(fence, owner, hook)
         self._fenced.append(fenced)
 
+    def has(self, fence: CallsHooks, owner: Any, hook: str) -> bool:
+        """Whether a fence is around a hook already, others around it or within it."""
+        now = vars(owner).get(hook)
+        return isinstance(now, FencedHook) and now.is_behind(fence)
+
     def take_away(self) -> None:
         """Restore all hooks."""
         for fenced in self._fenced:
@@ -94,6 +99,10 @@ class FencedHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The hook."""
         return self._fence.call(self._inner, args, kwargs)
+
+    def is_behind(self, fence: CallsHooks) -> bool:
+        """Whether a fence is around it, or around a hook within it."""
+        return self._fence is fence or (isinstance(self._inner, FencedHook) and self._inner.is_behind(fence))
 
     def __reduce__(self) -> Any:
         if self._before is _ABSENT:

@@ -56,19 +56,28 @@ class PartsAsWholes:
         self._fenced = FencedHooks()
         self._calls: _Calls | None = None
         self._in_graph = False
+        self._seen: Any = None  # what had hooks when fences were put around them
 
     def put_around(self, module: Any, trainer: Any) -> None:
-        """From now on the user's hooks, schedulers and loggers may take parts for wholes."""
+        """The user's hooks, schedulers and loggers that are there now may take parts for wholes."""
+        self._seen = _what_may_have_hooks(module, trainer)
         of_module = (*_hooks_of(LightningModule), *_IN_A_STEP)
         found = [(module, hook) for hook in of_module if is_overridden(hook, module, LightningModule)]
         found += [(c, hook) for c in trainer.callbacks for hook in _hooks_of(Callback) if may_read(c, hook)]
         found += [pair for pair in hooks_between_batches(module, trainer) if pair not in found]
         for owner, hook in found:
-            self._fenced.put(self, owner, hook)
+            if not self._fenced.has(self, owner, hook):
+                self._fenced.put(self, owner, hook)
+
+    def look_again(self, module: Any, trainer: Any) -> None:
+        """Between two batches: callbacks and hooks may have come."""
+        if self._seen is not None and self._seen != _what_may_have_hooks(module, trainer):
+            self.put_around(module, trainer)
 
     def take_away(self) -> None:
         """Restore all hooks."""
         self._fenced.take_away()
+        self._seen = None
 
     def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a hook."""
@@ -112,6 +121,11 @@ class PartsAsWholes:
             yield
         finally:
             self._in_graph = False
+
+
+def _what_may_have_hooks(module: Any, trainer: Any) -> Any:
+    hooks = [value for name, value in vars(module).items() if name.startswith("on_")]
+    return [id(each) for each in (*trainer.callbacks, *trainer.loggers, *hooks)]
 
 
 def _hooks_of(kind: type) -> list[str]:
@@ -190,12 +204,11 @@ class _Calls(TorchFunctionMode):
     def _on_parts(self, func: Any, args: Any, kwargs: Any, sums: list[DTensor]) -> Any:
         if func in _OF_OBJECTS:
             return func(*args, **kwargs)
-        # the host's copies are for later, or for what one rank does alone: best weights, a file
-        if sums and (func is Tensor.cpu or any(id(part) in self._sums for part in sums)):
+        if sums and any(id(part) in self._sums for part in sums):
             args, kwargs = self._summed(sums, (args, kwargs))
             sums = []
-        if func is Tensor.cpu:
-            return self._on_wholes(func, args, kwargs)
+        if self._is_beyond_parts(func, args, kwargs):
+            return self._on_wholes(func, *self._summed(sums, (args, kwargs)))
         try:
             with _SeesOperators():
                 result = func(*args, **kwargs)
@@ -203,14 +216,21 @@ class _Calls(TorchFunctionMode):
             if sums:
                 args, kwargs = self._summed(sums, (args, kwargs))
                 return self._on_parts(func, args, kwargs, [])
-        except Exception:  # torch's, of many kinds; what is the user's own error is one of wholes, too
-            pass
+        except Exception as error:  # torch's, of many kinds; what is the user's own error is one of wholes, too
+            if "leaf Variable" in str(error):  # but for autograd's about writes, since the whole is no leaf
+                raise
         else:
             if getattr(func, "__name__", None) == "__get__":
                 return result
             if _is_global(result) and not (torch.is_grad_enabled() and self._mixes_graphs(args, kwargs, result)):
                 return result
         return self._on_wholes(func, *self._summed(sums, (args, kwargs)))
+
+    @staticmethod
+    def _is_beyond_parts(func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether torch, asked to do it on parts, would end the process, never end, or give a part another size."""
+        parts = [t for t in tensors_in((args, kwargs)) if isinstance(t, DTensor)]
+        return func in _ON_THE_HOST or "out" in kwargs or any(part.numel() == 0 for part in parts)
 
     @staticmethod
     def _mixes_graphs(args: Any, kwargs: Any, result: Any) -> bool:
@@ -368,6 +388,8 @@ def _is_global(result: Any) -> bool:
 
 _OF_OBJECTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.__deepcopy__))
 """Take tensors for places in graphs of autograd's, or for objects with a gradient and attributes."""
+_ON_THE_HOST = frozenset((Tensor.cpu, Tensor.apply_, Tensor.map_, Tensor.map2_))
+"""Python at each element, and copies for later or for what one rank does alone: best weights, a file."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
 

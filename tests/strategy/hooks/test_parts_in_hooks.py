@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from pathlib import Path
@@ -544,3 +545,55 @@ def _resumed(strategy: Any, devices: int, path: str) -> Any:
 def test_entries_that_a_hook_leaves_out_of_a_checkpoint(two_ranks: RankPool, tmp_path: Path, plan: str) -> None:
     results = two_ranks.run(_resumed, PLANS[plan], 2, str(tmp_path / "ours.ckpt"))
     assert_equals_one_device(results, _resumed("auto", 1, str(tmp_path / "theirs.ckpt")))
+
+
+class WritesOtherwise(Sees):
+    """Into ``out=``, by Python at each element, and into a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 5))
+
+    def look(self) -> None:
+        with torch.no_grad():
+            torch.full((10, 6), 0.1, out=self.first.weight)
+            torch.linspace(0, 1, 7, out=self.last.bias)
+            nn.init.eye_(self.last.weight)
+        self.first.bias.data.apply_(lambda x: 0.5 * x)
+        self.see(nn.utils.parameters_to_vector(self.parameters()).norm(), self.none.flatten().numel())
+
+
+class WritesIntoALeaf(Sees):
+    """Which is an error of torch's, and the user's to catch."""
+
+    def look(self) -> None:
+        with torch.enable_grad(), contextlib.suppress(RuntimeError):
+            self.first.weight.add_(1)
+        with torch.enable_grad(), contextlib.suppress(RuntimeError):
+            self.last.weight.add_(torch.ones(7, 10))
+
+
+class CallsTheClosure(Sees):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        self.see(self.first.weight.norm())
+        optimizer.step()
+
+
+class LateHook(Sees):
+    """A callback, and a hook of the module's, that come in the middle."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.trainer.callbacks.append(OfACallback())
+            self.on_train_epoch_end = self._at_the_end  # type: ignore[method-assign]
+
+    def _at_the_end(self) -> None:
+        self.see(self.first.weight.norm())
+        self.log("at_the_end", self.seen)
+
+
+@pytest.mark.parametrize("plan", ["zero3", pytest.param("tp", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("make", [WritesOtherwise, WritesIntoALeaf, CallsTheClosure, LateHook])
+def test_what_a_demanding_user_does(two_ranks: RankPool, make: type[Quiet], plan: str) -> None:
+    _assert_as_one_device(two_ranks, make, plan)
