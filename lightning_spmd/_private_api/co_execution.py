@@ -265,6 +265,15 @@ def set_generator_states(states: list[tuple[Any, Tensor]]) -> None:
         generator.set_state(state)
 
 
+def error_of_backward(text: str) -> Callable[[Tensor], Any]:
+    """Gives a tensor a history in which a backward pass is this error; in Python that takes four times as long."""
+    return torch._C._functions.DelayedError(text, 1)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+ErrorOfBackward: type = torch._C._functions.Error  # pyright: ignore[reportAttributeAccessIssue]
+"""The class of its nodes."""
+
+
 def applied(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``kind.apply`` as torch has it."""
     return _APPLY(kind, *args, **kwargs)

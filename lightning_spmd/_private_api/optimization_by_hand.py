@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-@contextlib.contextmanager
-def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
+class backward_replaced:
     """``torch.autograd.backward``, to which ``Tensor.backward`` hands everything on, is another function inside.
 
     Autograd's own accumulation decides by reference counts whether ``p.grad`` is a copy, and a recorder holds
     references.
+
+    Args:
+        backward: that.
     """
-    before = torch.autograd.backward
-    torch.autograd.backward = backward  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        torch.autograd.backward = before
+
+    def __init__(self, backward: Callable[..., None]) -> None:
+        self._backward = backward
+
+    def __enter__(self) -> None:
+        self._before = torch.autograd.backward
+        torch.autograd.backward = self._backward  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __exit__(self, *error: object) -> None:
+        torch.autograd.backward = self._before
 
 
 def _nothing() -> None:

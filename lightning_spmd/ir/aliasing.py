@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
+from lightning_spmd._private_api import is_operator
+
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default  # noqa: SLF001 - an operator's public name
 # operator -> (position of `training` if it has one, positions of the statistics that it then writes)
@@ -53,13 +55,15 @@ _facts: dict[int, _Facts] = {}
 def _facts_of(target: Any) -> _Facts:
     found = _facts.get(id(target))
     if found is None:
-        found = _facts[id(target)] = _Facts(
+        found = _Facts(
             target,
             UNDECLARED_WRITES.get(target),
             _declared_writes(target),
             _declared_aliases(target),
             target is _WAIT or target in UNDECLARED_VIEWS,
         )
+        if is_operator(target):  # a function of a run would keep all of the run
+            _facts[id(target)] = found
     return found
 
 

@@ -25,23 +25,24 @@ _NUMBERS = (bool, int, float, complex)
 _known: dict[Any, Any] = {}
 
 
-def binding_of(node: fx.Node) -> Any:
-    """What calls the operator of a node with the same arguments.
+def binding_of(func: Any, arguments: Sequence[Any], words: Mapping[str, Any]) -> Any:
+    """What calls an operator with the same arguments.
 
     Args:
-        node: a call of an operator.
+        func: the operator.
+        arguments: of a call in a graph.
+        words: likewise, by name.
 
     Returns:
         :data:`METHOD`, a function of torch's, or None where there is nothing but the operator's entry.
     """
-    func: Any = node.target
     if not private.is_operator(func) or func.namespace != "aten":
         return None
     try:
-        args: Any = tuple(_kind(a) for a in node.args)
-        key = (func, args, tuple((name, _kind(a)) for name, a in node.kwargs.items()))
+        args: Any = tuple(_kind(a) for a in arguments)
+        key = (func, args, tuple((name, _kind(a)) for name, a in words.items()))
         if key not in _known:
-            _known[key] = _tried(func, _made(node.args), _made(node.kwargs))
+            _known[key] = _tried(func, _made(arguments), _made(words))
         return _known[key]
     except TypeError:  # something that has no hash, or that nothing stands for
         return None

@@ -1,7 +1,8 @@
 """A graph as one Python function, a line an operator.
 
 Unlike the code that fx writes, a line calls the dispatcher's entry at once instead of looking for it under
-``torch.ops``: of the microseconds that an operator costs on the host that is one.
+``torch.ops``: of the microseconds that an operator costs on the host that is one. And a result takes the memory of an
+operand that nothing needs any more, where the operator can write there (``in_place.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.bindings import METHOD, binding_of
+from lightning_spmd.ir.in_place import in_place
 from lightning_spmd.ir.node_info import named, spec_of, tell_place
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.sizes import Counts, Formula, Size, SizeFloat, Sizes
@@ -100,6 +102,7 @@ class _Writer:
         self._known: dict[int, str] = {}
         self._owners: list[str | None] = []
         self._taken = {node.name for node in self._graph.nodes}
+        self._in_place = in_place(self._graph)
 
     def function(self) -> Callable[..., Any]:
         """The callable."""
@@ -185,8 +188,8 @@ class _Writer:
         return f"{node.name} = {call}" if node.users else call
 
     def _call(self, node: fx.Node) -> str:
-        arguments = [self._value(a) for a in node.args]
-        target: Any = node.target
+        target, args = self._in_place.get(node, (node.target, node.args))
+        arguments = [self._value(a) for a in args]
         sign = _SIGNS.get(target.__name__) if getattr(target, "__module__", "") == "_operator" else None
         if sign is not None:
             return sign.format(*(f"({a})" if a.startswith("-") else a for a in arguments))
@@ -195,7 +198,7 @@ class _Writer:
         called = private.entry_of(target)
         if target is aten.nonzero_static.default and spec_of(node).device.type == "cpu":
             called = _positions
-        elif (binding := binding_of(node)) == METHOD:
+        elif (binding := binding_of(target, args, node.kwargs)) == METHOD:
             method = target._schema.name.rpartition("::")[2]  # noqa: SLF001 - as everywhere in torch
             return f"{arguments[0]}.{method}({', '.join(arguments[1:])})"
         elif binding is not None:

@@ -558,8 +558,8 @@ class Training:
             result = closure()
         finally:
             self._stepping = False
-        in_graphs = self._layout.plan.needs_graphs or self._settings.bf16_updates != "plain"
-        if self._ran_eagerly and in_graphs and self.iteration is not None:
+        in_graphs = self._settings.bf16_updates != "plain"
+        if self._ran_eagerly and self.iteration is not None and (in_graphs or self._layout.plan.needs_graphs):
             self._apply(self.iteration, optimizer)
             return result
         # the closure ran eagerly: its gradients are in p.grad, its step is still to come

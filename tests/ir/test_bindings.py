@@ -60,7 +60,7 @@ def test_a_binding_calls_this_operator_with_these_arguments(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
 ) -> None:
     node = call(target, *args, **kwargs)
-    assert binding_of(node) is found
+    assert binding_of(node.target, node.args, node.kwargs) is found
     if target is torch.ops.prim.device.default:
         return
     tensors = list({id(t): t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)}.values())
@@ -74,7 +74,7 @@ def test_numbers_of_the_graph_are_numbers() -> None:
         weight = node.graph.placeholder("weight")
     weight.meta["val"] = 0.25
     node.args = (*node.args[:2], weight)
-    assert binding_of(node) == METHOD
+    assert binding_of(node.target, node.args, node.kwargs) == METHOD
     node.meta["val"] = None
     found = function_of(fx.GraphModule({}, node.graph))(X.clone(), X + 1, 0.5)
     assert torch.equal(found, torch.lerp(X, X + 1, 0.5))

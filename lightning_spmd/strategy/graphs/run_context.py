@@ -204,14 +204,7 @@ class RunContext:
 
     def step_context(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """The context that the precision plugin puts around a step method and its calls."""
-        precision = self.trainer.precision_plugin
-        contexts = {
-            "training_step": precision.train_step_context,
-            "validation_step": precision.val_step_context,
-            "test_step": precision.test_step_context,
-            "predict_step": precision.predict_step_context,
-        }
-        return contexts[method]()
+        return getattr(self.trainer.precision_plugin, _CONTEXTS[method])()
 
     def lowering_context(self, method: str, on_result: Callable[[str, ShardedStep], None]) -> LoweringContext:
         """What the lowering of a graph may ask; ``on_result`` gets the lowered graph."""
@@ -242,6 +235,14 @@ class RunContext:
             "predict_step": trainer.num_predict_batches,
         }
         return sum(batches[method]) * (max(epochs, 1) if method == "validation_step" and trainer.fitting else 1)
+
+
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
 
 
 @dataclass(frozen=True)

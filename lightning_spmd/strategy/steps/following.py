@@ -662,7 +662,8 @@ class Following:
         with contextlib.ExitStack() as around:
             if meeting is not None:
                 around.enter_context(meeting.active())
-            around.enter_context(self._module_paths(step))
+            if step.is_first:
+                around.enter_context(self._module_paths(step))
             around.enter_context(queue.active())
             around.enter_context(hand.active())
             around.enter_context(step.active())
@@ -906,10 +907,7 @@ class Following:
 
     @contextlib.contextmanager
     def _module_paths(self, step: Step) -> Any:
-        """Notes know the module whose ``forward`` called, of steps that begin without a known way."""
-        if not step.is_first:
-            yield
-            return
+        """Notes know the module whose ``forward`` called; for steps that begin without a known way."""
         with module_paths(self._context.module) as path:
             step.module_path = path
             yield

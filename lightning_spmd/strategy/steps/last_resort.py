@@ -21,9 +21,11 @@ class NoEagerWay(BaseException):
 
 def must_be_graphs(context: RunContext) -> bool:
     """Whether no rank alone could run a step: of its parameters, or of the state of its optimizers, it has a part."""
+    if context.mesh is None:
+        return False
     plan = context.settings.ranks.plan(Variant())
     by_hand = context.optimizer is not None and not context.module.automatic_optimization
-    return context.mesh is not None and (plan.shards_parameters or (plan.needs_graphs and by_hand))
+    return plan.shards_parameters or (plan.needs_graphs and by_hand)
 
 
 def train_eagerly(context: RunContext, reason: str) -> NoReturn:

@@ -75,9 +75,11 @@ class HiddenGradient(Tensor):
 
     Attributes:
         takes: gets what a backward pass adds to it; None: that is lost, as eager training zeroes it before it is used.
+        stands_for: shape, dtype and device, which each step compares; those of its own are asked through torch.
     """
 
     takes: Callable[[Tensor], None] | None = None
+    stands_for: tuple[Any, ...] = ()
 
     text = (
         "p.grad of the step before is used{}, which strategy='spmd' did not find in the code between two steps and so "
@@ -90,12 +92,13 @@ class HiddenGradient(Tensor):
         """One that stands for the gradient of a parameter."""
         # with the strides of the parameter, or autograd warns
         stride, dtype, device = parameter.stride(), parameter.dtype, parameter.device
-        return private.make_wrapper(cls, parameter.shape, strides=stride, dtype=dtype, device=device)
+        made = private.make_wrapper(cls, parameter.shape, strides=stride, dtype=dtype, device=device)
+        made.stands_for = parameter.shape, dtype, device
+        return made
 
     def is_like(self, parameter: Tensor) -> bool:
         """Whether it may stand for the gradient of a parameter."""
-        same = self.shape == parameter.shape and self.dtype == parameter.dtype
-        return same and self.device == parameter.device
+        return self.stands_for == (parameter.shape, parameter.dtype, parameter.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HiddenGradient:
         return self  # with a parameter torch copies what is in p.grad

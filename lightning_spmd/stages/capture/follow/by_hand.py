@@ -109,13 +109,12 @@ class HandStep:
         """A context in which ``backward`` and steps of optimizers are noted."""
         step = self.step
         step.on_read, step.on_values = self._unwatched(step.on_read), self._unwatched(step.on_values)
-        with contextlib.ExitStack() as stack:
+        with private.backward_replaced(self.backward), contextlib.ExitStack() as stack:
             for index, optimizer in enumerate(self._common.optimizers):
                 is_known = self._common.is_known[index]
                 stack.enter_context(self._step_replaced(index, optimizer, self._step_of if is_known else self._counted))
                 if is_known:
                     stack.enter_context(self._states[index].active())
-            stack.enter_context(private.backward_replaced(self.backward))
             yield
 
     @contextlib.contextmanager

@@ -83,33 +83,34 @@ def fill(placeholder: Tensor, value: Tensor, *, trained: bool, made_at: str | No
         placeholder.requires_grad_(trained)
 
 
-class _Gone(torch.autograd.Function):
-    """Replaces the autograd history of a step's results when the step is over."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, place: str) -> Tensor:  # type: ignore[override]
-        ctx.place = place
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
-            f"the backward pass reaches a tensor that an earlier step computed ({ctx.place}), whose history has ended "
-            "with that step; keep tensor.detach() instead"
-        )
-
-
 class WithoutHistory(Tensor):
     """The class in kinds of tensors from earlier steps that had an autograd history. It has no instances."""
 
 
 def without_history(value: Tensor, place: str) -> Tensor:
-    """A tensor with this value, into which a backward pass is an error."""
+    """A tensor with this value, into which a backward pass is an error.
+
+    Args:
+        value: of a result of a step that is over.
+        place: ``file:line`` of the call that made it.
+    """
     with torch.enable_grad():
-        return private.applied(_Gone, (value.detach().requires_grad_(), place), {})
+        made = private.error_of_backward(
+            f"the backward pass reaches a tensor that an earlier step computed ({place}), whose history has ended with "
+            "that step; keep tensor.detach() instead"
+        )(value.detach().requires_grad_())
+    made.grad_fn.metadata[_PLACE] = place
+    return made
+
+
+_PLACE = "lightning_spmd: made by a step that is over, at"
 
 
 def place_of_gone(tensor: Tensor) -> str | None:
     """``file:line`` of the call that made a tensor whose history has ended with its step; None of others."""
-    node: Any = tensor.grad_fn
-    return getattr(node, "place", None) if type(node).__name__ == "_GoneBackward" else None
+    return None if tensor.grad_fn is None else place_at_end(tensor.grad_fn)
+
+
+def place_at_end(node: Any) -> str | None:
+    """The same of a node of autograd's."""
+    return node.metadata.get(_PLACE) if type(node) is private.ErrorOfBackward else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.stages.capture.follow.placeholders import place_at_end
 
 
 def check_backward(loss: Tensor, trained: Iterable[Tensor]) -> None:
@@ -24,9 +25,11 @@ def check_backward(loss: Tensor, trained: Iterable[Tensor]) -> None:
         trained: the parameters.
 
     Raises:
-        CaptureError: naming the function that would be left out.
+        CaptureError: naming the function that would be left out, or the tensor into which there is no way.
     """
     order = _from_the_loss(loss.grad_fn)
+    if places := [place for node in order if (place := place_at_end(node)) is not None]:
+        raise CaptureError(f"the backward pass reaches a tensor that an earlier step computed ({places[0]})")
     own = [node for node in order if isinstance(node, BackwardCFunction)]
     if not own:
         return

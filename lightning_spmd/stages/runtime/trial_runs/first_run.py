@@ -4,6 +4,8 @@ Shapes come from torch's shape functions, and some of these disagree with the ke
 transposed input, a padding's gradient). A captured ``view`` may then be impossible, and a fused optimizer that
 walks gradient and parameter side by side would be silently wrong. So the first run executes node by node. If a result
 has another layout, a copy into the expected layout is inserted behind its node, in all later runs too.
+
+It also sees which results have their memory alone, whatever schemas say: others may lie there later (``in_place.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.layout import has_layout, in_layout
 from lightning_spmd.ir.node_info import TensorSpec
@@ -33,6 +36,7 @@ class LayoutCheck(SizedInterpreter):
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
         self.repairs: list[fx.Node] = []
+        self.alone: list[fx.Node] = []
         self._roots = storage_roots(graph_module.graph)
         self._written: set[fx.Node] = set()
 
@@ -48,6 +52,8 @@ class LayoutCheck(SizedInterpreter):
             or UNCHECKED in n.meta
         ):
             return value
+        if self._roots[n] is n and private.is_memory_its_own(value):
+            self.alone.append(n)
         spec = in_this_step(spec)
         if self._roots[n] is not n or value.shape != spec.shape or has_layout(value, spec):
             return value  # of another shape is what a kernel keeps for its backward (cuDNN's reserve): nobody else's

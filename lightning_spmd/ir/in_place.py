@@ -1,0 +1,106 @@
+"""Results that may lie in the memory of an operand that nothing needs any more.
+
+Autograd's engine adds gradients so, and writes the rows of an index's gradient into zeros that it has just made; a
+captured graph has a result of its own for each. Which memory a value has alone is seen in the graph's first run.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.aliasing import gives_fresh_tensors, storage_roots
+from lightning_spmd.ir.effects import draws_random
+from lightning_spmd.ir.layout import is_dense
+from lightning_spmd.ir.node_info import TensorSpec, value_of
+
+ALONE = "alone"
+"""Key in ``node.meta``: the first run has seen that nothing else has the memory of the node's value."""
+
+
+def in_place(graph: fx.Graph) -> dict[fx.Node, tuple[Any, tuple[Any, ...]]]:
+    """The operators that do the same as some nodes', with their arguments, and write the result into the first of them.
+
+    Args:
+        graph: whose nodes run in this order, and whose values nobody else reads.
+    """
+    roots = storage_roots(graph)
+    last: dict[fx.Node, fx.Node] = {}
+    """The last reader of a storage."""
+    is_others: set[fx.Node] = set()
+    """Storages that something reads which is no operator of torch's: a collective, a region, Python."""
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            root = roots[operand]
+            last[root] = node
+            if not _is_torchs(node):
+                is_others.add(root)
+
+    def is_free(operand: Any, node: fx.Node) -> bool:
+        if not isinstance(operand, fx.Node):
+            return False
+        root = roots[operand]
+        is_dead = last[root] is node and root not in is_others and ALONE in root.meta
+        uses = sum(roots[each] is root for each in _operands(node))
+        return is_dead and uses == 1 and _are_alike(node, operand) and _has_all_of(operand, root)
+
+    found: dict[fx.Node, tuple[Any, tuple[Any, ...]]] = {}
+    for node in graph.nodes:
+        if roots[node] is node and node.args and not draws_random(node) and (target := written_by(node.target)):
+            orders = [node.args, (node.args[1], node.args[0])] if _commutes(node) else [node.args]
+            fitting = [args for args in orders if is_free(args[0], node)]
+            if fitting:
+                found[node] = target, fitting[0]
+    return found
+
+
+def _commutes(node: fx.Node) -> bool:
+    return node.target in _COMMUTE and len(node.args) == 2 and not node.kwargs
+
+
+_COMMUTE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
+
+
+def written_by(target: Any) -> Any:
+    """The operator that does the same, and writes into its first operand; None: there is none."""
+    if not private.is_operator(target) or target.namespace != "aten" or not gives_fresh_tensors(target):
+        return None
+    packet = getattr(torch.ops.aten, f"{target._schema.name.partition('::')[2]}_", None)  # noqa: SLF001 - as everywhere
+    found = getattr(packet, target._overloadname, None)  # noqa: SLF001 - as everywhere in torch
+    if found is None:
+        return None
+    mine, its = (each._schema.arguments for each in (target, found))  # noqa: SLF001 - as everywhere in torch
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in its]
+    same = [(a.name, str(a.type)) for a in mine] == [(a.name, str(a.type)) for a in its]
+    return found if same and writes[0] and not any(writes[1:]) else None
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    return node.target is operator.getitem or (private.is_operator(node.target) and node.target.namespace == "aten")  # type: ignore[union-attr]
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Each operand as often as it is one."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _are_alike(one: fx.Node, other: fx.Node) -> bool:
+    mine, its = value_of(one), value_of(other)
+    if not isinstance(mine, TensorSpec) or not isinstance(its, TensorSpec) or not is_dense(mine):
+        return False
+    if (mine.dtype, mine.device, len(mine.shape)) != (its.dtype, its.device, len(its.shape)):
+        return False
+    numbers = zip((*mine.shape, *mine.stride), (*its.shape, *its.stride), strict=True)
+    return all(a == b and getattr(a, "formula", None) == getattr(b, "formula", None) for a, b in numbers)
+
+
+def _has_all_of(view: fx.Node, root: fx.Node) -> bool:
+    """Whether a view is as large as its storage: a small one would keep a large one alive."""
+    mine, whole = value_of(view), value_of(root)
+    return isinstance(mine, TensorSpec) and isinstance(whole, TensorSpec) and mine.bytes == whole.bytes
