@@ -181,6 +181,19 @@ class StateMesh:
                 value = _joined(value, placement, holders, size, self.mesh.group(holders.name))
         return in_layout(value, TensorSpec.of(tensor))
 
+    def gathered(self, part: DTensor) -> Tensor:
+        """The same of any DTensor, which may be a result of torch's, added up if it is a sum."""
+        return self.whole(part) if self.is_state(part) else part.full_tensor()
+
+    def is_state(self, part: DTensor) -> bool:
+        """Whether a DTensor is as this package makes them; others are results of torch's."""
+        is_ours = all(type(p) in OF_STATE for p in part.placements)
+        return is_ours and part.device_mesh is self.mesh.state_mesh
+
+
+OF_STATE = (TorchReplicate, TorchShard, BlockShard)
+"""The placements that this package makes."""
+
 
 def _axis_of(dimension: str) -> str | None:
     """The axis whose placement a dimension of the state mesh carries: under hybrid sharding replicas carry none."""

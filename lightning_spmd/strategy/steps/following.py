@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -516,7 +517,10 @@ class Following:
         self._is_by_hand = optimizer is not None and not context.module.automatic_optimization
         is_in_parts = self._is_by_hand and must_be_graphs(context)
         optimizers = parts_of(optimizer) if optimizer is not None and self._is_by_hand else ()
-        part_of: Any = {} if context.mesh is None else {"part_of": StateMesh(context.mesh).part_like}
+        self._state = None if context.mesh is None else StateMesh(context.mesh)
+        self._gathered: dict[int, tuple[weakref.ref[DTensor], Any, Tensor]] = {}
+        """The wholes of tensors in parts that the user's code keeps, by ``id``, and as of when."""
+        part_of: Any = {} if self._state is None else {"part_of": self._state.part_like}
         self._by_hand = ByHand(optimizers, in_parts=is_in_parts, **part_of)
         self._live = Live()
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
@@ -609,6 +613,7 @@ class Following:
             meeting.follow(step, lambda: self._calls_of(step), helps=not (meeting.is_own or self._evaluates))
         step.on_values, step.scaled = functools.partial(self._flush_beside, step), self._scaled
         step.parameters = context.module.parameters
+        step.gathered = None if self._state is None else self._whole_of
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
 
@@ -733,6 +738,20 @@ class Following:
         if has_loss:
             followed.held = [*self._held_leaves(step), *filter(_is_leaf, self._follower.given)]
         return followed
+
+    def _whole_of(self, part: DTensor) -> Tensor:
+        """The whole of a tensor in parts, gathered by all ranks together where it is new or was written to."""
+        if self._state is None:
+            raise ValueError("one device has no parts")
+        # torch counts writes through the part at the part, and those through its memory there
+        now = private.storage_of(part), private.version_of(part), private.version_of(private.local_tensor(part))
+        ref, then, whole = self._gathered.get(id(part), (None, None, None))
+        # of inference mode's tensors torch counts none
+        if whole is None or ref is None or ref() is not part or then != now or -1 in now:
+            whole = self._state.gathered(part).detach()
+            self._gathered = {key: known for key, known in self._gathered.items() if known[0]() is not None}
+            self._gathered[id(part)] = weakref.ref(part), now, whole
+        return whole
 
     def _held_leaves(self, step: Step) -> list[Tensor]:
         """Tensors from outside, no parameters, to which eager training gives a gradient."""
@@ -870,6 +889,7 @@ class Following:
     def let_go(self) -> None:
         """The run is over."""
         self._follower.let_go()
+        self._gathered.clear()
 
     def _flush_beside(self, step: Step) -> None:
         """Do what the last iteration left, in the middle of the user's Python."""

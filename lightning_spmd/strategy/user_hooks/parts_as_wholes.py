@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.aliasing import aliased_values, written_values
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.parallel.state import BlockShard, Placements, StateMesh
+from lightning_spmd.parallel.state import OF_STATE, Placements, StateMesh
 from lightning_spmd.stages.capture.follow.notes import tensors_in
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.strategy.support.detectors import is_overridden
@@ -267,7 +267,7 @@ class _Calls(TorchFunctionMode):
         places = [_memory(each.part) for each in given.values()]
         for each in given.values():
             # torch does not count all writes: not those of batch norm's statistics
-            is_alone = _is_state(each.part, self._state) and places.count(_memory(each.part)) == 1
+            is_alone = self._state.is_state(each.part) and places.count(_memory(each.part)) == 1
             if is_alone or each.is_written:
                 self._put(each.part, each.value)
                 each.note()
@@ -283,11 +283,9 @@ class _Calls(TorchFunctionMode):
         return private.pytree.tree_map_only(Tensor, lambda t: wholes.get(id(t), t), result)
 
     def _whole_of(self, part: DTensor) -> Tensor:
-        if not _is_state(part, self._state):
-            return part.full_tensor()
-        if torch.is_grad_enabled() and part.requires_grad:
+        if self._state.is_state(part) and torch.is_grad_enabled() and part.requires_grad:
             return _Gathered.apply(part, self._state)
-        return self._state.whole(part)
+        return self._state.gathered(part)
 
     def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
         """``p.data = x`` and ``p.grad = x``."""
@@ -323,7 +321,7 @@ class _Calls(TorchFunctionMode):
 
     @torch.no_grad()
     def _put(self, part: DTensor, whole: Tensor) -> None:
-        if _is_state(part, self._state):
+        if self._state.is_state(part):
             self._state.take(part, whole)
             return
         everywhere = [Replicate()] * part.device_mesh.ndim
@@ -353,14 +351,6 @@ class _Calls(TorchFunctionMode):
 def _memory(tensor: Tensor) -> int:
     local = private.local_tensor(tensor)
     return private.storage_of(local) if local.layout is torch.strided else 0
-
-
-def _is_state(part: DTensor, state: StateMesh) -> bool:
-    """Whether a DTensor is as this package makes them; others are results of torch's."""
-    return part.device_mesh is state.mesh.state_mesh and all(type(p) in _OF_STATE for p in part.placements)
-
-
-_OF_STATE = (Replicate, Shard, BlockShard)
 
 
 def _is_sum(part: DTensor) -> bool:
@@ -421,7 +411,7 @@ class _SeesOperators(private.TorchDispatchMode):
 
 
 def _is_plain(tensor: DTensor) -> bool:
-    return all(type(placement) in _OF_STATE or placement.is_partial() for placement in tensor.placements)
+    return all(type(placement) in OF_STATE or placement.is_partial() for placement in tensor.placements)
 
 
 class _Gathered(torch.autograd.Function):

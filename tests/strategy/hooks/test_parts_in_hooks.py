@@ -597,3 +597,48 @@ class LateHook(Sees):
 @pytest.mark.parametrize("make", [WritesOtherwise, WritesIntoALeaf, CallsTheClosure, LateHook])
 def test_what_a_demanding_user_does(two_ranks: RankPool, make: type[Quiet], plan: str) -> None:
     _assert_as_one_device(two_ranks, make, plan)
+
+
+class KeepsReferences(Sees):
+    """Elastic weights: a step is held near what weights were, and far from what they were before."""
+
+    def on_train_start(self) -> None:
+        self.kept = {name: p.detach().clone() for name, p in self.named_parameters()}
+        self.weights = [p.detach() ** 2 + 0.1 for p in self.parameters()]
+        self.mean = sum(p.detach().mean() for p in self.parameters())
+        self.counted: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for (name, p), weight in zip(self.named_parameters(), self.weights, strict=True):
+            loss = loss + 0.1 * (weight * (p - self.kept[name]).square()).sum()
+        if batch_idx > 1:
+            self.log("counted", self.counted.sum())
+            self.log("kept", self.kept["first.weight"].norm() + self.kept["last.weight"][:, 3].max())
+            self.log("read", float(self.kept["last.bias"].tolist()[4]) + self.mean)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.kept["last.weight"].lerp_(self.last.weight.detach(), 0.5)
+        with torch.inference_mode():
+            self.counted = self.last.bias.detach().clone() if self.counted is None else self.counted
+            self.counted.add_(1)
+        if self.global_step == 3:
+            self.kept["first.weight"] = self.first.weight.detach().clone()
+            self.weights[0].data = self.weights[0] * 2
+
+
+class WritesIntoAReference(KeepsReferences):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.kept["first.bias"].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_references_in_parts_are_wholes_in_steps(two_ranks: RankPool, plan: str) -> None:
+    _assert_as_one_device(two_ranks, KeepsReferences, plan)
+
+
+def test_a_step_that_writes_into_a_reference_in_parts_says_so(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"mul_ writes into a tensor in parts .*test_parts_in_hooks.py:\d+"):
+        two_ranks.run(_run, WritesIntoAReference, PLANS["zero3"], 2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -38,6 +39,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     Made,
     Note,
     Operand,
+    Outside,
     Place,
     Source,
     around_now,
@@ -154,6 +156,7 @@ class Step(StepState, TorchFunctionMode):
         self.left_out = LeftOut(self)
         self.eager = EagerRun(self, self.recorder, self._copies, self.left_out)
         self._below = _Below(self)
+        self._wholes: dict[int, Tensor] = {}  # of tensors in parts
         self.added: list[tuple[Source, Source]] = []
         self.needed = 0
 
@@ -307,11 +310,24 @@ class Step(StepState, TorchFunctionMode):
         return self.called(func, args, kwargs) if kind == "call" else self._otherwise(kind, func, args, kwargs)
 
     def _as_python(self, value: Any) -> Any:
-        """Numbers of NumPy as Python's; an object that stands in for a tensor as the tensor."""
+        """Numbers of NumPy as Python's; what stands in for a tensor, or is a part of one, as the tensor."""
+        if self._is_reference(value):
+            return self._as_whole(value)
         if hasattr(type(value), "is_tree_leaf"):
             with self:  # what a metric computes are calls of the step, too
                 return known(value)
         return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+    def _is_reference(self, value: Any) -> bool:
+        """Whether it is a tensor in parts that is none of the module's: what a hook has kept of a weight."""
+        is_one = isinstance(value, DTensor) and self.gathered is not None and not value.requires_grad
+        return is_one and id(value) not in self.names
+
+    def _as_whole(self, part: DTensor) -> Tensor:
+        with self.beside():
+            whole = part if self.gathered is None else self.gathered(part)
+        self._wholes[id(whole)] = whole
+        return whole
 
     def _is_under_hooks(self, func: Any) -> bool:
         """Whether the user's saved-tensor hooks apply to a call."""
@@ -349,6 +365,8 @@ class Step(StepState, TorchFunctionMode):
         return kind
 
     def _otherwise(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if kind in ("read", "data"):
+            args, kwargs = mapped(self._as_python, args), mapped(self._as_python, kwargs)
         if kind == "read":
             return self.reads.read(func, args, kwargs)
         if kind == "data":
@@ -471,7 +489,7 @@ class Step(StepState, TorchFunctionMode):
     def takes(self, note: Note, tensor: Any, number: int) -> bool:
         """Whether an object that is new in each step may be the note's operand of this number."""
         is_new = isinstance(tensor, Tensor) and id(tensor) not in self.sources and not is_foreign(tensor)
-        return is_new and self.accepts(note, tensor, number)
+        return is_new and not self._is_reference(tensor) and self.accepts(note, tensor, number)
 
     def hand_out(self, note: Note) -> None:
         """Make new placeholders for results whose placeholder is missing or still referenced."""
@@ -482,6 +500,9 @@ class Step(StepState, TorchFunctionMode):
     def take(self, note: Note, args: Any, kwargs: Any) -> Any:
         if self.memory.refuses(note):
             self.eagerly(f"{note.name} writes into memory that may be an array's or a storage's as well")
+            return self.for_good(note.func, args, kwargs)
+        if self._wholes and any(type(s) is Outside and id(self.outside[s.number]) in self._wholes for s in note.writes):
+            self.eagerly(f"{note.name} writes into a tensor in parts that is no parameter or buffer of the module")
             return self.for_good(note.func, args, kwargs)
         if note.draws and not self.generator.may_draw():
             return self.called(note.func, args, kwargs)
