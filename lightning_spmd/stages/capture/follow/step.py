@@ -311,7 +311,7 @@ class Step(StepState, TorchFunctionMode):
 
     def _as_python(self, value: Any) -> Any:
         """Numbers of NumPy as Python's; what stands in for a tensor, or is a part of one, as the tensor."""
-        if self._is_reference(value):
+        if isinstance(value, DTensor):
             return self._as_whole(value)
         if hasattr(type(value), "is_tree_leaf"):
             with self:  # what a metric computes are calls of the step, too
@@ -323,9 +323,12 @@ class Step(StepState, TorchFunctionMode):
         is_one = isinstance(value, DTensor) and self.gathered is not None and not value.requires_grad
         return is_one and id(value) not in self.names
 
-    def _as_whole(self, part: DTensor) -> Tensor:
+    def _as_whole(self, value: Any) -> Any:
+        """What stands for such a tensor in calls; anything else as it is."""
+        if self.gathered is None or not self._is_reference(value):
+            return value
         with self.beside():
-            whole = part if self.gathered is None else self.gathered(part)
+            whole = self.gathered(value)
         self._wholes[id(whole)] = whole
         return whole
 
@@ -366,7 +369,7 @@ class Step(StepState, TorchFunctionMode):
 
     def _otherwise(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if kind in ("read", "data"):
-            args, kwargs = mapped(self._as_python, args), mapped(self._as_python, kwargs)
+            args, kwargs = mapped(self._as_whole, args), mapped(self._as_whole, kwargs)
         if kind == "read":
             return self.reads.read(func, args, kwargs)
         if kind == "data":
