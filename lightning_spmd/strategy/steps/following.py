@@ -613,7 +613,10 @@ class Following:
             meeting.follow(step, lambda: self._calls_of(step), helps=not (meeting.is_own or self._evaluates))
         step.on_values, step.scaled = functools.partial(self._flush_beside, step), self._scaled
         step.parameters = context.module.parameters
-        step.gathered = None if self._state is None else self._whole_of
+        if self._state is not None:
+            buffers = {id(table[key]) for table, key in self._buffers_in_parts}  # functional_call puts others there
+            step.gathered = self._whole_of
+            step.owns = lambda part: id(part) in buffers or id(part) in self._gradients_in_parts()
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
 
@@ -738,6 +741,11 @@ class Following:
         if has_loss:
             followed.held = [*self._held_leaves(step), *filter(_is_leaf, self._follower.given)]
         return followed
+
+    @functools.cached_property
+    def _buffers_in_parts(self) -> list[tuple[Any, str]]:
+        slots = private.tensor_slots(self._context.module).values()
+        return [(t, k) for t, k in slots if isinstance(t[k], DTensor) and not isinstance(t[k], nn.Parameter)]
 
     def _whole_of(self, part: DTensor) -> Tensor:
         """The whole of a tensor in parts, gathered by all ranks together where it is new or was written to."""
@@ -885,6 +893,7 @@ class Following:
         """Parameters and buffers of a step whose Python is done have been replaced."""
         followed.exchange()
         self._follower.forget_objects()
+        vars(self).pop("_buffers_in_parts", None)
 
     def let_go(self) -> None:
         """The run is over."""

@@ -628,15 +628,62 @@ class KeepsReferences(Sees):
             self.weights[0].data = self.weights[0] * 2
 
 
+class AveragedTeacher(Sees):
+    """Its weights are kept in a dictionary, and stand in for the module's in a call."""
+
+    def on_train_start(self) -> None:
+        self.teacher = {name: p.detach().clone() for name, p in self.last.named_parameters()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        taught = torch.func.functional_call(self.last, self.teacher, (torch.tanh(self.first(batch[0])),))
+        return super().training_step(batch, batch_idx) + 0.1 * taught.square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, p in self.last.named_parameters():
+            self.teacher[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+        self.see(self.teacher["weight"].norm())
+
+
+class EvaluatesReferences(Sees):
+    """Distances from earlier weights in validation steps, of references that were taken in training or there."""
+
+    def on_train_start(self) -> None:
+        self.kept = nn.utils.parameters_to_vector(self.parameters()).detach().clone()
+
+    def on_validation_epoch_start(self) -> None:
+        self.then = [p.detach() * 2 for p in self.parameters()]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        far = (nn.utils.parameters_to_vector(self.parameters()) - self.kept).abs().sum()
+        self.log("far", far + sum((p - t).norm() for p, t in zip(self.parameters(), self.then, strict=True)))
+
+
+class ReferencesByHand(Sees):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def on_train_start(self) -> None:
+        self.kept = [p.detach().clone() for p in self.parameters()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        far = sum(((p - k) ** 2).sum() for p, k in zip(self.parameters(), self.kept, strict=True))
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch) + 0.1 * far)
+        self.optimizers().step()
+        self.log("far", far)
+
+
 class WritesIntoAReference(KeepsReferences):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.kept["first.bias"].mul_(0.5)
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
-def test_references_in_parts_are_wholes_in_steps(two_ranks: RankPool, plan: str) -> None:
-    _assert_as_one_device(two_ranks, KeepsReferences, plan)
+@pytest.mark.parametrize("plan", ["zero3", pytest.param("tp", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("make", [KeepsReferences, AveragedTeacher, EvaluatesReferences, ReferencesByHand])
+def test_references_in_parts_are_wholes_in_steps(two_ranks: RankPool, make: type[Quiet], plan: str) -> None:
+    _assert_as_one_device(two_ranks, make, plan)
 
 
 def test_a_step_that_writes_into_a_reference_in_parts_says_so(two_ranks: RankPool) -> None:

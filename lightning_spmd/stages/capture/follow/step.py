@@ -320,8 +320,9 @@ class Step(StepState, TorchFunctionMode):
 
     def _is_reference(self, value: Any) -> bool:
         """Whether it is a tensor in parts that is none of the module's: what a hook has kept of a weight."""
-        is_one = isinstance(value, DTensor) and self.gathered is not None and not value.requires_grad
-        return is_one and id(value) not in self.names
+        if not isinstance(value, DTensor) or isinstance(value, nn.Parameter) or value.requires_grad:
+            return False
+        return self.gathered is not None and not self.owns(value)
 
     def _as_whole(self, value: Any) -> Any:
         """What stands for such a tensor in calls; anything else as it is."""

@@ -146,6 +146,7 @@ class StepState:
         parameters: gives the parameters whose gradients Lightning zeroes before this backward pass.
         whole: gives the whole tensors of the batch on several ranks, where Python gets stand-ins.
         gathered: gives the whole of a tensor in parts that is none of the module's, on all ranks together.
+        owns: whether a tensor in parts, no parameter, was the module's when the step began, or is a gradient.
         must_be_graph: whether the step must not run eagerly.
         draws_elsewhere: whether graphs draw other numbers than torch's generator, as on several ranks.
     """
@@ -170,6 +171,7 @@ class StepState:
         self.draws_as_eager = True
         self.whole: Callable[[], Sequence[Tensor]] | None = None
         self.gathered: Callable[[DTensor], Tensor] | None = None
+        self.owns: Callable[[DTensor], bool] = lambda _: False
         self.stand_ins: Collection[int] = ()
         self.module_path: Callable[[], str] = lambda: ""
         self.on_zeroed: Callable[[Iterable[Tensor]], None] = lambda _: None
@@ -312,20 +314,15 @@ class StepState:
             raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
         if self.by_hand is not None:
             self.by_hand.refuse_state(tensor)
-        name = self.names.get(id(tensor))
+        if self._names is None:
+            self._names = self.follower.holders.names = self.follower.names()
+        name = self._names.get(id(tensor))
         if name is None and isinstance(tensor, DTensor):
             raise CannotBeFollowed(
                 "a tensor in parts that is no parameter or buffer of the module: keep its .full_tensor(), or write its "
                 "values into a buffer that __init__ made"
             )
         return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, self.shares(tensor, number))
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The module's tensors, by ``id``, as this step met them."""
-        if self._names is None:
-            self._names = self.follower.holders.names = self.follower.names()
-        return self._names
 
     def noted(self, value: Any) -> Any:
         """An argument as a note has it."""
