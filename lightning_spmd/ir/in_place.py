@@ -6,6 +6,7 @@ captured graph has a result of its own for each. Which memory a value has alone 
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -50,7 +51,8 @@ def in_place(graph: fx.Graph) -> dict[fx.Node, tuple[Any, tuple[Any, ...]]]:
 
     found: dict[fx.Node, tuple[Any, tuple[Any, ...]]] = {}
     for node in graph.nodes:
-        if roots[node] is node and node.args and not draws_random(node) and (target := written_by(node.target)):
+        may_write = roots[node] is node and node.args and private.is_operator(node.target) and not draws_random(node)
+        if may_write and (target := written_by(node.target)):
             orders = [node.args, (node.args[1], node.args[0])] if _commutes(node) else [node.args]
             fitting = [args for args in orders if is_free(args[0], node)]
             if fitting:
@@ -65,9 +67,10 @@ def _commutes(node: fx.Node) -> bool:
 _COMMUTE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
 
 
+@functools.cache
 def written_by(target: Any) -> Any:
-    """The operator that does the same, and writes into its first operand; None: there is none."""
-    if not private.is_operator(target) or target.namespace != "aten" or not gives_fresh_tensors(target):
+    """The operator that does the same as another, and writes into its first operand; None: there is none."""
+    if target.namespace != "aten" or not gives_fresh_tensors(target):
         return None
     packet = getattr(torch.ops.aten, f"{target._schema.name.partition('::')[2]}_", None)  # noqa: SLF001 - as everywhere
     found = getattr(packet, target._overloadname, None)  # noqa: SLF001 - as everywhere in torch

@@ -200,7 +200,6 @@ def test_what_a_function_of_python_has_read_stays() -> None:
         (aten.squeeze.dim, None),
         (aten.add_.Tensor, None),
         (aten.native_dropout.default, None),
-        (torch.add, None),
     ],
 )
 def test_the_operator_that_writes(target: Any, found: Any) -> None:

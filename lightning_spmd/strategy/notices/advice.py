@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 
 _NO_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
@@ -11,8 +13,8 @@ _PARTS = (
     "`p.full_tensor()` one of them; data_parallel='replicate' keeps them whole"
 )
 _ELSEWHERE = (
-    "a checkpoint has its values on rank 0 alone, on the others its entries are without (device 'meta'): in "
-    "on_save_checkpoint read the module and its optimizers, which all ranks can, and not the checkpoint"
+    "on several ranks a checkpoint has its values on rank 0 alone, on the others its entries are without (device "
+    "'meta'): in on_save_checkpoint read the module and its optimizers, which all ranks can, and not the checkpoint"
 )
 _MEMORY = (
     "this rank ran out of memory. SPMDStrategy(rematerialize=0.5) keeps half of the activations' bytes, "
@@ -26,10 +28,15 @@ def advice_on(error: BaseException) -> str | None:
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text:
         return _PARTS
-    if "cannot be called on meta tensors" in text:
+    if "cannot be called on meta tensors" in text and _is_of("on_save_checkpoint", error):
         return _ELSEWHERE
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
     ):
         return _MEMORY
     return None
+
+
+def _is_of(hook: str, error: BaseException) -> bool:
+    """Whether an error comes out of a function of this name."""
+    return any(frame.f_code.co_name == hook for frame, _ in traceback.walk_tb(error.__traceback__))

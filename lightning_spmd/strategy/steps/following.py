@@ -616,7 +616,7 @@ class Following:
         if self._state is not None:
             buffers = {id(table[key]) for table, key in self._buffers_in_parts}  # functional_call puts others there
             step.gathered = self._whole_of
-            step.owns = lambda part: id(part) in buffers or id(part) in self._gradients_in_parts()
+            step.owns = lambda part: id(part) in buffers or self._is_gradient(part)
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
 
@@ -746,6 +746,10 @@ class Following:
     def _buffers_in_parts(self) -> list[tuple[Any, str]]:
         slots = private.tensor_slots(self._context.module).values()
         return [(t, k) for t, k in slots if isinstance(t[k], DTensor) and not isinstance(t[k], nn.Parameter)]
+
+    def _is_gradient(self, part: DTensor) -> bool:
+        known = self._gathered.get(id(part))  # references are asked about in each step
+        return (known is None or known[0]() is not part) and id(part) in self._gradients_in_parts()
 
     def _whole_of(self, part: DTensor) -> Tensor:
         """The whole of a tensor in parts, gathered by all ranks together where it is new or was written to."""

@@ -547,6 +547,23 @@ def test_entries_that_a_hook_leaves_out_of_a_checkpoint(two_ranks: RankPool, tmp
     assert_equals_one_device(results, _resumed("auto", 1, str(tmp_path / "theirs.ckpt")))
 
 
+class ReadsTheCheckpoint(Sees):
+    """Which has values on one rank alone."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["norm"] = float(checkpoint["state_dict"]["last.bias"].norm())
+
+
+def test_who_reads_a_checkpoint_in_a_hook_is_told_where_its_values_are(two_ranks: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "ours.ckpt")
+    with pytest.raises(RankError, match="in on_save_checkpoint read the module and its optimizers"):
+        two_ranks.run(_saved_by, ReadsTheCheckpoint, path)
+
+
+def _saved_by(make: type[Quiet], path: str) -> None:
+    run(make, PLANS["zero3"], 2, _saves_to(path), max_epochs=1, data=lambda: InOrder(rows(), ROWS))
+
+
 class WritesOtherwise(Sees):
     """Into ``out=``, by Python at each element, and into a parameter without elements."""
 

@@ -69,8 +69,10 @@ def test_a_rank_that_was_too_slow_is_named_with_the_timeout() -> None:
         (MemoryError(), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("Tensor.item() cannot be called on meta tensors"), False),  # none of a checkpoint's
     ],
 )
 def test_what_helps_where_memory_runs_out(error: BaseException, helps: Any) -> None:
     advice = advice_on(error)
-    assert (advice is not None and "rematerialize" in advice and "zero3" in advice) is helps
+    assert (advice is not None) is helps
+    assert not helps or ("rematerialize" in advice and "zero3" in advice)  # type: ignore[operator]
