@@ -45,7 +45,8 @@ def in_place(graph: fx.Graph) -> dict[fx.Node, tuple[Any, tuple[Any, ...]]]:
         if not isinstance(operand, fx.Node):
             return False
         root = roots[operand]
-        is_dead = last[root] is node and root not in is_others and ALONE in root.meta
+        # an operator of others may keep its result, the same tensor: no count of its memory's holders tells
+        is_dead = last[root] is node and root not in is_others and ALONE in root.meta and _is_of_torchs(root)
         uses = sum(roots[each] is root for each in _operands(node))
         return is_dead and uses == 1 and _are_alike(node, operand) and _has_all_of(operand, root)
 
@@ -61,7 +62,11 @@ def in_place(graph: fx.Graph) -> dict[fx.Node, tuple[Any, tuple[Any, ...]]]:
 
 
 def _commutes(node: fx.Node) -> bool:
-    return node.target in _COMMUTE and len(node.args) == 2 and not node.kwargs
+    value = value_of(node)
+    is_real = (
+        isinstance(value, TensorSpec) and not value.dtype.is_complex
+    )  # products of complex numbers round otherwise
+    return is_real and node.target in _COMMUTE and len(node.args) == 2 and not node.kwargs
 
 
 _COMMUTE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
@@ -84,6 +89,13 @@ def written_by(target: Any) -> Any:
 
 def _is_torchs(node: fx.Node) -> bool:
     return node.target is operator.getitem or (private.is_operator(node.target) and node.target.namespace == "aten")  # type: ignore[union-attr]
+
+
+def _is_of_torchs(node: fx.Node) -> bool:
+    """Whether a value was made by an operator of torch's."""
+    while node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return _is_torchs(node)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

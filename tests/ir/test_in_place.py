@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -188,6 +189,50 @@ def test_what_a_function_of_python_has_read_stays() -> None:
         return graph.call_function(aten.add.Tensor, (product, x[0]))
 
     assert not in_place(graph_of(program, [X, Y]).graph)
+
+
+_TABLES: list[Tensor] = []
+
+
+@torch.library.custom_op("test_in_place::table", mutates_args=())
+def _table(x: Tensor) -> Tensor:
+    """Keeps what it gives: the same tensor, so that its memory has one holder."""
+    _TABLES[:] = _TABLES or [torch.full_like(x, 0.3)]
+    return _TABLES[0]
+
+
+@torch.library.custom_op("test_in_place::two_tables", mutates_args=())
+def _two_tables(x: Tensor) -> tuple[Tensor, Tensor]:
+    _TABLES[:] = _TABLES or [torch.full_like(x, 0.3)]
+    return _TABLES[0], x + 1
+
+
+@pytest.mark.parametrize("has_two", [False, True])
+def test_what_an_operator_of_others_may_keep_stays(*, has_two: bool) -> None:
+    def program(graph: fx.Graph, x: list[fx.Node]) -> Any:
+        made = graph.call_function(
+            getattr(torch.ops.test_in_place, "two_tables" if has_two else "table").default, (x[0],)
+        )
+        if has_two:
+            made = graph.call_function(operator.getitem, (made, 0))
+        return graph.call_function(aten.mul.Tensor, (made, x[1]))
+
+    _TABLES.clear()
+    module = graph_of(program, [X, Y])
+    assert not in_place(module.graph)
+    _assert_the_same(module, [X, Y])
+    assert torch.equal(_TABLES[0], torch.full_like(X, 0.3))
+
+
+def test_products_of_complex_numbers_keep_their_order() -> None:
+    x, y = torch.complex(X, Y), torch.complex(Y, X)
+    module = graph_of(_product_with_dying, [x, y])
+    assert not in_place(module.graph)
+    _assert_the_same(module, [x, y])
+
+
+def _product_with_dying(graph: fx.Graph, x: list[fx.Node]) -> Any:
+    return graph.call_function(aten.mul.Tensor, (x[0], graph.call_function(aten.sub.Tensor, (x[0], x[1]))))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +59,7 @@ from lightning_spmd.strategy.steps.alone import Alone, KeptAlone, program_for, r
 from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs
 from lightning_spmd.strategy.steps.meeting import Call, Fingerprints, LookedAtRows, Meeting
 from lightning_spmd.strategy.steps.own_meeting import logs_of, of_all_ranks
+from lightning_spmd.strategy.steps.references import References
 from lightning_spmd.strategy.steps.replay import replay
 from lightning_spmd.strategy.steps.told import ToldValues
 
@@ -518,8 +518,7 @@ class Following:
         is_in_parts = self._is_by_hand and must_be_graphs(context)
         optimizers = parts_of(optimizer) if optimizer is not None and self._is_by_hand else ()
         self._state = None if context.mesh is None else StateMesh(context.mesh)
-        self._gathered: dict[int, tuple[weakref.ref[DTensor], Any, Tensor]] = {}
-        """The wholes of tensors in parts that the user's code keeps, by ``id``, and as of when."""
+        self._references = None if self._state is None else References(self._state)
         part_of: Any = {} if self._state is None else {"part_of": self._state.part_like}
         self._by_hand = ByHand(optimizers, in_parts=is_in_parts, **part_of)
         self._live = Live()
@@ -613,9 +612,10 @@ class Following:
             meeting.follow(step, lambda: self._calls_of(step), helps=not (meeting.is_own or self._evaluates))
         step.on_values, step.scaled = functools.partial(self._flush_beside, step), self._scaled
         step.parameters = context.module.parameters
-        if self._state is not None:
+        if self._references is not None:
             buffers = {id(table[key]) for table, key in self._buffers_in_parts}  # functional_call puts others there
-            step.gathered = self._whole_of
+            self._references.begin()
+            step.gathered = self._references.whole_of
             step.owns = lambda part: id(part) in buffers or self._is_gradient(part)
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
@@ -748,22 +748,8 @@ class Following:
         return [(t, k) for t, k in slots if isinstance(t[k], DTensor) and not isinstance(t[k], nn.Parameter)]
 
     def _is_gradient(self, part: DTensor) -> bool:
-        known = self._gathered.get(id(part))  # references are asked about in each step
-        return (known is None or known[0]() is not part) and id(part) in self._gradients_in_parts()
-
-    def _whole_of(self, part: DTensor) -> Tensor:
-        """The whole of a tensor in parts, gathered by all ranks together where it is new or was written to."""
-        if self._state is None:
-            raise ValueError("one device has no parts")
-        # torch counts writes through the part at the part, and those through its memory there
-        now = private.storage_of(part), private.version_of(part), private.version_of(private.local_tensor(part))
-        ref, then, whole = self._gathered.get(id(part), (None, None, None))
-        # of inference mode's tensors torch counts none
-        if whole is None or ref is None or ref() is not part or then != now or -1 in now:
-            whole = self._state.gathered(part).detach()
-            self._gathered = {key: known for key, known in self._gathered.items() if known[0]() is not None}
-            self._gathered[id(part)] = weakref.ref(part), now, whole
-        return whole
+        is_reference = self._references is not None and self._references.has(part)  # asked about in each step
+        return not is_reference and id(part) in self._gradients_in_parts()
 
     def _held_leaves(self, step: Step) -> list[Tensor]:
         """Tensors from outside, no parameters, to which eager training gives a gradient."""
@@ -902,7 +888,8 @@ class Following:
     def let_go(self) -> None:
         """The run is over."""
         self._follower.let_go()
-        self._gathered.clear()
+        if self._references is not None:
+            self._references.let_go()
 
     def _flush_beside(self, step: Step) -> None:
         """Do what the last iteration left, in the middle of the user's Python."""

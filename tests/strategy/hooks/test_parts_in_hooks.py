@@ -691,6 +691,27 @@ class ReferencesByHand(Sees):
         self.log("far", far)
 
 
+class WritesPastCounters(Sees):
+    """Averages of weights by the common idioms; of the last, one rank's part alone changes."""
+
+    def on_train_start(self) -> None:
+        self.kept = [p.detach().clone() for p in self.parameters()]
+        self.fast = [p.detach().clone() for p in self.parameters()]
+        self.rows = self.last.weight.detach().clone()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx) + (self.rows * self.last.weight).sum()
+        for p, kept, fast in zip(self.parameters(), self.kept, self.fast, strict=True):
+            loss = loss + (p - kept).square().sum() + (p * fast).mean()
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for kept, p in zip(self.kept, self.parameters(), strict=True):
+            kept.data.mul_(0.9).add_(p.data, alpha=0.1)
+        torch._foreach_lerp_(self.fast, [p.detach() for p in self.parameters()], 0.3)
+        self.rows.numpy()[2] *= 0.5
+
+
 class WritesIntoAReference(KeepsReferences):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.kept["first.bias"].mul_(0.5)
@@ -698,7 +719,9 @@ class WritesIntoAReference(KeepsReferences):
 
 
 @pytest.mark.parametrize("plan", ["zero3", pytest.param("tp", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("make", [KeepsReferences, AveragedTeacher, EvaluatesReferences, ReferencesByHand])
+@pytest.mark.parametrize(
+    "make", [KeepsReferences, WritesPastCounters, AveragedTeacher, EvaluatesReferences, ReferencesByHand]
+)
 def test_references_in_parts_are_wholes_in_steps(two_ranks: RankPool, make: type[Quiet], plan: str) -> None:
     _assert_as_one_device(two_ranks, make, plan)
 

@@ -1,0 +1,98 @@
+"""Tensors in parts that the user's code keeps of parameters, as steps see them: whole.
+
+No counter tells all writes into a part (those through ``.data``, of foreach operators, into an array over its memory),
+and the part of one rank may change alone. So all ranks compare their parts with the wholes, and tell each other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.parallel.pieces import local_piece
+from lightning_spmd.parallel.state import StateMesh
+
+
+@dataclass(eq=False, slots=True)
+class _Reference:
+    """One of them.
+
+    Args:
+        part: what the user's code keeps.
+        whole: all of it.
+        own: of the whole, what this rank's part was then.
+    """
+
+    part: weakref.ref[DTensor]
+    whole: Tensor
+    own: Tensor
+
+    def has_changed(self) -> bool:
+        """Whether something has been written into this rank's part."""
+        part = self.part()
+        return part is not None and not torch.equal(private.local_tensor(part), self.own)
+
+
+class References:
+    """Of one run.
+
+    Args:
+        state: gives the mesh for state.
+    """
+
+    def __init__(self, state: StateMesh) -> None:
+        self._state = state
+        self._known: list[_Reference] = []
+        """The same on all ranks, in this order."""
+        self._by_id: dict[int, _Reference] = {}
+        self._are_compared = False
+
+    def begin(self) -> None:
+        """A step begins; before it, or behind a hook within, references may have been written to."""
+        self._are_compared = False
+
+    def has(self, part: DTensor) -> bool:
+        """Whether a tensor is one that a step has met."""
+        known = self._by_id.get(id(part))
+        return known is not None and known.part() is part
+
+    def whole_of(self, part: DTensor) -> Tensor:
+        """The whole of one, gathered by all ranks where it is new or was written to; they compare once a step."""
+        with torch.no_grad():
+            if not self._are_compared:
+                self._compare(private.local_tensor(part).device)
+                self._are_compared = True
+            if not self.has(part):
+                self._known.append(self._gathered(part))
+                self._by_id[id(part)] = self._known[-1]
+        return self._by_id[id(part)].whole
+
+    def let_go(self) -> None:
+        """The run is over."""
+        self._known, self._by_id = [], {}
+
+    def _compare(self, device: torch.device) -> None:
+        """Forget what has changed on any rank, and what no rank has any more; all ranks call this."""
+        if not self._known:
+            return
+        found = [[each.has_changed(), each.part() is not None] for each in self._known]
+        anywhere = torch.tensor(found, dtype=torch.int32, device=device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        pairs = zip(self._known, anywhere.tolist(), strict=True)
+        self._known = [each for each, (is_changed, is_there) in pairs if is_there and not is_changed]
+        self._by_id = {id(part): each for each in self._known if (part := each.part()) is not None}
+
+    def _gathered(self, part: DTensor) -> _Reference:
+        whole = self._state.gathered(part).detach()
+        local = private.local_tensor(part).detach()
+        if not self._state.is_state(part):
+            return _Reference(weakref.ref(part), whole, local.clone())
+        return _Reference(
+            weakref.ref(part), whole, local_piece(whole, self._state.placements_of(part), self._state.axes)
+        )
