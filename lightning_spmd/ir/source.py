@@ -73,7 +73,8 @@ def function_of(
 
     Args:
         graph_module: the graph.
-        talks: it is a generator, which yields what it hands over to Python and is sent the numbers for that.
+        talks: it is a generator, which yields what it hands over to Python, by hand-over, and is sent the numbers for
+            the last one; the others want none.
         again: inputs that Python may change until it has read last, and what reads them behind that.
 
     Raises:
@@ -119,6 +120,7 @@ class _Writer:
 
     def _source(self) -> str:
         last = self._last_readers()
+        together: list[fx.Node] = []  # one after another, whose values are handed over at the last of them
         last_handed = ([None] + [node for node in self._graph.nodes if hands_over(node)])[-1]
         parameters: list[str] = []
         lines: list[str] = []
@@ -128,12 +130,20 @@ class _Writer:
                 if not node.users:
                     lines.append(f"    {node.name} = None")
                 continue
-            statement = self._statement(node)
+            together.append(node)
+            if self._talks and hands_over(node):
+                if hands_over(node.next) and not node.users:
+                    continue
+                statement = f"{node.name} = yield ({', '.join(map(self._handed, together))},)"
+            else:
+                statement = self._statement(node)
             lines += [f"    {line}" for line in self._before]
             self._before.clear()
             lines.append("    " + statement)
-            if node in last and node.op != "output":
-                lines[-1] += "; " + " = ".join(n.name for n in last[node]) + " = None"
+            unused = [operand.name for each in together for operand in last.get(each, ())]
+            if unused and node.op != "output":
+                lines[-1] += f"; {' = '.join(unused)} = None"
+            together.clear()
             self._owners += [None] * (len(lines) - 1 - len(self._owners)) + [named(node)]
             if node is last_handed:
                 lines += [f"    {n.name} = {self._constant(r, n.name)}()" for n, r in self._again.items() if n.users]
@@ -180,12 +190,13 @@ class _Writer:
             raise ValueError(f"graphs of iterations have no {node.op} nodes: {node.format_node()}")
         if node.target is pause:
             return f"yield {self._value(tuple(node.args))}"
-        if self._talks and hands_over(node):
-            handed: Any = node.target
-            told = self._constant(handed.handed, f"{handed}_to_python")
-            return f"{node.name} = yield {told}({self._value(tuple(node.args))})"
         call = self._call(node)
         return f"{node.name} = {call}" if node.users else call
+
+    def _handed(self, node: fx.Node) -> str:
+        """The source of the values that Python gets."""
+        target: Any = node.target
+        return f"{self._constant(target.handed, f'{target}_to_python')}({self._value(tuple(node.args))})"
 
     def _call(self, node: fx.Node) -> str:
         target, args = self._in_place.get(node, (node.target, node.args))

@@ -54,7 +54,7 @@ class Program:
         return "run" in vars(self) and is_settled(self.run)
 
     @functools.cached_property
-    def talk(self) -> Callable[..., Generator[Sequence[Tensor], Any, Sequence[Any]]]:
+    def talk(self) -> Callable[..., Generator[Sequence[Sequence[Tensor]], Any, Sequence[Any]]]:
         """Makes a generator of a run: it yields what Python reads, and is sent the numbers that Python has then."""
         return function_of(self.step.graph_module, talks=True, again=self._hyper_parameters())
 
@@ -218,7 +218,7 @@ class Executable:
 
     def talk(
         self, batch: Sequence[Tensor], pending: Pending | None = None
-    ) -> Generator[Sequence[Tensor], Any, Sequence[Any]]:
+    ) -> Generator[Sequence[Sequence[Tensor]], Any, Sequence[Any]]:
         """Begin a run as a generator: it yields values that Python reads and receives the numbers that Python then has.
 
         Args:

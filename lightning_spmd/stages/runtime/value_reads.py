@@ -38,8 +38,9 @@ class Conversation:
         self._stack = contextlib.ExitStack()
         if streams is not None:  # from here to the end torch's generators are the run's
             self._stack.enter_context(streams.active(draws=executable.draws))
-        self._run: Generator[Sequence[Tensor], Any, Sequence[Any]] = executable.talk(batch, pending)
+        self._run: Generator[Sequence[Sequence[Tensor]], Any, Sequence[Any]] = executable.talk(batch, pending)
         self._outputs: Sequence[Any] | None = None
+        self._ready: list[Sequence[Tensor]] = []  # handed over with those before, the next one last
 
     def values(self, numbers: Sequence[Any] | None) -> Sequence[Tensor]:
         """The values that Python reads next.
@@ -50,10 +51,12 @@ class Conversation:
         Raises:
             VerificationError: the graph has no further read.
         """
-        found = self._go_on(None if numbers is None else tuple(numbers))
-        if found is None:
-            raise VerificationError("a graph ended where Python reads a value")
-        return found
+        if not self._ready:
+            found = self._go_on(None if numbers is None else tuple(numbers))
+            if found is None:
+                raise VerificationError("a graph ended where Python reads a value")
+            self._ready = list(reversed(found))
+        return self._ready.pop()
 
     def end(self, numbers: Sequence[Any]) -> tuple[Sequence[Any], Pending | None]:
         """Run to the end. Parameters, buffers and state are updated.
@@ -63,7 +66,7 @@ class Conversation:
         Args:
             numbers: numbers that Python has computed since its last read.
         """
-        if self._go_on(tuple(numbers)) is not None or self._outputs is None:
+        if self._ready or self._go_on(tuple(numbers)) is not None or self._outputs is None:
             raise VerificationError("a graph waits for Python to read, and Python is done")
         self._stack.close()
         return self.executable.ended(self._outputs)
@@ -80,7 +83,7 @@ class Conversation:
         if self._random is not None:
             self._random.restore()
 
-    def _go_on(self, sent: Any) -> Sequence[Tensor] | None:
+    def _go_on(self, sent: Any) -> Sequence[Sequence[Tensor]] | None:
         with (
             GraphSwitches(),
             private.disable_dispatch_modes(),

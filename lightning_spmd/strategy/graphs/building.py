@@ -27,6 +27,7 @@ from lightning_spmd.stages.capture.record.packing import OF_OPTIMIZER_ALONE, par
 from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
 from lightning_spmd.stages.capture.sizes.symbolic_family import NotGeneral
 from lightning_spmd.stages.phases import follow
+from lightning_spmd.stages.phases.early_reads import gather_reads
 from lightning_spmd.stages.phases.pause import pausing
 from lightning_spmd.stages.runtime.agreement.same_graphs import agree_on, agree_on_exchanges, gradients_of
 from lightning_spmd.stages.runtime.cuda_graphs import cuda_graphs
@@ -301,6 +302,8 @@ class GraphBuilder:
             on_fallback=self._notices.of_fallback,
         )
         graphs, family, not_general = self._graphs(captured, request, split, maker)
+        if context.mesh is None:
+            gather_reads(graphs.main.graph_module.graph)
         if whole := state.whole_ones(graphs.main):
             if any(name.startswith(OF_OPTIMIZER_ALONE) for name in whole):
                 raise ConfigurationError(
