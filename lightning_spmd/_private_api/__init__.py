@@ -156,6 +156,7 @@ from lightning_spmd._private_api.torch_names import (
     GraphModule,
     allocations_in,
     autograd_hooks,
+    become,
     child_tables,
     collectives_begun,
     copy_all,
@@ -185,6 +186,7 @@ from lightning_spmd._private_api.torch_names import (
     step_hooks,
     storage_of,
     tensor_slots,
+    tensor_tables,
 )
 
 __all__ = [
@@ -302,6 +304,7 @@ __all__ = [
     "leave_pool",
     "have_kinds_in_common",
     "local_tensor",
+    "become",
     "set_local_tensor",
     "logs_this_step",
     "mark_stepped",
@@ -334,6 +337,7 @@ __all__ = [
     "suggested_memory_format",
     "tells_all",
     "tensor_slots",
+    "tensor_tables",
     "true_backward",
     "zeros_like_fake",
 ]

@@ -109,6 +109,14 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local.requires_grad_(tensor._local_tensor.requires_grad)
 
 
+def become(tensor: DTensor, other: DTensor) -> None:
+    """Give a DTensor the memory and the placements of another one; its history stays.
+
+    Without it what a hook writes into a sum that it keeps is lost, where the ranks had still to add it up.
+    """
+    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+
+
 class GraphModule(fx.GraphModule):
     """A graph module whose source text is written at its first run, and ends with it.
 
@@ -220,6 +228,14 @@ def tensor_slots(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
             for key in tensors:
                 slots[f"{path}.{key}" if path else key] = (tensors, key)
     return slots
+
+
+def tensor_tables(module: nn.Module) -> list[dict[str, Any]]:
+    """The dictionaries in which ``module`` and everything below it keep their parameters and buffers.
+
+    Without them what a hook keeps of a parameter could not be told from what it has registered, at a step's pace.
+    """
+    return [table for part in module.modules() for table in (part._parameters, part._buffers)]
 
 
 def child_tables(module: nn.Module) -> list[dict[str, nn.Module | None]]:

@@ -210,7 +210,7 @@ class SPMDStrategy(SavingStrategy):
         self._wholes = PartsAsWholes(lambda: self._layout.state if self._layout.plan.needs_graphs else None)
         self._training = Training(self._settings, self._layout, self.layer_sharing, steps, self._random, self._wholes)
         self.accounts = self._training.accounts
-        self._evaluation = Evaluation(self._layout, self.layer_sharing, steps, self._new_evaluation)
+        self._evaluation = Evaluation(self._layout, self.layer_sharing, steps, self._wholes, self._new_evaluation)
 
     # ------------------------------------------------------------------ from setup to teardown
     @override

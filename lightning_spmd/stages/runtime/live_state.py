@@ -249,6 +249,13 @@ class LiveState:
         found = zip(entries, reads, strict=True)
         return [entry.name for entry, read in found if callable(read) and not isinstance(read(), DTensor)]
 
+    def parts_for_wholes(self, step: ShardedStep) -> list[str]:
+        """Parameters and buffers that the graph wants whole, and of which the module has this rank's part."""
+        kinds = (InputRole.PARAMETER, InputRole.BUFFER)
+        entries = [entry for _, entry in step.signature.inputs_of(*kinds) if not in_parts(entry.placements)]
+        reads = [self._reader(entry, ()) for entry in entries]
+        return [e.name for e, r in zip(entries, reads, strict=True) if callable(r) and isinstance(r(), DTensor)]
+
     def layout_guard(self, step: ShardedStep) -> ValueGuard:
         """A guard on the memory layouts of parameters, buffers and state, on which kernels and views depend.
 

@@ -315,6 +315,12 @@ class GraphBuilder:
                 "rank's part of them. With parameters in parts replace layers before fit or in configure_model; or use "
                 "data_parallel='replicate' or 'zero2'"
             )
+        if parts := state.parts_for_wholes(graphs.main):
+            raise ConfigurationError(
+                f"{', '.join(parts)} came into the module after the start of the run, in parts, and the plan keeps it "
+                "whole on every rank. Make the layer in __init__ or configure_model; or keep it outside of the module, "
+                "in a list (self.teacher = [copy.deepcopy(layer).requires_grad_(False)]): steps have all of it then"
+            )
         check_collectives(graphs.main, context.settings.ranks.backend)
         captured.guards.values.append(state.layout_guard(graphs.main))
         self._notices.of_passes(captured, graphs)

@@ -21,6 +21,7 @@ from lightning_spmd.strategy.state.layer_sharing import LayerSharing
 from lightning_spmd.strategy.state.state_layout import StateLayout
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
 from lightning_spmd.strategy.steps.replay import StepsInGraphs
+from lightning_spmd.strategy.user_hooks.parts_as_wholes import PartsAsWholes
 
 
 @dataclass
@@ -61,17 +62,24 @@ class Evaluation:
         layout: the placement of parameters. If every rank has all of them, no step needs a graph.
         layers: which layers ranks share; until a plan is found, they share none.
         steps: the methods that have run as graphs.
+        wholes: lets eager steps compute with what hooks keep of parameters in parts.
         new_graphs: creates the owner of a run's graphs.
     """
 
     def __init__(
-        self, layout: StateLayout, layers: LayerSharing, steps: StepsInGraphs, new_graphs: Callable[[], EvaluationSteps]
+        self,
+        layout: StateLayout,
+        layers: LayerSharing,
+        steps: StepsInGraphs,
+        wholes: PartsAsWholes,
+        new_graphs: Callable[[], EvaluationSteps],
     ) -> None:
         self.graphs: EvaluationSteps | None = None
         self._layout = layout
         self._layers = layers
         self._ranks = layout.ranks
         self._steps = steps
+        self._wholes = wholes
         self._new_graphs = new_graphs
         self._turns: Turns | None = None
 
@@ -116,7 +124,7 @@ class Evaluation:
         try:
             output = self._evaluate(method, args, turns=turns is not None)
         except FellBack:
-            with self.on_whole_parameters(module):
+            with self.on_whole_parameters(module), self._wholes.inside():
                 return self._steps.run_eagerly(module, method, eager, args, {}, batches)
         self._steps.add(method)
         return output

@@ -521,6 +521,7 @@ class Following:
         self._references = None if self._state is None else References(self._state)
         part_of: Any = {} if self._state is None else {"part_of": self._state.part_like}
         self._by_hand = ByHand(optimizers, in_parts=is_in_parts, **part_of)
+        self._tables: tuple[Shadows, list[dict[str, Any]]] | None = None
         self._live = Live()
         self._wants: dict[tuple[int, frozenset[Any]], dict[Want, None]] = {}
         self._shadows: tuple[list[Any], Shadows] | None = None
@@ -613,10 +614,9 @@ class Following:
         step.on_values, step.scaled = functools.partial(self._flush_beside, step), self._scaled
         step.parameters = context.module.parameters
         if self._references is not None:
-            buffers = {id(table[key]) for table, key in self._buffers_in_parts}  # functional_call puts others there
             self._references.begin()
-            step.gathered = self._references.whole_of
-            step.owns = lambda part: id(part) in buffers or self._is_gradient(part)
+            owned = self._owned()
+            step.gathered, step.owns = self._references.whole_of, lambda part: id(part) in owned
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         wants: dict[Want, int] = {}
 
@@ -742,14 +742,17 @@ class Following:
             followed.held = [*self._held_leaves(step), *filter(_is_leaf, self._follower.given)]
         return followed
 
-    @functools.cached_property
-    def _buffers_in_parts(self) -> list[tuple[Any, str]]:
-        slots = private.tensor_slots(self._context.module).values()
-        return [(t, k) for t, k in slots if isinstance(t[k], DTensor) and not isinstance(t[k], nn.Parameter)]
-
-    def _is_gradient(self, part: DTensor) -> bool:
-        is_reference = self._references is not None and self._references.has(part)  # asked about in each step
-        return not is_reference and id(part) in self._gradients_in_parts()
+    def _owned(self) -> set[int]:
+        """The ``id`` of all tensors of the module and its optimizer, and of gradients in parts that steps look at."""
+        shadows = self._shadows_now()
+        if self._tables is None or self._tables[0] is not shadows:  # other modules
+            self._tables = shadows, private.tensor_tables(self._context.module)
+        # now: in the middle of a step functional_call may have put others there
+        owned = {id(tensor) for table in self._tables[1] for tensor in table.values()}
+        if self._context.optimizer is not None:
+            owned.update(id(p) for group in self._context.optimizer.param_groups for p in group["params"])
+        owned.update(self._gradients_in_parts())
+        return owned
 
     def _held_leaves(self, step: Step) -> list[Tensor]:
         """Tensors from outside, no parameters, to which eager training gives a gradient."""
@@ -883,7 +886,7 @@ class Following:
         """Parameters and buffers of a step whose Python is done have been replaced."""
         followed.exchange()
         self._follower.forget_objects()
-        vars(self).pop("_buffers_in_parts", None)
+        self._tables = None
 
     def let_go(self) -> None:
         """The run is over."""

@@ -36,7 +36,7 @@ class _Reference:
     def has_changed(self) -> bool:
         """Whether something has been written into this rank's part."""
         part = self.part()
-        return part is not None and not torch.equal(private.local_tensor(part), self.own)
+        return part is not None and not torch.equal(_bits(private.local_tensor(part)), _bits(self.own))
 
 
 class References:
@@ -96,3 +96,12 @@ class References:
         return _Reference(
             weakref.ref(part), whole, local_piece(whole, self._state.placements_of(part), self._state.axes)
         )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As integers, of which each is equal to itself alone: NaN to NaN, and 0.0 not to -0.0."""
+    parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    return parts.view(_INTEGERS[parts.element_size()])

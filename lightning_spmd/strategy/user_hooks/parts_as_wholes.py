@@ -239,7 +239,7 @@ class _Calls(TorchFunctionMode):
         return is_part and any(t.requires_grad for t in tensors_in((args, kwargs)) if not isinstance(t, DTensor))
 
     def _summed(self, parts: list[DTensor], values: Any) -> Any:
-        """Values with totals in the place of what the ranks have still to add up.
+        """Values with totals in the place of what the ranks have still to add up, which from now on are these totals.
 
         Numbers are added up together: the norms of all gradients are one collective.
         """
@@ -250,7 +250,9 @@ class _Calls(TorchFunctionMode):
             key = id(part) if alone else (part.device_mesh, tuple(part.placements), part.dtype, part.device)
             groups.setdefault(key, []).append(part)
         for group in groups.values():
-            self._sums |= {id(part): (part, total) for part, total in zip(group, _totals(group), strict=True)}
+            for part, total in zip(group, _totals(group), strict=True):
+                private.become(part, total)  # what is written into it later is in both
+                self._sums[id(part)] = part, total
         return private.pytree.tree_map_only(DTensor, lambda part: self._sums.get(id(part), (part, part))[1], values)
 
     def _on_wholes(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -365,7 +367,8 @@ def _totals(group: list[DTensor]) -> list[DTensor]:
         return [part.redistribute(placements=after)]
     rows = torch.stack([private.local_tensor(each) for each in group])
     total = DTensor.from_local(rows, mesh, part.placements, run_check=False).redistribute(placements=after)
-    return [DTensor.from_local(row, mesh, after, run_check=False) for row in private.local_tensor(total).unbind()]
+    rows = private.local_tensor(total).unbind()
+    return [DTensor.from_local(row.clone(), mesh, after, run_check=False) for row in rows]
 
 
 def _is_global(result: Any) -> bool:

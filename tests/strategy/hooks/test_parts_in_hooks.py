@@ -645,6 +645,51 @@ class KeepsReferences(Sees):
             self.weights[0].data = self.weights[0] * 2
 
 
+class KeepsSums(Sees):
+    """Numbers that the ranks have still to add up when a hook keeps them, and writes into later; and signs of zeros."""
+
+    def on_train_start(self) -> None:
+        self.norm = self.first.weight.detach().norm()
+        self.sums = [p.detach().sum() for p in self.parameters()]
+        self.zeros = torch.zeros_like(self.last.weight.detach())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        signs = torch.copysign(self.last.weight, self.zeros).sum()
+        return super().training_step(batch, batch_idx) + (self.norm + self.sums[1]) * self.last.bias.sum() + signs
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        running = self.first.weight.grad.norm()  # type: ignore[union-attr]
+        self.running = running if not hasattr(self, "running") else self.running.mul_(0.9).add_(running, alpha=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.norm.mul_(0.9)
+        torch._foreach_add_(self.sums, 0.25)
+        self.zeros.neg_()
+        self.log("running", self.running)
+        self.see(self.norm)
+
+
+class KeepsALayer(Sees):
+    """A frozen copy that is none of the module's, as of a teacher; its own parameters are in parts as well."""
+
+    def on_train_start(self) -> None:
+        self.old = [copy.deepcopy(self.first).requires_grad_(False)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        far = (self.old[0](batch[0]) - self.first(batch[0])).square().mean()
+        return super().training_step(batch, batch_idx) + far
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for old, new in zip(self.old[0].parameters(), self.first.parameters(), strict=True):
+            old.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+class RegistersALayer(KeepsALayer):
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.teacher = self.old[0]
+
+
 class AveragedTeacher(Sees):
     """Its weights are kept in a dictionary, and stand in for the module's in a call."""
 
@@ -661,7 +706,7 @@ class AveragedTeacher(Sees):
         self.see(self.teacher["weight"].norm())
 
 
-class EvaluatesReferences(Sees):
+class EvaluatesReferences(InValidation):
     """Distances from earlier weights in validation steps, of references that were taken in training or there."""
 
     def on_train_start(self) -> None:
@@ -720,7 +765,16 @@ class WritesIntoAReference(KeepsReferences):
 
 @pytest.mark.parametrize("plan", ["zero3", pytest.param("tp", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
-    "make", [KeepsReferences, WritesPastCounters, AveragedTeacher, EvaluatesReferences, ReferencesByHand]
+    "make",
+    [
+        KeepsReferences,
+        WritesPastCounters,
+        KeepsSums,
+        KeepsALayer,
+        AveragedTeacher,
+        EvaluatesReferences,
+        ReferencesByHand,
+    ],
 )
 def test_references_in_parts_are_wholes_in_steps(two_ranks: RankPool, make: type[Quiet], plan: str) -> None:
     _assert_as_one_device(two_ranks, make, plan)
@@ -729,3 +783,26 @@ def test_references_in_parts_are_wholes_in_steps(two_ranks: RankPool, make: type
 def test_a_step_that_writes_into_a_reference_in_parts_says_so(two_ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"mul_ writes into a tensor in parts .*test_parts_in_hooks.py:\d+"):
         two_ranks.run(_run, WritesIntoAReference, PLANS["zero3"], 2)
+
+
+def test_a_layer_in_parts_that_the_plan_does_not_name(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"teacher.weight, teacher.bias came into the module .* in parts"):
+        two_ranks.run(_run, RegistersALayer, PLANS["tp"], 2)
+
+
+class EvaluatesEagerly(InValidation):
+    """A validation step that writes into a reference runs eagerly, on whole ones."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.kept = [p.detach().clone() for p in self.parameters()]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for kept in self.kept:
+            kept.mul_(0.5)
+        far = sum((p - kept).square().sum() for p, kept in zip(self.parameters(), self.kept, strict=True))
+        self.log("far", far)
+
+
+@pytest.mark.parametrize("plan", ["zero3", "tp"])
+def test_evaluation_that_writes_into_a_reference(two_ranks: RankPool, plan: str) -> None:
+    _assert_as_one_device(two_ranks, EvaluatesEagerly, plan)

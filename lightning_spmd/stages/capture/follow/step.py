@@ -320,7 +320,7 @@ class Step(StepState, TorchFunctionMode):
 
     def _is_reference(self, value: Any) -> bool:
         """Whether it is a tensor in parts that is none of the module's: what a hook has kept of a weight."""
-        if not isinstance(value, DTensor) or isinstance(value, nn.Parameter) or value.requires_grad:
+        if not isinstance(value, DTensor) or value.requires_grad:  # a leaf that would get a gradient is refused
             return False
         return self.gathered is not None and not self.owns(value)
 

@@ -318,10 +318,12 @@ class StepState:
             self._names = self.follower.holders.names = self.follower.names()
         name = self._names.get(id(tensor))
         if name is None and isinstance(tensor, DTensor):
-            raise CannotBeFollowed(
-                "a tensor in parts that is no parameter or buffer of the module: keep its .full_tensor(), or write its "
-                "values into a buffer that __init__ made"
+            fix = (
+                "keep a detached one, or call requires_grad_(False)"
+                if tensor.requires_grad
+                else "keep its .full_tensor(), or write its values into a buffer that __init__ made"
             )
+            raise CannotBeFollowed(f"a tensor in parts that is no parameter or buffer of the module: {fix}")
         return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, self.shares(tensor, number))
 
     def noted(self, value: Any) -> Any:
