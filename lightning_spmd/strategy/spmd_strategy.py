@@ -37,7 +37,6 @@ from lightning_spmd.strategy.options import (
     checked_updates,
 )
 from lightning_spmd.strategy.ranks.alike import check_same_tensors
-from lightning_spmd.strategy.ranks.boundary import names_lost_ranks
 from lightning_spmd.strategy.ranks.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.ranks.requeue import begin_requests, end_requests
@@ -301,7 +300,6 @@ class SPMDStrategy(SavingStrategy):
         super().on_train_start()
 
     @override
-    @names_lost_ranks
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         training, eager = self._training, super().training_step
         self._wholes.look_again(self.lightning_module, self._running_trainer())
@@ -312,7 +310,6 @@ class SPMDStrategy(SavingStrategy):
             )
 
     @override
-    @names_lost_ranks
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         if module is None:
@@ -337,7 +334,6 @@ class SPMDStrategy(SavingStrategy):
             self._training.sync_blocked = False
 
     @override
-    @names_lost_ranks
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with _ONE_AT_A_TIME, self._wholes.apart():
             return self._training.optimizer_step(super().optimizer_step, optimizer, closure, model, kwargs)
@@ -363,17 +359,14 @@ class SPMDStrategy(SavingStrategy):
 
     # ------------------------------------------------------------------ evaluation
     @override
-    @names_lost_ranks
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated("validation_step", super().validation_step, args, kwargs)
 
     @override
-    @names_lost_ranks
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated("test_step", super().test_step, args, kwargs)
 
     @override
-    @names_lost_ranks
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluated("predict_step", super().predict_step, args, kwargs)
 

@@ -51,6 +51,22 @@ class EndsInStep(Quiet):
         super().optimizer_step(*args, **kwargs)
 
 
+class EndsInValidation(Quiet):
+    """Rank 1 is killed while rank 0 waits in a metric's own gathering."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(self.loss(batch))
+        self.log("mean", self.mean)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 1:
+            os.kill(os.getpid(), 9)
+
+
 ALONE = ("computes", "sums a weight")
 """What one rank does alone, where all have to."""
 
@@ -60,11 +76,12 @@ def main(how: str) -> None:
         control.LOOK_AROUND, control.SAY_SO, ranks.LOOK_AROUND = timedelta(seconds=0.3), 2.0, timedelta(seconds=0.3)
     trainer = L.Trainer(
         strategy="spmd_zero3" if how in ("sums a weight", "saves") else "spmd", devices=2, max_epochs=1,
-        limit_val_batches=0, callbacks=[Ends(how)], use_distributed_sampler=False, **QUIET,
+        limit_val_batches=0 if how != "validates" else 2, num_sanity_val_steps=0, callbacks=[Ends(how)], use_distributed_sampler=False, **QUIET,
     )  # fmt: skip
     begun = time.monotonic()
     try:
-        trainer.fit((EndsInStep if how == "exits" else Quiet)(), loader_of(rows(64), 4))
+        make = {"exits": EndsInStep, "validates": EndsInValidation}.get(how, Quiet)
+        trainer.fit(make(), loader_of(rows(64), 4), loader_of(rows(64), 4))
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", []))
         print(f"{type(error).__name__}: {error} {notes}", flush=True)

@@ -7,6 +7,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import SPMDError
 from lightning_spmd.stages.capture.user_code import location_of
 from lightning_spmd.stages.runtime.agreement.control import ControlPlane
@@ -41,17 +44,18 @@ def names_lost_ranks(method: F) -> F:
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._ranks.control is None:
-            return method(self, *args, **kwargs)
-        with lost_ranks_named(self._ranks.control):
+        with lost_ranks_named(lambda: self._ranks.control):
             return method(self, *args, **kwargs)
 
     return guarded  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
-def lost_ranks_named(control: ControlPlane | None) -> Iterator[None]:
+def lost_ranks_named(control: Callable[[], ControlPlane | None]) -> Iterator[None]:
     """A context in which a broken collective raises an error that names the lost rank.
+
+    Args:
+        control: gives the ranks' control plane; None on one device.
 
     Raises:
         RankLostError: in place of torch's error about a socket.
@@ -59,6 +63,31 @@ def lost_ranks_named(control: ControlPlane | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if control is None or isinstance(error, SPMDError) or not is_communication_failure(error):
+        plane = control()
+        if plane is None or isinstance(error, SPMDError) or not is_communication_failure(error):
             raise
-        raise control.peers.explain(error, str(control.place)) from None
+        raise plane.peers.explain(error, str(plane.place)) from None
+
+
+class Launcher(private.SubprocessScriptLauncher):
+    """Starts the other processes. What a broken collective raises anywhere in a run names the lost rank.
+
+    Not in steps alone: in evaluation Lightning adds up logged values itself, and metrics gather their states.
+
+    Args:
+        control: gives the ranks' control plane.
+        args: as for Lightning's.
+    """
+
+    def __init__(self, control: Callable[[], ControlPlane | None], *args: Any) -> None:
+        super().__init__(*args)
+        self._control = control
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with lost_ranks_named(self._control):
+                return function(*args, **kwargs)
+
+        return super().launch(run, *args, trainer=trainer, **kwargs)

@@ -25,7 +25,7 @@ from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.strategy.notices.advice import advice_on
-from lightning_spmd.strategy.ranks.boundary import names_lost_ranks
+from lightning_spmd.strategy.ranks.boundary import Launcher, names_lost_ranks
 from lightning_spmd.strategy.ranks.ranks import Processes, Ranks
 from lightning_spmd.strategy.ranks.rendezvous import NoAnswerError, meet_first
 from lightning_spmd.strategy.ranks.slurm import SlurmLauncher, check_tasks, choose_port, meet, step_name
@@ -110,12 +110,11 @@ class ProcessStrategy(ParallelStrategy):
         if self.cluster_environment is None:
             raise ConfigurationError("SPMDStrategy has no cluster environment: pass it to Trainer(strategy=...)")
         check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
+        arguments = (lambda: self._ranks.control, self.cluster_environment, self.num_processes, self.num_nodes)
         if isinstance(self.cluster_environment, SLURMEnvironment):
-            self._launcher = SlurmLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = SlurmLauncher(*arguments)
         elif self.num_processes * self.num_nodes > 1:
-            self._launcher = private.SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = Launcher(*arguments)
 
     @override
     def setup_environment(self) -> None:
@@ -193,7 +192,7 @@ class ProcessStrategy(ParallelStrategy):
         super().on_exception(exception)
         if (advice := advice_on(exception)) is not None:
             exception.add_note(advice)
-        self._ranks.explain_end(exception)
+        self._ranks.tell_end(exception)
 
     # ------------------------------------------------------------------ collectives
     @override

@@ -14,7 +14,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError, ConfigurationError, RankLostError
+from lightning_spmd.errors import CaptureError, ConfigurationError
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.messages import batch_hook, the_step
 from lightning_spmd.parallel.axes import AXIS_KINDS, DATA, ParallelOptions
@@ -23,7 +23,6 @@ from lightning_spmd.parallel.parallel_plan import MeshPlan, OwnBatchPlan, Parall
 from lightning_spmd.parallel.shared_groups import Lease, lease_groups, make_host_group
 from lightning_spmd.stages.capture.user_code import user_location
 from lightning_spmd.stages.runtime.agreement.control import LOOK_AROUND, ControlPlane, Place
-from lightning_spmd.stages.runtime.agreement.lost_ranks import is_communication_failure
 from lightning_spmd.stages.runtime.agreement.whereabouts import Lookout
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 
@@ -127,14 +126,10 @@ class Ranks:
         self._leases.append(lease_groups(wanted, self.timeout))
         return self._leases[-1].owners
 
-    def explain_end(self, exception: BaseException) -> None:
-        """Tell the other ranks why this rank ends. If a lost rank is the cause, add a note that names that rank."""
-        control = self.control
-        if control is None:
-            return
-        if is_communication_failure(exception) and not isinstance(exception, RankLostError):
-            exception.add_note(str(control.peers.explain(exception, str(control.place))))
-        control.peers.note(exception)
+    def tell_end(self, exception: BaseException) -> None:
+        """Tell the other ranks why this rank ends."""
+        if self.control is not None:
+            self.control.peers.note(exception)
 
     # ------------------------------------------------------------------ the mesh
     def sampler_arguments(self, count: int, rank: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import warn
+from lightning_spmd.strategy.ranks.boundary import Launcher
 from lightning_spmd.strategy.ranks.rendezvous import connected
 
 JOB = "slurm_job"
@@ -93,7 +94,7 @@ def _check_name(environment: Mapping[str, str]) -> None:
         )
 
 
-class SlurmLauncher(private.SubprocessScriptLauncher):
+class SlurmLauncher(Launcher):
     """The launcher under SLURM, which starts no processes. It knows whether Lightning chose the checkpoint of a fit.
 
     Attributes:

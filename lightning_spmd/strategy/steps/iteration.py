@@ -433,7 +433,7 @@ class TrainingIteration:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             unfinished = self.context.whole.changing(self.context.trainer, updates=False)
-            with lost_ranks_named(self.context.control), unfinished:
+            with lost_ranks_named(lambda: self.context.control), unfinished:
                 pending.owner.clean_up(pending)
 
     def end(self) -> None:

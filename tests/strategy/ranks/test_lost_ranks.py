@@ -44,6 +44,7 @@ def _lose(how: str) -> list[str]:
         ("killed", 0, ["RankLostError: rank 1 is gone: its process", "has ended"]),
         ("first killed", 1, ["RankLostError: rank 0 is gone: its process"]),
         ("exits", 0, ["RankLostError: rank 1 is gone: its process"]),
+        ("validates", 0, ["RankLostError: rank 1 is gone: its process"]),
         ("raises", 0, ["RankLostError: rank 1 failed with ValueError: a hook of rank 1 failed (at ", "losing.py:"]),
     ],
 )  # fmt: skip
