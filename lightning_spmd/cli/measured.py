@@ -162,11 +162,11 @@ def check_here(machines: Machines, *, trains: bool) -> None:
     if device.kind == "cpu":
         return
     if not trains:
-        raise ConfigurationError(f"--device_type {device.name}: {option} looks at this CPU: --device_type cpu")
+        raise ConfigurationError(f"--device-type {device.name}: {option} looks at this CPU: --device-type cpu")
     if (there := torch.cuda.device_count()) < machines.devices:
         raise ConfigurationError(
-            f"--device_type {device.name}: {option} trains on {machines.devices} of them, and this machine has {there} "
-            "GPUs: give fewer --devices, or --device_type cpu for processes on its CPU"
+            f"--device-type {device.name}: {option} trains on {machines.devices} of them, and this machine has {there} "
+            "GPUs: give fewer --devices, or --device-type cpu for processes on its CPU"
         )
 
 

@@ -169,7 +169,7 @@ class PlanRecipe(Recipe):
         """
         config = self.config
         here = config["measured"] or config["calibrate"]
-        device = hardware.device(config["device_type"] or ("cpu" if here else "h100"), "--device_type")
+        device = hardware.device(config["device_type"] or ("cpu" if here else "h100"), "--device-type")
         within = hardware.link(config["within"] or device.link, "--within")
         usual = "ethernet-10" if device.kind == "cpu" else "infiniband-ndr"
         between = hardware.link(config["between"] or usual, "--between")

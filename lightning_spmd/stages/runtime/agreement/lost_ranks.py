@@ -29,7 +29,10 @@ from lightning_spmd.stages.runtime.agreement.whereabouts import Whereabouts
 # Processes that end leave their notes and their sockets at about the same time, in any order.
 PATIENCE = 5.0
 _WAITED = re.compile(r"Timed out waiting (\d+)ms")
-GO_ON = "Once its cause is mended, trainer.fit(..., ckpt_path='last') goes on from the last checkpoint."
+GO_ON = (
+    "Once its cause is mended, trainer.fit(..., ckpt_path='last') goes on from the last checkpoint, where a "
+    "ModelCheckpoint has save_last=True and a dirpath=, else ckpt_path='FOLDER/NAME.ckpt'."
+)
 _SOCKETS = re.compile(
     r"gloo|nccl|connection (closed|reset|refused|was)|broken pipe|socket|timed out waiting|operation timed out", re.I
 )
