@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import gives_fresh_tensors, storage_roots
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.layout import is_dense
 from lightning_spmd.ir.node_info import TensorSpec, value_of
+from lightning_spmd.ir.same_value import same_tensor
 
 ALONE = "alone"
 """Key in ``node.meta``: the first run has seen that nothing else has the memory of the node's value."""
+ALIKE = "alike"
+"""Key in ``node.meta``: for each of :func:`orders_of`, whether what writes gave the same in the first run."""
+_MOST_BYTES = 1 << 28
+"""Of larger operands the first run makes no copy, to see that."""
 
 
 def in_place(graph: fx.Graph) -> dict[fx.Node, tuple[Any, tuple[Any, ...]]]:
@@ -52,24 +58,45 @@ def in_place(graph: fx.Graph) -> dict[fx.Node, tuple[Any, tuple[Any, ...]]]:
 
     found: dict[fx.Node, tuple[Any, tuple[Any, ...]]] = {}
     for node in graph.nodes:
-        may_write = roots[node] is node and node.args and private.is_operator(node.target) and not draws_random(node)
-        if may_write and (target := written_by(node.target)):
-            orders = [node.args, (node.args[1], node.args[0])] if _commutes(node) else [node.args]
-            fitting = [args for args in orders if is_free(args[0], node)]
-            if fitting:
-                found[node] = target, fitting[0]
+        alike = node.meta.get(ALIKE, ()) if roots[node] is node else ()
+        fitting = [args for args, same in zip(orders_of(node), alike, strict=False) if same and is_free(args[0], node)]
+        if fitting:
+            found[node] = written_by(node.target), fitting[0]
     return found
 
 
-def _commutes(node: fx.Node) -> bool:
-    value = value_of(node)
-    is_real = (
-        isinstance(value, TensorSpec) and not value.dtype.is_complex
-    )  # products of complex numbers round otherwise
-    return is_real and node.target in _COMMUTE and len(node.args) == 2 and not node.kwargs
+def orders_of(node: fx.Node) -> list[tuple[Any, ...]]:
+    """The arguments with which an operator that writes into the first of them may do the same as a node's."""
+    if not node.args or not private.is_operator(node.target) or draws_random(node) or not written_by(node.target):
+        return []
+    commutes = node.target in _COMMUTE and len(node.args) == 2 and not node.kwargs
+    return [node.args, (node.args[1], node.args[0])] if commutes else [node.args]
 
 
 _COMMUTE = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
+
+
+def writes_alike(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether the operator that writes into its first operand gives the same as another one, as these values show.
+
+    Not all do: torch rounds ``x.mul_(0.3)`` of bfloat16 otherwise than ``x * 0.3``, and quotients of complex numbers.
+
+    Args:
+        target: the other operator.
+        args: its arguments.
+        kwargs: likewise.
+        result: what it gave.
+    """
+    first = args[0]
+    if not isinstance(first, Tensor) or not isinstance(result, Tensor) or result.dtype.is_complex:
+        return False
+    if (first.shape, first.dtype, first.stride()) != (result.shape, result.dtype, result.stride()):
+        return False
+    if result.dtype.itemsize == 2 and result.dtype.is_floating_point:  # and what these values show may be zeros
+        others = (*args, *kwargs.values())
+        if not all(isinstance(other, Tensor) and other.dtype is result.dtype for other in others):
+            return False
+    return first.nbytes <= _MOST_BYTES and same_tensor(written_by(target)(first.clone(), *args[1:], **kwargs), result)
 
 
 @functools.cache

@@ -41,8 +41,8 @@ def graph_of(program: Callable[[fx.Graph, list[fx.Node]], Any], inputs: Sequence
     Seen(module).run(*(x.clone() for x in inputs))
     check = LayoutCheck(module)
     check.run(*(x.clone() for x in inputs))
-    for node in check.alone:
-        node.meta[ALONE] = True
+    for node in graph.nodes:
+        node.meta.update(check.seen.get(node.name, {}))
     return module
 
 
@@ -229,6 +229,20 @@ def test_products_of_complex_numbers_keep_their_order() -> None:
     module = graph_of(_product_with_dying, [x, y])
     assert not in_place(module.graph)
     _assert_the_same(module, [x, y])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_that_torch_rounds_otherwise_in_place_have_memory_of_their_own(dtype: torch.dtype) -> None:
+    def program(graph: fx.Graph, x: list[fx.Node]) -> Any:
+        dying = graph.call_function(aten.neg.default, (x[0],))
+        scaled = graph.call_function(aten.mul.Scalar, (dying, 0.3))
+        return graph.call_function(aten.mul.Tensor, (x[1], graph.call_function(aten.neg.default, (scaled,))))
+
+    for values in (torch.randn(64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)):  # zeros show nothing
+        inputs = [values.to(dtype), torch.tensor(12.0) ** -0.5]
+        module = graph_of(program, inputs)
+        assert [target for target, _ in in_place(module.graph).values()] == [aten.neg_.default]
+        _assert_the_same(module, inputs)
 
 
 def _product_with_dying(graph: fx.Graph, x: list[fx.Node]) -> Any:

@@ -82,8 +82,8 @@ def make_phases(
         if overlap == "auto" and after > (1 - WORTH_MOVING) * before:
             decision, chosen = Deferral(), plain
             notes = (
-                f"nothing moves, the network is fast enough: {before:.1f} ms a step by the measured times, {after:.1f} if "
-                "it did"
+                f"nothing moves, the network is fast enough: {before:.1f} ms a step by the measured times, and "
+                f"{after:.1f} if it did"
             )
     arrange(graph, dependences, chosen)
     verify_sharded(step)

@@ -379,3 +379,26 @@ class Transformed(Quiet):
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 def test_transforms_keep_no_views_of_parts(two_ranks: RankPool, plan: str) -> None:
     _equals_one_device(two_ranks, Transformed, {"data_parallel": plan}, max_epochs=1)
+
+
+# ---------------------------------------------------------------------- views of buffers in steps that end eagerly
+class KeepsNewest(Quiet):
+    """A queue of features, of which a view is kept; each step takes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self(batch[0])
+        for _ in range(self.global_step):
+            hidden = hidden.tanh()
+        loss = F.cross_entropy(hidden, batch[1]) + (hidden - self.queue.mean()).square().mean()
+        self.queue.add_(hidden.detach().mean(0))
+        self.newest = self.queue[1:]
+        self.log("newest", self.newest.sum())
+        return loss
+
+
+def test_a_view_of_a_written_buffer_is_kept_where_a_step_takes_a_way_that_none_took() -> None:
+    assert_as_eager(KeepsNewest, max_epochs=2)

@@ -68,7 +68,8 @@ class EagerRun:
             with step.memory.as_it_was():
                 for note in step.notes:
                     for source, after in wanted - then.keys():
-                        if after <= note.depth and self._may_write(note, source):
+                        is_there = type(source) is not Made or source.depth < note.depth
+                        if is_there and after <= note.depth and self._may_write(note, source):
                             then[source, after] = values.of(source).clone()
                     values.run(note, step.numbers_of(note))
             for note in step.notes:

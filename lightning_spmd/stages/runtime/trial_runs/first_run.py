@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
+from lightning_spmd.ir.in_place import ALIKE, ALONE, orders_of, writes_alike
 from lightning_spmd.ir.layout import has_layout, in_layout
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import GraphInput, Signature
@@ -36,7 +37,8 @@ class LayoutCheck(SizedInterpreter):
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
         self.repairs: list[fx.Node] = []
-        self.alone: list[fx.Node] = []
+        self.seen: dict[str, dict[str, Any]] = {}
+        """By the name of a node, what ``in_place.py`` asks of it in ``node.meta``."""
         self._roots = storage_roots(graph_module.graph)
         self._written: set[fx.Node] = set()
 
@@ -52,13 +54,23 @@ class LayoutCheck(SizedInterpreter):
             or UNCHECKED in n.meta
         ):
             return value
-        if self._roots[n] is n and private.is_memory_its_own(value):
-            self.alone.append(n)
+        if self._roots[n] is n:
+            self._look_at(n, value)
         spec = in_this_step(spec)
         if self._roots[n] is not n or value.shape != spec.shape or has_layout(value, spec):
             return value  # of another shape is what a kernel keeps for its backward (cuDNN's reserve): nobody else's
         self.repairs.append(n)
         return in_layout(value, spec)
+
+    def _look_at(self, n: fx.Node, value: Tensor) -> None:
+        """Whether a value has its memory alone, and could have been written into an operand's."""
+        seen = self.seen.setdefault(n.name, {})
+        if private.is_memory_its_own(value):
+            seen[ALONE] = True
+        if orders := orders_of(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            given = [args, args[::-1]][: len(orders)]
+            seen[ALIKE] = tuple([writes_alike(n.target, each, kwargs, value) for each in given])
 
     def written_inputs(self, signature: Signature) -> list[GraphInput]:
         """The inputs that operators wrote into so far."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_spmd.ir.in_place import ALONE
 from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.trial_runs.first_run import LayoutCheck, insert_repairs
 from lightning_spmd.stages.runtime.trial_runs.profile import RUNS, Profile, Whole
@@ -72,11 +71,9 @@ class FirstRun:
     def ended(self) -> IterationGraphs:
         """The run is over. Returns the graphs from now on."""
         check, graph_module = self._check, self._graphs.main.graph_module
-        repairs, alone = ([], []) if check is None else (check.repairs, check.alone)
-        names, their_own = ({node.name for node in nodes} for nodes in (repairs, alone))
+        names = set() if check is None else {node.name for node in check.repairs}
         for node in graph_module.graph.nodes:
-            if node.name in their_own:
-                node.meta[ALONE] = True
+            node.meta.update({} if check is None else check.seen.get(node.name, {}))
         if repaired := [node for node in graph_module.graph.nodes if node.name in names]:
             self._on_repairs(repaired)
             insert_repairs(graph_module, repaired)
