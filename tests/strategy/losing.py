@@ -76,7 +76,8 @@ def main(how: str) -> None:
         control.LOOK_AROUND, control.SAY_SO, ranks.LOOK_AROUND = timedelta(seconds=0.3), 2.0, timedelta(seconds=0.3)
     trainer = L.Trainer(
         strategy="spmd_zero3" if how in ("sums a weight", "saves") else "spmd", devices=2, max_epochs=1,
-        limit_val_batches=0 if how != "validates" else 2, num_sanity_val_steps=0, callbacks=[Ends(how)], use_distributed_sampler=False, **QUIET,
+        limit_val_batches=2 if how == "validates" else 0, num_sanity_val_steps=0, callbacks=[Ends(how)],
+        use_distributed_sampler=False, **QUIET,
     )  # fmt: skip
     begun = time.monotonic()
     try:
