@@ -14,7 +14,7 @@ from lightning_spmd.ir.operators.ctc import PAD_TARGETS
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.reads_and_sizes.watched import MOVED, TOLD, Watched
-from tests.strategy.small import BATCHES, ROWS, assert_as_eager, rows, run
+from tests.strategy.small import BATCHES, ROWS, Quiet, assert_as_eager, rows, run
 
 
 class MaskedLoss(Watched):
@@ -188,3 +188,27 @@ def test_what_looks_at_the_order_gathers(two_ranks: RankPool) -> None:
     for _, _, told in found:
         for ours, wanted in zip(told, theirs, strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+class PutsRows(Quiet):
+    """Chosen rows of split features go through a whole layer, and into zeros like the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = nn.Linear(10, 10, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        out, chosen = torch.zeros_like(h), h[:, 0] > 0
+        out[chosen] = self.expert(h[chosen])
+        return self.last(out + h)
+
+
+def test_zeros_like_split_features_take_sums_of_chosen_rows(two_ranks: RankPool) -> None:
+    plan = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"first": "colwise", "last": "rowwise"}}
+    results = two_ranks.run(run, PutsRows, plan, 2, data=_loader, max_epochs=1)
+    assert_equals_one_device(results, run(PutsRows, "auto", data=_loader, max_epochs=1))
+
+
+def _loader() -> InOrder:
+    return InOrder(rows(), ROWS)

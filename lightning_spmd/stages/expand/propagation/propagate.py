@@ -34,7 +34,18 @@ from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named
-from lightning_spmd.ir.placement import CHUNK, OWN, PARTIAL, REPLICATE, Chosen, Partial, Placement, Replicate, Shard
+from lightning_spmd.ir.placement import (
+    CHUNK,
+    OWN,
+    PARTIAL,
+    REPLICATE,
+    Chosen,
+    Chunk,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.ir.signature import GraphInput, InputRole, OutputRole
 from lightning_spmd.stages.expand.axis_plan import AxisPlan, result_is_the_operand
@@ -47,6 +58,7 @@ from lightning_spmd.stages.expand.propagation.own_batches import layout_of_own
 from lightning_spmd.stages.expand.propagation.placing import UPDATE, Placing, StartAgain, is_read_by_update_alone
 from lightning_spmd.stages.expand.rows import chosen, routing
 from lightning_spmd.stages.expand.rules import layouts_of
+from lightning_spmd.stages.expand.rules.factories import emit_zeros
 from lightning_spmd.stages.expand.rules.registered import registered_layouts
 
 
@@ -146,7 +158,8 @@ class Propagation(Placing):
             self._choose(call, Layout((CHUNK,), (CHUNK,)))
             return
         if call.forced == PARTIAL:  # zeros, to which partial sums are added
-            self._choose(call, Layout(tuple(call.current), (PARTIAL,)))
+            is_like_a_part = any(isinstance(p, Chunk | Shard) for p in call.current)
+            self._choose(call, Layout(tuple(call.current), (PARTIAL,), emit_zeros if is_like_a_part else None))
             return
         everywhere = Layout((REPLICATE,) * len(call.operands), (REPLICATE,) * max(len(call.outputs), 1))
         written = written_arguments(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from lightning_spmd.ir.placement import REPLICATE, Shard
 from lightning_spmd.ir.reads import READ
@@ -21,6 +22,12 @@ def create(call: OpCall) -> list[Layout]:
     if isinstance(call.forced, Shard):
         found.append(Layout(operands, (call.forced,)))
     return found
+
+
+def emit_zeros(call: LocalCall) -> list[fx.Node | None]:
+    """As large as the result is on this rank, whatever part of it the operand is (``zeros_like``)."""
+    spec = call.outputs[0]
+    return [call.call(aten.zeros.default, call.output_shape(), dtype=spec.dtype, device=spec.device)]
 
 
 def read(call: OpCall) -> list[Layout]:
