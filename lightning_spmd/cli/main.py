@@ -17,6 +17,7 @@ import lightning_spmd  # registers the strategies that a recipe names
 from lightning_spmd.cli import compare, plan
 from lightning_spmd.cli.encodings import write_whatever_comes
 from lightning_spmd.cli.first_steps import refusals_in_one_line
+from lightning_spmd.cli.one_line import COMMANDS
 from lightning_spmd.cli.own_modules import classes_beside
 from lightning_spmd.cli.recipe_cli import RecipeCLI, with_class_for_name
 from lightning_spmd.cli.recipe_files import mistake_in_recipes
@@ -81,6 +82,7 @@ def _command(arguments: list[str], as_the_process_has_them: bool) -> None:
                     "prog": "lightning-spmd",
                     "description": DESCRIPTION + ", ".join(named_recipes()),
                     "version": version_text(),
+                    "usage": f"lightning-spmd {{{','.join(COMMANDS)}}} --config RECIPE [options]",
                     **usage,
                 },
             )

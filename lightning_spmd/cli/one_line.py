@@ -43,7 +43,7 @@ _PLACED = re.compile(r"unrecognized arguments: ([^-\s]\S*)")
 _FLAG = re.compile(r"NestedArg\(key='[^']*', val='?(.*?)'?\)$", re.MULTILINE)
 _COMMAND = re.compile(r"argument subcommand: invalid choice: '(.*?)'|expected \"subcommand\" to be one of")
 _NOTHING = re.compile(r"the following arguments are required: (?:\w+\.)?model$")
-_COMMANDS = ("fit", "validate", "test", "predict", "compare", "plan")
+COMMANDS = ("fit", "validate", "test", "predict", "compare", "plan")
 _LONGEST = 400
 
 
@@ -106,10 +106,10 @@ def one_line(message: str, options: Iterable[str]) -> str:
 def _no_command(given: str | None) -> str:
     """A command that does not exist, or none at all."""
     if given is None:
-        return f"which command? There are {', '.join(_COMMANDS)}: lightning-spmd fit --config RECIPE"
-    near = _near([given], _COMMANDS)
+        return f"which command? There are {', '.join(COMMANDS)}: lightning-spmd fit --config RECIPE"
+    near = _near([given], COMMANDS)
     hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{given}: there is no such command.{hint} There are {', '.join(_COMMANDS)}"
+    return f"{given}: there is no such command.{hint} There are {', '.join(COMMANDS)}"
 
 
 def _unknown_key(path: str, message: str, options: list[str]) -> str:
