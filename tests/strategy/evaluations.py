@@ -45,7 +45,9 @@ class InGraphs(SPMDStrategy):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._evaluation = EvaluationInGraphs(self._layout, self.layer_sharing, StepsInGraphs(), self._new_evaluation)
+        self._evaluation = EvaluationInGraphs(
+            self._layout, self.layer_sharing, StepsInGraphs(), self._wholes, self._new_evaluation
+        )
 
     @property
     def eager_steps(self) -> int:

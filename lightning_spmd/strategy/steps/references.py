@@ -25,18 +25,13 @@ class _Reference:
 
     Args:
         part: what the user's code keeps.
-        whole: all of it.
-        own: of the whole, what this rank's part was then.
+        whole: all of it. Nothing else has its memory: the steps' search for tensors that share some passes it by.
+        then: of a result of torch's, whose whole does not tell what this rank's part was, the part.
     """
 
     part: weakref.ref[DTensor]
     whole: Tensor
-    own: Tensor
-
-    def has_changed(self) -> bool:
-        """Whether something has been written into this rank's part."""
-        part = self.part()
-        return part is not None and not torch.equal(_bits(private.local_tensor(part)), _bits(self.own))
+    then: Tensor | None
 
 
 class References:
@@ -54,7 +49,7 @@ class References:
         self._are_compared = False
 
     def begin(self) -> None:
-        """A step begins; before it, or behind a hook within, references may have been written to."""
+        """A step begins; since the last one references may have been written to."""
         self._are_compared = False
 
     def has(self, part: DTensor) -> bool:
@@ -81,21 +76,27 @@ class References:
         """Forget what has changed on any rank, and what no rank has any more; all ranks call this."""
         if not self._known:
             return
-        found = [[each.has_changed(), each.part() is not None] for each in self._known]
+        found = [[self._has_changed(each), each.part() is not None] for each in self._known]
         anywhere = torch.tensor(found, dtype=torch.int32, device=device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         pairs = zip(self._known, anywhere.tolist(), strict=True)
         self._known = [each for each, (is_changed, is_there) in pairs if is_there and not is_changed]
         self._by_id = {id(part): each for each in self._known if (part := each.part()) is not None}
 
+    def _has_changed(self, reference: _Reference) -> bool:
+        """Whether something has been written into this rank's part."""
+        part = reference.part()
+        if part is None:
+            return False
+        then = reference.then
+        if then is None:
+            then = local_piece(reference.whole, self._state.placements_of(part), self._state.axes)
+        return not torch.equal(_bits(private.local_tensor(part)), _bits(then))
+
     def _gathered(self, part: DTensor) -> _Reference:
         whole = self._state.gathered(part).detach()
-        local = private.local_tensor(part).detach()
-        if not self._state.is_state(part):
-            return _Reference(weakref.ref(part), whole, local.clone())
-        return _Reference(
-            weakref.ref(part), whole, local_piece(whole, self._state.placements_of(part), self._state.axes)
-        )
+        then = None if self._state.is_state(part) else private.local_tensor(part).detach().clone()
+        return _Reference(weakref.ref(part), whole, then)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
