@@ -623,7 +623,8 @@ class Following:
         def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
             source = step.source_if_known(tensor)
             if source is None and isinstance(tensor, DTensor):  # no rank has all of it: a graph tells it
-                source = step.source_of(step.called(Tensor.detach, (tensor,), {}))
+                with private.no_torch_functions():
+                    source = step.source_of(step.called(Tensor.detach, (tensor,), {}))
             if source is None:  # it is told as it is now, whoever writes into it later
                 return step.reads.value_now(tensor)
             return wants.setdefault(Want(source, role, len(step.notes)), len(wants))

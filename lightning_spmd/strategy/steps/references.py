@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.parallel.pieces import local_piece
-from lightning_spmd.parallel.state import StateMesh
+from lightning_spmd.parallel.state import Placements, StateMesh
 
 
 @dataclass(eq=False, slots=True)
@@ -26,11 +26,13 @@ class _Reference:
     Args:
         part: what the user's code keeps.
         whole: all of it. Nothing else has its memory: the steps' search for tensors that share some passes it by.
+        placements: of the part.
         then: of a result of torch's, whose whole does not tell what this rank's part was, the part.
     """
 
     part: weakref.ref[DTensor]
     whole: Tensor
+    placements: Placements
     then: Tensor | None
 
 
@@ -59,7 +61,7 @@ class References:
 
     def whole_of(self, part: DTensor) -> Tensor:
         """The whole of one, gathered by all ranks where it is new or was written to; they compare once a step."""
-        with torch.no_grad():
+        with torch.no_grad(), private.disable_dispatch_modes(), private.no_torch_functions():
             if not self._are_compared:
                 self._compare(private.local_tensor(part).device)
                 self._are_compared = True
@@ -90,13 +92,14 @@ class References:
             return False
         then = reference.then
         if then is None:
-            then = local_piece(reference.whole, self._state.placements_of(part), self._state.axes)
+            then = local_piece(reference.whole, reference.placements, self._state.axes)
         return not torch.equal(_bits(private.local_tensor(part)), _bits(then))
 
     def _gathered(self, part: DTensor) -> _Reference:
         whole = self._state.gathered(part).detach()
-        then = None if self._state.is_state(part) else private.local_tensor(part).detach().clone()
-        return _Reference(weakref.ref(part), whole, then)
+        if self._state.is_state(part):
+            return _Reference(weakref.ref(part), whole, self._state.placements_of(part), None)
+        return _Reference(weakref.ref(part), whole, (), private.local_tensor(part).detach().clone())
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

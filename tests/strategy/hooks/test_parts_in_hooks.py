@@ -652,8 +652,10 @@ class KeepsSums(Sees):
         self.norm = self.first.weight.detach().norm()
         self.sums = [p.detach().sum() for p in self.parameters()]
         self.zeros = torch.zeros_like(self.last.weight.detach())
+        self.only_logged = self.first.weight.detach().norm()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("only_logged", self.only_logged)
         signs = torch.copysign(self.last.weight, self.zeros).sum()
         return super().training_step(batch, batch_idx) + (self.norm + self.sums[1]) * self.last.bias.sum() + signs
 
