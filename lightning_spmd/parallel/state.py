@@ -15,8 +15,8 @@ graph                    DTensor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -177,13 +177,37 @@ class StateMesh:
                 for p, a in zip(placements[:i], self.axes[:i], strict=True):
                     if isinstance(p, Shard) and p.dim == placement.dim:
                         size = a.shard_size(size, p.outer)
-                holders = axis.chunks if isinstance(placement, Chunk) else axis
+                holders = _holders(axis, placement)
                 value = _joined(value, placement, holders, size, self.mesh.group(holders.name))
         return in_layout(value, TensorSpec.of(tensor))
 
     def gathered(self, part: DTensor) -> Tensor:
         """The same of any DTensor, which may be a result of torch's, added up if it is a sum."""
         return self.whole(part) if self.is_state(part) else part.full_tensor()
+
+    @torch.no_grad()
+    def gathered_together(self, parts: Sequence[DTensor]) -> list[Tensor]:
+        """The same of several, with one collective for all of a dtype that one axis splits."""
+        groups: dict[Any, list[_Split]] = {}
+        found: dict[int, Tensor] = {}
+        for part in parts:
+            placements = self.placements_of(part) if self.is_state(part) else ()
+            pairs = zip(placements, self.axes, strict=False)
+            split = [_Split(part, p, _holders(axis, p)) for p, axis in pairs if isinstance(p, Chunk | Shard)]
+            if len(split) == 1:
+                groups.setdefault((split[0].holders.name, part.dtype, part.device), []).append(split[0])
+            else:
+                found[id(part)] = self.gathered(part)
+        for group in groups.values():
+            sent = [_sent(private.local_tensor(each.part).detach(), *each.where) for each in group]
+            flat = torch.cat([each.reshape(-1) for each in sent])
+            rows = [torch.empty_like(flat) for _ in range(group[0].holders.size)]
+            dist.all_gather(rows, flat, group=self.mesh.group(group[0].holders.name))
+            by_part = zip(*(row.split([each.numel() for each in sent]) for row in rows), strict=True)
+            for each, one, pieces in zip(group, sent, by_part, strict=True):
+                value = _put_together([piece.view(one.shape) for piece in pieces], *each.where)
+                found[id(each.part)] = in_layout(value, TensorSpec.of(each.part))
+        return [found[id(part)] for part in parts]
 
     def is_state(self, part: DTensor) -> bool:
         """Whether a DTensor is as this package makes them; others are results of torch's."""
@@ -202,18 +226,52 @@ def _axis_of(dimension: str) -> str | None:
     return first(_CHUNKED, "chunked dimension") if dimension == SHARD else dimension
 
 
+class _Split(NamedTuple):
+    """A tensor that one axis splits.
+
+    Args:
+        part: this rank's.
+        placement: on that axis.
+        holders: the ranks with parts.
+    """
+
+    part: DTensor
+    placement: Chunk | Shard
+    holders: ShardAxis
+
+    @property
+    def where(self) -> tuple[Chunk | Shard, ShardAxis, int]:
+        """How it is put together."""
+        return self.placement, self.holders, self.part.shape[self.placement.dim]
+
+
+def _holders(axis: ShardAxis, placement: Chunk | Shard) -> ShardAxis:
+    """The ranks that hold parts, which with hybrid sharding are not all of an axis."""
+    return axis.chunks if isinstance(placement, Chunk) else axis
+
+
 def _joined(value: Tensor, placement: Chunk | Shard, axis: ShardAxis, size: int, group: Any) -> Tensor:
     """What the ranks of one axis hold, put together along a dimension of ``size``."""
+    sent = _sent(value, placement, axis, size)
+    parts = [torch.empty_like(sent) for _ in range(axis.size)]
+    dist.all_gather(parts, sent, group=group)
+    return _put_together(parts, placement, axis, size)
+
+
+def _sent(value: Tensor, placement: Chunk | Shard, axis: ShardAxis, size: int) -> Tensor:
+    """A rank's part as the others get it: all of one size."""
+    if not isinstance(placement, Chunk):
+        return value.contiguous()
     dim = placement.dim
+    padded = value.new_zeros((*value.shape[:dim], axis.chunk_size(size), *value.shape[dim + 1 :]))
+    padded.narrow(dim, 0, value.shape[dim]).copy_(value)
+    return padded
+
+
+def _put_together(parts: Sequence[Tensor], placement: Chunk | Shard, axis: ShardAxis, size: int) -> Tensor:
+    """The value of which the ranks have sent these parts."""
     if isinstance(placement, Chunk):
-        longest = axis.chunk_size(size)
-        padded = value.new_zeros((*value.shape[:dim], longest, *value.shape[dim + 1 :]))
-        padded.narrow(dim, 0, value.shape[dim]).copy_(value)
-        parts = [torch.empty_like(padded) for _ in range(axis.size)]
-        dist.all_gather(parts, padded, group=group)
-        return joined([p.narrow(dim, 0, axis.chunk(size, r)[1]) for r, p in enumerate(parts)], placement)
-    parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(axis.size)]
-    dist.all_gather(parts, value.contiguous(), group=group)
+        parts = [p.narrow(placement.dim, 0, axis.chunk(size, rank)[1]) for rank, p in enumerate(parts)]
     return joined(parts, placement)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Shard as TorchShard
 
-from lightning_spmd.ir.placement import ShardAxis
-from lightning_spmd.parallel.state import BlockShard
+from lightning_spmd.ir.placement import CHUNK, REPLICATE, Shard, ShardAxis
+from lightning_spmd.parallel.mesh import make_mesh
+from lightning_spmd.parallel.state import BlockShard, StateMesh
 from tests.helpers.ranks import RankPool
 
 AXIS = ShardAxis("tensor_parallel", 2, 0, "", ())
@@ -42,3 +45,35 @@ def _kinds_of_one_shape(shapes: int) -> list[tuple[int, ...]]:
 def test_tensors_of_one_shape_keep_their_own_placements(two_ranks: RankPool) -> None:
     """The operator cache of torch finds entries by hash but compares everything on the way with ``==``."""
     assert two_ranks.run(_kinds_of_one_shape, 400) == [[], []]
+
+
+def _differences(sizes: dict[str, int], shard: int | None) -> list[int]:
+    """Which of many parts come out otherwise when they are gathered together than one by one."""
+    init_device_mesh("cpu", (4,))
+    state = StateMesh(make_mesh(sizes, dist.get_rank(), "cpu", "gloo", shard))
+    names = [axis.name for axis in state.axes]
+    generator = torch.Generator().manual_seed(0)
+    wholes, parts = [], []
+    for shape, dtype in [
+        ((7, 4), torch.float32),
+        ((4,), torch.float32),
+        ((1, 6), torch.float32),
+        ((8, 6), torch.bfloat16),
+    ]:
+        for kind in (CHUNK, Shard(len(shape) - 1), REPLICATE):
+            placements = tuple(kind if (name == "data_parallel") is (kind == CHUNK) else REPLICATE for name in names)
+            wholes.append(torch.randn(shape, generator=generator).to(dtype))
+            parts.append(state.shard(wholes[-1], placements))
+    in_parts = [(whole, part) for whole, part in zip(wholes, parts, strict=True) if isinstance(part, DTensor)]
+    found = state.gathered_together([part for _, part in in_parts])
+    assert len(in_parts) > 3
+    dist.destroy_process_group()
+    return [i for i, ((whole, _), one) in enumerate(zip(in_parts, found, strict=True)) if not torch.equal(whole, one)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shard"),
+    [({"data_parallel": 4}, None), ({"data_parallel": 4}, 2), ({"data_parallel": 2, "tensor_parallel": 2}, None)],
+)
+def test_parts_that_are_gathered_together(four_ranks: RankPool, sizes: dict[str, int], shard: int | None) -> None:
+    assert four_ranks.run(_differences, sizes, shard) == [[]] * 4

@@ -7,6 +7,7 @@ and the part of one rank may change alone. So all ranks compare their parts with
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,14 @@ class _Reference:
         whole: all of it. Nothing else has its memory: the steps' search for tensors that share some passes it by.
         placements: of the part.
         then: of a result of torch's, whose whole does not tell what this rank's part was, the part.
+        is_met: whether a step has met it since ranks compared.
     """
 
     part: weakref.ref[DTensor]
     whole: Tensor
     placements: Placements
     then: Tensor | None
+    is_met: bool = False
 
 
 class References:
@@ -66,23 +69,34 @@ class References:
                 self._compare(private.local_tensor(part).device)
                 self._are_compared = True
             if not self.has(part):
-                self._known.append(self._gathered(part))
+                self._known += self._gathered([part])
                 self._by_id[id(part)] = self._known[-1]
-        return self._by_id[id(part)].whole
+        found = self._by_id[id(part)]
+        found.is_met = True
+        return found.whole
 
     def let_go(self) -> None:
         """The run is over."""
         self._known, self._by_id = [], {}
 
     def _compare(self, device: torch.device) -> None:
-        """Forget what has changed on any rank, and what no rank has any more; all ranks call this."""
+        """Gather what has changed on any rank, and forget what no rank has any more; all ranks call this."""
         if not self._known:
             return
-        found = [[self._has_changed(each), each.part() is not None] for each in self._known]
-        anywhere = torch.tensor(found, dtype=torch.int32, device=device)
+        parts = [each.part() for each in self._known]  # which live as long as this takes
+        mine = [[self._has_changed(each), each.part() is not None, each.part() is None] for each in self._known]
+        anywhere = torch.tensor(mine, dtype=torch.int32, device=device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-        pairs = zip(self._known, anywhere.tolist(), strict=True)
-        self._known = [each for each, (is_changed, is_there) in pairs if is_there and not is_changed]
+        kept: list[_Reference] = []
+        again: list[DTensor] = []
+        for each, part, (is_changed, is_there, is_gone) in zip(self._known, parts, anywhere.tolist(), strict=True):
+            if is_there and not is_changed:
+                kept.append(each)
+            elif part is not None and not is_gone and each.is_met:  # in the step before: likely in this one, too
+                again.append(part)
+        self._known = kept + self._gathered(again)
+        for each in self._known:
+            each.is_met = False
         self._by_id = {id(part): each for each in self._known if (part := each.part()) is not None}
 
     def _has_changed(self, reference: _Reference) -> bool:
@@ -95,11 +109,14 @@ class References:
             then = local_piece(reference.whole, reference.placements, self._state.axes)
         return not torch.equal(_bits(private.local_tensor(part)), _bits(then))
 
-    def _gathered(self, part: DTensor) -> _Reference:
-        whole = self._state.gathered(part).detach()
-        if self._state.is_state(part):
-            return _Reference(weakref.ref(part), whole, self._state.placements_of(part), None)
-        return _Reference(weakref.ref(part), whole, (), private.local_tensor(part).detach().clone())
+    def _gathered(self, parts: Sequence[DTensor]) -> list[_Reference]:
+        found: list[_Reference] = []
+        for part, whole in zip(parts, self._state.gathered_together(parts), strict=True):
+            is_state = self._state.is_state(part)
+            placements = self._state.placements_of(part) if is_state else ()
+            then = None if is_state else private.local_tensor(part).detach().clone()
+            found.append(_Reference(weakref.ref(part), whole.detach(), placements, then))
+        return found
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
