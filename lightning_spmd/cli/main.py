@@ -8,6 +8,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import lightning
 import torch
@@ -69,7 +70,11 @@ def _command(arguments: list[str], as_the_process_has_them: bool) -> None:
     given = with_class_for_name(arguments)
     cli = RecipeCLI.calling(given)
     # A mistake is answered with usage and message: the full usage, 60 lines of options, would hide the message.
-    usage = {name: {"usage": f"lightning-spmd {name} --config RECIPE [options]"} for name in cli.subcommands()}
+    usage: dict[str, Any] = {
+        name: {"usage": f"lightning-spmd {name} --config RECIPE [options]"} for name in cli.subcommands()
+    }
+    if "".join(arguments[:1]) not in COMMANDS:  # argparse would call each subcommand by this line
+        usage["usage"] = f"lightning-spmd {{{','.join(COMMANDS)}}} --config RECIPE [options]"
     with warnings.catch_warnings():
         # Lightning means callers from Python; here the arguments are the process's own, with a name spelt out.
         warnings.filterwarnings("ignore", message=".*parameter is intended to run from within Python.*")
@@ -82,7 +87,6 @@ def _command(arguments: list[str], as_the_process_has_them: bool) -> None:
                     "prog": "lightning-spmd",
                     "description": DESCRIPTION + ", ".join(named_recipes()),
                     "version": version_text(),
-                    "usage": f"lightning-spmd {{{','.join(COMMANDS)}}} --config RECIPE [options]",
                     **usage,
                 },
             )
