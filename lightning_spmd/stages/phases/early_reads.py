@@ -47,8 +47,8 @@ def gather_reads(graph: fx.Graph) -> None:
         if not hands_over(node):
             continue
         at, last, held = len(order) - 1, node, 0
-        for other in reads[reads.index(node) + 1 :]:
-            needed = [n for n in table.order if n in table.origins([other]) - placed - {other}]
+        for other in (read for read in reads if read not in placed):
+            needed = sorted(table.origins([other]) - placed - {other}, key=table.position.__getitem__)
             held += _bytes_of(needed, table)
             # numbers that Python sends behind a read are those that it computes with its value
             if last.users or held > MOST_BYTES or not all(is_pure(n) and _cannot_fail(n, table) for n in needed):

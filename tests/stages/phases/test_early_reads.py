@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from lightning_spmd.ir.dependence import Dependences
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.reads import HandOver, hands_over
 from lightning_spmd.ir.source import function_of
@@ -139,3 +140,17 @@ def test_what_is_large_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_reads, "MOST_BYTES", 40)  # a mask and its count have 14
     gather_reads(module.graph)
     assert [len(handed) for handed in _values_of(module)[0]] == [3, 1]
+
+
+def test_what_a_read_needs_is_looked_for_once_or_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def many(graph: fx.Graph, x: fx.Node, reads: list[Any]) -> Any:
+        for _ in range(10):
+            _counts_in_a_loop(graph, x, reads)
+            x = graph.call_function(aten.index_select.default, (x, 0, graph.call_function(aten.arange.default, (4,))))
+        return x
+
+    asked: list[Any] = []
+    origins = Dependences.origins
+    monkeypatch.setattr(Dependences, "origins", lambda self, ends: origins(self, asked.append(ends) or ends))
+    gather_reads(_graph_of(many).graph)
+    assert len(asked) <= 80
