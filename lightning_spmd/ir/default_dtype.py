@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
 
 import torch
+from torch import fx
+
+from lightning_spmd.ir.node_info import info_of
 
 
 @contextlib.contextmanager
@@ -26,3 +31,19 @@ def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def as_recorded(node: fx.Node, called: Callable[..., Any]) -> Callable[..., Any]:
+    """What a node calls, under the default that an operator of others was called under.
+
+    Args:
+        node: of a graph.
+        called: its target, or what does the same.
+    """
+    dtype = info_of(node).default
+    return called if dtype is torch.float32 else functools.partial(_call, dtype, called)
+
+
+def _call(dtype: torch.dtype, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with default_dtype(dtype):
+        return called(*args, **kwargs)

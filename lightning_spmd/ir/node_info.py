@@ -48,11 +48,13 @@ class NodeInfo:
         module: fully qualified name of the module whose forward made it (for backward nodes, whose gradient it
             computes).
         source: ``file:line`` of the user's code, empty if unknown.
+        default: torch's default dtype where an operator of others was called.
     """
 
     section: Section
     module: str = ""
     source: str = ""
+    default: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 from typing_extensions import override
 
-from lightning_spmd.ir.node_info import TensorSpec, named, tell_place
+from lightning_spmd.ir.default_dtype import default_dtype
+from lightning_spmd.ir.node_info import TensorSpec, info_of, named, tell_place
 
 Dimension = tuple[int, int]
 """A tensor leaf of the batch by its position among them, and a dimension of it."""
@@ -258,7 +259,8 @@ class SizedInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """One node."""
         try:
-            return super().run_node(n)
+            with default_dtype(info_of(n).default):
+                return super().run_node(n)
         except Exception as error:
             tell_place(error, named(n))
             raise

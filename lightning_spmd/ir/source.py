@@ -22,6 +22,7 @@ from torch import fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.bindings import METHOD, binding_of
+from lightning_spmd.ir.default_dtype import as_recorded
 from lightning_spmd.ir.in_place import in_place
 from lightning_spmd.ir.node_info import named, spec_of, tell_place
 from lightning_spmd.ir.reads import hands_over
@@ -214,7 +215,7 @@ class _Writer:
             return f"{arguments[0]}.{method}({', '.join(arguments[1:])})"
         elif binding is not None:
             called = binding
-        return f"{self._constant(called, _name_of(target))}({', '.join(arguments)})"
+        return f"{self._constant(as_recorded(node, called), _name_of(target))}({', '.join(arguments)})"
 
     def _value(self, argument: object) -> str:
         """The source of an argument."""

@@ -9,6 +9,7 @@ it, in-place operators included, so the graph replayed on the same inputs is bit
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,12 +20,13 @@ from torch import Tensor, fx
 from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
 from lightning_spmd.errors import CaptureError
+from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.ir.operators import onednn_lstm
 from lightning_spmd.ir.reads import READ
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar, Number, scalar_of
-from lightning_spmd.stages.capture.record.default_dtype import with_dtype
+from lightning_spmd.stages.capture.record.default_dtype import decided_dtype, saying
 from lightning_spmd.stages.capture.record.fake_calls import FakeCalls, flat, mapped
 from lightning_spmd.stages.capture.record.function_calls import FunctionCalls
 from lightning_spmd.stages.capture.record.known_values import KnownValues, draw_key
@@ -33,6 +35,7 @@ from lightning_spmd.stages.capture.sizes.symbolic_batch import as_argument
 from lightning_spmd.stages.capture.user_code import user_location
 
 aten = torch.ops.aten
+_CAST = aten._to_copy.default  # noqa: SLF001 - an operator's public name
 _DEVICE = torch.ops.prim.device.default
 
 # Aliases without effect below autograd: recording them would only cost a call a step.
@@ -271,13 +274,30 @@ class Recorder(private.TorchDispatchMode):
         key = draw_key(func, plain_args, plain_kwargs)
         if key is not None and key in self._draws:
             return self._repeat_draw(func, self._draws[key], args, out)
-        node = self.graph.call_function(func, node_args, with_dtype(func, entries, node_kwargs, out))
+        if (dtype := decided_dtype(entries, out)) is not None:
+            node_args, node_kwargs = self._under_any_default(func, args, kwargs, dtype, out)
+        node = self.graph.call_function(func, node_args, node_kwargs)
         node.meta["info"] = self.info()
+        if func.namespace != "aten":  # who knows what it makes inside
+            node.meta["info"] = dataclasses.replace(node.meta["info"], default=torch.get_default_dtype())
         self._bind_outputs(node, out)
         if key is not None:
             self._draws[key] = node
         self.known.follow(func, plain_args, plain_kwargs, entries, out)
         return out
+
+    def _under_any_default(self, func: Any, args: Any, kwargs: Any, dtype: torch.dtype, out: Any) -> tuple[Any, Any]:
+        """The arguments of a call whose result has a dtype because of torch's default, which graphs do not have."""
+        args, kwargs = saying(func, args, kwargs, dtype, lambda x, dtype: self._record(_CAST, (x,), {"dtype": dtype}))
+        with default_dtype(torch.float32):
+            again = self.calls.make(func, mapped(_plain_number, args), mapped(_plain_number, kwargs))
+        if _specs(again) != _specs(out):
+            raise CaptureError(
+                f"{func}{self._place()} gives {dtype} because of torch's default dtype; convert its operands, as by "
+                f"x.to({dtype})",
+                self._location(),
+            )
+        return mapped(self.argument, args), mapped(self.argument, kwargs)
 
     def _bind_outputs(self, node: fx.Node, out: Any) -> None:
         if isinstance(out, Tensor):
@@ -325,6 +345,10 @@ class Recorder(private.TorchDispatchMode):
         node.meta["info"] = self.info()
         self._bind_outputs(node, out)
         return out
+
+
+def _specs(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, TensorSpec.of, value)
 
 
 def _plain_number(value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
+from lightning_spmd.ir.default_dtype import as_recorded
 from lightning_spmd.ir.source import function_of
 from lightning_spmd.stages.runtime.cuda_graphs.recordable import Piece, Plan
 
@@ -131,7 +132,7 @@ class Recorded:
             self.at = node
             target: Any = node.target
             args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)  # type: ignore[misc]
-            self._values[node] = target(*args, **kwargs)
+            self._values[node] = as_recorded(node, target)(*args, **kwargs)
             del args, kwargs
             for operand in dying.get(node, ()):
                 if operand not in kept:
