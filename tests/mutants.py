@@ -1,7 +1,7 @@
 """Faults that the tests must notice, planted one at a time: ``python -m tests.mutants``.
 
 Each is a small change of the source that makes training wrong, or takes away what would tell. Every fault is written
-into a copy of the package in a temporary folder, where the default tests run until one fails: those first that are
+into a copy of the package in a temporary folder, where all tests but the long ones run until one fails: those first that are
 likely to notice, then the rest. What noticed goes to standard output.
 
     python -m tests.mutants                       # all of them

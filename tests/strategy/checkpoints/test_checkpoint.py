@@ -226,7 +226,7 @@ def _grown(folder: Path, strategy: Any, devices: int = 1) -> tuple[Result, list[
     return resumed, module.at_start
 
 
-@pytest.mark.parametrize("folder", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("folder", [False, True])
 def test_a_checkpoint_is_there_before_hooks_of_a_fit_whatever_the_plan(
     folder: bool, two_ranks: RankPool, tmp_path: Path
 ) -> None:
