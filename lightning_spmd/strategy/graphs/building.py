@@ -36,7 +36,6 @@ from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.stages.runtime.trial_runs.profile import agree
-from lightning_spmd.stages.runtime.undo import Before
 from lightning_spmd.strategy.checkpoints.state_dicts import placements_of_state
 from lightning_spmd.strategy.graphs.first_step import with_state
 from lightning_spmd.strategy.graphs.live_inputs import live_state, options_of
@@ -48,7 +47,7 @@ from lightning_spmd.strategy.notices.builds import BuildNotices
 from lightning_spmd.strategy.ranks.backends import check_collectives
 from lightning_spmd.strategy.state.memory import check_writes
 from lightning_spmd.strategy.state.replaced_tensors import check_used
-from lightning_spmd.strategy.steps.beginnings import Beginnings
+from lightning_spmd.strategy.steps.beginnings import Beginning
 from lightning_spmd.strategy.steps.pieces import Pieces
 
 
@@ -59,44 +58,6 @@ def samples_of(request: StepRequest) -> Sequence[tuple[int, ...]]:
 
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Beginning:
-    """A graph of the beginning of a step, up to a value that Python reads.
-
-    Args:
-        executable: the graph.
-        run: runs it for a request, with the random numbers that the step itself will draw.
-    """
-
-    executable: Executable
-    run: Callable[[StepRequest, str | None], Sequence[Tensor]]
-
-    def fits(self, request: StepRequest) -> bool:
-        """Whether this is the beginning of a step. Optimizer state and numbers of the step may differ."""
-        tensors = [] if request.batch is None else request.batch.tensor_values
-        inputs = functools.partial(self.executable.looked_at, tensors)
-        return self.executable.captured.guards.failure(inputs) is None
-
-    def values(self, request: StepRequest, place: str | None) -> Sequence[Tensor]:
-        """The values that Python reads of a step. Nothing is changed.
-
-        Args:
-            request: the step.
-            place: ``file:line`` of the read.
-
-        Raises:
-            CaptureError: the graph cannot be run for this step.
-        """
-        step = self.executable.graphs.main
-        tensors = [] if request.batch is None else request.batch.tensor_values
-        before = Before(step.signature.inputs, self.executable.inputs(tensors), all_of_them=True)
-        try:
-            outputs = self.run(request, place)
-            return [before.apart(outputs[reference.position]) for reference in self.executable.captured.returned]
-        finally:
-            before.restore()
 
 
 class GraphBuilder:
@@ -114,7 +75,6 @@ class GraphBuilder:
         self.state_mesh = None if context.mesh is None else StateMesh(context.mesh)
         self._last_lowering = self._recorded()
         self._notices = BuildNotices()
-        self._beginnings = Beginnings(context, self._live_state)
         self.pieces = Pieces(context, self._piecewise, self._live_state)
         self._dumped: dict[int, Any] = {}
 
@@ -195,10 +155,7 @@ class GraphBuilder:
         Raises:
             SPMDError: on all ranks, if it cannot be built.
         """
-        wanted = self._of_beginning(request, split)
-        request = dataclasses.replace(request, variant=wanted.variant, clip=None)
-        executable = self._beginnings.built(functools.partial(capture_followed, wanted), request, split)
-        return Beginning(executable, functools.partial(self._beginnings.run, executable))
+        return Beginning(self._context, self._of_beginning(request, split), split, self._live_state)
 
     def _piecewise(self, request: StepRequest, split: tuple[int, ...]) -> PiecewiseTrace:
         return PiecewiseTrace(self._of_beginning(request, split))

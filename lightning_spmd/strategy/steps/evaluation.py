@@ -139,7 +139,7 @@ class EvaluationSteps(TrainingIteration):
             vary = tuple(self.table.open.wanted(batch, part))
             meeting = self._meeting(request)
             pieces = self._pieces_of(request, meeting)
-            beginning = functools.partial(self._run_beginning, request, meeting, pieces)
+            beginning = functools.partial(self._run_beginning, request, pieces)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
                     with torch.inference_mode(mode=False), torch.no_grad():  # the former's tensors know no versions

@@ -36,7 +36,7 @@ from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
-from lightning_spmd.strategy.graphs.building import Beginning, GraphBuilder
+from lightning_spmd.strategy.graphs.building import GraphBuilder
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt
 from lightning_spmd.strategy.graphs.own_graphs import OwnDone, OwnGraphs
@@ -45,6 +45,7 @@ from lightning_spmd.strategy.graphs.vote import GraphVote, agreed
 from lightning_spmd.strategy.ranks.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.ranks.places import Moment, training_moment
 from lightning_spmd.strategy.steps.as_before import AsBefore
+from lightning_spmd.strategy.steps.beginnings import Beginning
 from lightning_spmd.strategy.steps.by_hand import held_gradients
 from lightning_spmd.strategy.steps.following import FollowedStep, Following
 from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs, train_eagerly
@@ -169,7 +170,7 @@ class TrainingIteration:
             meeting = self._meeting(request)
             before = AsBefore(self.context.module, tensors=True) if meeting is not None and meeting.is_new else None
             pieces = self._pieces_of(request, meeting)
-            beginning = functools.partial(self._run_beginning, request, meeting, pieces)
+            beginning = functools.partial(self._run_beginning, request, pieces)
             with contextlib.nullcontext() if meeting is None else meeting.ends():
                 try:
                     vary = () if own else tuple(self.table.open.wanted(batch, part))
@@ -270,13 +271,12 @@ class TrainingIteration:
         return self._builder.pieces.of_step(key, split)
 
     def _run_beginning(
-        self, request: StepRequest, meeting: Meeting | None, pieces: PiecesOfStep, program: Program, place: str | None
+        self, request: StepRequest, pieces: PiecesOfStep, program: Program, place: str | None
     ) -> Sequence[Tensor]:
         """What Python reads in a step before there is a graph that gives it; all ranks together.
 
         Args:
             request: the step.
-            meeting: of the ranks; None on one device.
             pieces: the step's.
             program: the step up to what is read.
             place: ``file:line`` that reads; None: a rank alone does.
@@ -287,7 +287,7 @@ class TrainingIteration:
         self.flush()
         request = dataclasses.replace(request, program=program)
         wanted = tuple(want.source for want in program.wants)
-        key = (program.key, wanted, None if meeting is None else meeting.split, self.table.find(request, ()).key)
+        key = (program.key, wanted, pieces.split, self.table.find(request, ()).key)
         try:
             if place is not None and (values := pieces.values(request)) is not None:
                 return values
@@ -296,7 +296,7 @@ class TrainingIteration:
             index = agreed(self.context.control, fitting)
             if index is not None:
                 return known[index].values(request, place or "a rank alone")
-            built = self._builder.beginning(request, () if meeting is None else meeting.split)
+            built = self._builder.beginning(request, pieces.split)
             self._beginnings.setdefault(key, []).append(built)
             while sum(map(len, self._beginnings.values())) > MOST_BEGINNINGS:
                 oldest = first(self._beginnings, "beginning of a step")

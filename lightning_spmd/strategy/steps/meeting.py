@@ -36,7 +36,6 @@ from lightning_spmd.strategy.graphs.graph_table import Found
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, KeptAlone, helped, kept_alone, told_by
 from lightning_spmd.strategy.steps.batch_changes import BatchChanges
-from lightning_spmd.strategy.steps.beginnings import whole_batch
 from lightning_spmd.strategy.steps.replay import log_global
 from lightning_spmd.strategy.steps.same_draws import as_on_rank_zero
 from lightning_spmd.strategy.steps.shared_leaves import find_shared
@@ -103,7 +102,7 @@ class Meeting:
         self._raised = False
         self.wires = Tripwires(self._looks)
         self.rows, self.split = sum(split), split
-        self._context, self._control, self._request = context, control, request
+        self._context, self._control = context, control
         self._place = dataclasses.replace(place, what=f"the step of {place.what}")
         self._whole: list[Tensor] | None = None
         self._streams = contextlib.ExitStack()
@@ -177,17 +176,28 @@ class Meeting:
     def whole(self) -> list[Tensor]:
         """The tensors of the batch with the rows of all ranks, who all ask for them."""
         if self._whole is None:
-            found = whole_batch(self._context, self._request, self.split)
-            if found is None:
-                raise ValueError("a step without a batch has no Python that runs")
-            live = [self._batch.is_shared(index) for index in self._batch.tensors]
-            self._whole = [t if is_live else t.clone() for t, is_live in zip(found, live, strict=True)]
+            batch, tensors = self._batch, self._batch.tensor_values
+            shared = [batch.is_shared(index) for index in batch.tensors]
+            whole = [is_shared or t.shape[0] == self.rows for is_shared, t in zip(shared, tensors, strict=True)]
+            own = [None if w else t.detach().cpu() for w, t in zip(whole, tensors, strict=True)]
+            parts = dict(reversed(self._control.gather((self._batch_rank, own))))
+            in_order = [parts[rank] for rank in sorted(parts)]
+            found = [
+                t if w else torch.cat([part[i] for part in in_order]).to(t.device)
+                for i, (w, t) in enumerate(zip(whole, tensors, strict=True))
+            ]
+            self._whole = [t if is_shared else t.clone() for t, is_shared in zip(found, shared, strict=True)]
         return self._whole
 
     @property
     def rank(self) -> int:
         """This one."""
         return self._control.rank
+
+    @property
+    def _batch_rank(self) -> int:
+        """Which rows of the batch this rank has."""
+        return 0 if self._context.mesh is None else self._context.mesh.batch_rank
 
     @property
     def has_others_rows(self) -> bool:
@@ -226,14 +236,9 @@ class Meeting:
 
     def part(self, value: Any) -> Any:
         """This rank's rows of a tensor with the rows of all ranks; other values unchanged."""
-        if (
-            not isinstance(value, Tensor)
-            or value.ndim == 0
-            or value.shape[0] != self.rows
-            or self._context.mesh is None
-        ):
+        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != self.rows:
             return value
-        rank = self._context.mesh.batch_rank
+        rank = self._batch_rank
         begin = sum(self.split[:rank])
         return value[begin : begin + self.split[rank]]
 

@@ -109,7 +109,7 @@ class PiecesOfStep:
     """
 
     def __init__(self, known: Pieces, key: Callable[[], Any], split: tuple[int, ...]) -> None:
-        self._known, self._key_of, self._split = known, key, split
+        self._known, self._key_of, self.split = known, key, split
         self._reads = 0
         self._done: list[tuple[Piece, Program]] = []
         self._trace: PiecewiseTrace | None = None  # of all that is done
@@ -171,7 +171,7 @@ class PiecesOfStep:
         if request.program is None:
             raise ValueError("nothing is read in a step without Python")
         if self._trace is None:
-            self._trace = self._known.trace(request, self._split)
+            self._trace = self._known.trace(request, self.split)
             for piece, program in self._done:
                 if _names(self._trace.piece(program)) != _names(piece.captured):
                     raise CaptureError("the calls before a read are recorded in another way than in another step")
@@ -182,7 +182,7 @@ class PiecesOfStep:
         context, known = self._known.context, self._known
         if context.mesh is None:
             raise ValueError("one device needs no graph for what Python reads")
-        axes = context.mesh.axes(self._split if request.batch is not None else ())
+        axes = context.mesh.axes(self.split if request.batch is not None else ())
         plan = context.settings.ranks.plan(captured.variant)
         if any(sequence_dim(plan, axis) is not None for axis in axes):
             raise CaptureError("how a sequence is cut is decided by the whole step")
