@@ -65,12 +65,12 @@ class OwnGraphs:
         if vote.shape[0] != vote.shape[1]:
             check_same_part(control, self.table, request)
 
-    def done(self, request: StepRequest, meeting: Meeting) -> OwnDone:
-        """Begin the exchange after the Python of a step."""
+    def done(self, request: StepRequest, meeting: Meeting) -> Done:
+        """Begin the exchange after the Python of a step: ranks may run if their collectives are equal."""
         found = self.table.find(request, ())
-        return OwnDone(found, meeting.cast(DONE, 0, self._exchanged(found)), meeting.met)
+        return Done(found, meeting.cast(DONE, 0, self._exchanged(found)), meeting.met)
 
-    def executable(self, request: StepRequest, done: OwnDone) -> Executable:
+    def executable(self, request: StepRequest, done: Done) -> Executable:
         """Find or build this rank's graph of a step.
 
         Raises:
@@ -122,7 +122,3 @@ class OwnGraphs:
             executable = self.table.graph(found.index)
             self._exchanges[found.index] = stable_hash(exchanges(executable.graphs.main, executable.captured))
         return self._exchanges[found.index]
-
-
-class OwnDone(Done):
-    """The exchange after the Python of a step on local batches: ranks may run if their collectives are equal."""

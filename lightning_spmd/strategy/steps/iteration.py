@@ -39,9 +39,9 @@ from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
 from lightning_spmd.strategy.graphs.building import GraphBuilder
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt
-from lightning_spmd.strategy.graphs.own_graphs import OwnDone, OwnGraphs
+from lightning_spmd.strategy.graphs.own_graphs import OwnGraphs
 from lightning_spmd.strategy.graphs.run_context import Ran, RunContext, StepRequest
-from lightning_spmd.strategy.graphs.vote import GraphVote, agreed
+from lightning_spmd.strategy.graphs.vote import agreed, voted
 from lightning_spmd.strategy.ranks.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.ranks.places import Moment, training_moment
 from lightning_spmd.strategy.steps.as_before import AsBefore
@@ -250,7 +250,7 @@ class TrainingIteration:
         kind = request.variant.method, batch.kinds()
         is_new = kind not in self._kinds and self._has_part
         try:
-            found = GraphVote(control, mesh, self.table, request, moment, follows=True).result()
+            found = voted(control, mesh, self.table, request, moment, follows=True)
             if is_new:
                 check_shared(control, batch)
         except BatchError as error:  # on all ranks
@@ -349,36 +349,43 @@ class TrainingIteration:
             CannotBeFollowed: the ranks go on eagerly.
         """
         tensors = [] if request.batch is None else request.batch.tensor_values
-        done = None
-        if meeting is not None and meeting.is_own:
-            done = self._own.done(request, meeting)
-            ahead = None if followed.has_begun else self._run_ahead(done, tensors)
+        if meeting is None:
+            sizes = () if request.batch is None else request.batch.first_sizes()
+            executable = self._executable(request, self.table.find(request, sizes))
+        else:
+            table = self._own.table if meeting.is_own else self.table
+            done = self._own.done(request, meeting) if meeting.is_own else self._done(followed, request, meeting)
+            ahead = None if followed.has_begun else self._run_ahead(table, done, tensors)
             if ahead is not None:
                 return ahead
-            if done.result().index is None:
-                self._share_layers(following, followed, request, ())
-        elif meeting is not None:
-            done = meeting.done(followed.mark, self.table.find(request, meeting.split))
-            ahead = None if followed.has_begun else self._run_ahead(done, tensors)
-            if ahead is not None:
-                return ahead
-            while done.result().index is None and meeting.is_apart:
-                following.help_out(followed)
-                request = dataclasses.replace(request, program=followed.program)
-                done = meeting.done(followed.mark, self.table.find(request, meeting.split))
-            if done.result().index is None:
-                meeting.find_shared()
-                self._share_layers(following, followed, request, meeting.split)
-                request = dataclasses.replace(request, program=following.united(followed))
-                index = agreed(self.context.control, self.table.find(request, meeting.split).index)
-                done = done.of(dataclasses.replace(self.table.find(request, meeting.split), index=index))
-        executable = self._executable(request, done)
+            if meeting.is_own:
+                if done.result().index is None:
+                    self._share_layers(following, followed, request, ())
+                self._found = done.found
+                executable = self._own_executable(request, done)
+            else:
+                while done.result().index is None and meeting.is_apart:
+                    following.help_out(followed)
+                    request = dataclasses.replace(request, program=followed.program)
+                    done = self._done(followed, request, meeting)
+                found = done.result()
+                if found.index is None:
+                    meeting.find_shared()
+                    self._share_layers(following, followed, request, meeting.split)
+                    request = dataclasses.replace(request, program=following.united(followed))
+                    found = table.find(request, meeting.split)
+                    found = dataclasses.replace(found, index=agreed(self.context.control, found.index))
+                executable = self._executable(request, found)
         with self.context.whole.changing(self.context.trainer):
             begun = followed.outputs(executable)
         if begun is None:
             return executable, self._run(executable, tensors)
         outputs, self._pending = begun
         return executable, outputs
+
+    def _done(self, followed: FollowedStep, request: StepRequest, meeting: Meeting) -> Done:
+        """Begin to ask whether all ranks are done with a step on the global batch, and would run the same graph."""
+        return meeting.done(followed.mark, self.table.find(request, meeting.split))
 
     def _share_layers(
         self, following: Following, followed: FollowedStep, request: StepRequest, split: tuple[int, ...]
@@ -406,10 +413,15 @@ class TrainingIteration:
         """
         self.gradients.clear()
         self.gradients.update(gradients)
+        control, mesh = self.context.control, self.context.mesh
         variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
         request = self._request(None, {}, variant, clip)
         try:
-            executable = self._executable(request, self._begun_vote(request))
+            if control is None or mesh is None:
+                found = self.table.find(request, ())
+            else:
+                found = voted(control, mesh, self.table, request, self._moment(request))
+            executable = self._executable(request, found)
             self._run(executable, ())
         except (CannotBeBuilt, FirstRunError) as error:
             self._fall_back(str(error))
@@ -486,22 +498,16 @@ class TrainingIteration:
             return moment
         return Moment(Place("the update after training", moment.place.epoch, moment.place.batch))
 
-    def _begun_vote(self, request: StepRequest) -> GraphVote | None:
-        """The vote on a graph, begun; None on one device."""
-        context = self.context
-        if context.control is None or context.mesh is None:
-            return None
-        return GraphVote(context.control, context.mesh, self.table, request, self._moment(request))
-
-    def _run_ahead(self, vote: Done | None, tensors: Sequence[Tensor]) -> tuple[Executable, Sequence[Any]] | None:
+    def _run_ahead(
+        self, table: GraphTable, done: Done, tensors: Sequence[Tensor]
+    ) -> tuple[Executable, Sequence[Any]] | None:
         """Begin to run what this rank would run while the others say what they would; None if that cannot be.
 
         The executable, and the outputs.
         """
-        if vote is None or vote.found.index is None:
+        found, index = done.found, done.found.index
+        if index is None:
             return None
-        table = self._own.table if isinstance(vote, OwnDone) else self.table
-        found, index = vote.found, vote.found.index
         executable = table.graph(index)
         pending = self._left_for(executable)
         if not executable.can_ask(pending):
@@ -509,10 +515,10 @@ class TrainingIteration:
             return None
         changing = functools.partial(self.context.whole.changing, self.context.trainer)
 
-        def agree(done: bool) -> None:
+        def agree(ends: bool) -> None:
             ends_before.close()
-            self._pending = None if done else pending
-            if vote.result() is not found:
+            self._pending = None if ends else pending
+            if done.result() is not found:
                 raise Outvoted
             self._found, self._pending = found, None
             table.count_use(index)
@@ -528,21 +534,13 @@ class TrainingIteration:
             return None
         return executable, outputs
 
-    def _executable(self, request: StepRequest, vote: GraphVote | Done | None) -> Executable:
+    def _executable(self, request: StepRequest, found: Found) -> Executable:
         """The graph of a step, found or built."""
-        table = self.table
-        if isinstance(vote, OwnDone):
-            self._found = vote.found
-            return self._own_executable(request, vote)
-        if vote is None:
-            found = table.find(request, () if request.batch is None else request.batch.first_sizes())
-        else:
-            found = vote.result()
         self._found = found
-        if found.index is not None:
-            table.count_use(found.index)
-            return table.graph(found.index)
-        return self._build(request, found)
+        if found.index is None:
+            return self._build(request, found)
+        self.table.count_use(found.index)
+        return self.table.graph(found.index)
 
     def _build(self, request: StepRequest, found: Found) -> Executable:
         """A new graph of a step.
@@ -574,7 +572,7 @@ class TrainingIteration:
         if self.context.mesh is not None and variant.forward and variant.backward and self.own_batches.may_be_used:
             raise NoGlobalBatch(reason)
 
-    def _own_executable(self, request: StepRequest, done: OwnDone) -> Executable:
+    def _own_executable(self, request: StepRequest, done: Done) -> Executable:
         try:
             executable = self._own.executable(request, done)
         except CannotBeBuilt as error:

@@ -474,11 +474,6 @@ class Done:
             self._answer = self.found if same else dataclasses.replace(self.found, index=None)
         return self._answer
 
-    def of(self, found: Found) -> Done:
-        """The same once the ranks have looked again."""
-        self.found = self._answer = found
-        return self
-
 
 def for_all_ranks(batch: Batch, rows: int, wires: Tripwires) -> tuple[Any, list[Tensor]]:
     """A batch with what stands for its tensors, and for what is a rank's own; and the former.
