@@ -130,25 +130,10 @@ class FollowedStep:
         mark: int = 0,
     ) -> None:
         self.returned, self.queue, self.program, self.mark = returned, queue, program, mark
-        self._step, self._wants, self._talk = step, wants, talk
+        self.step, self._wants, self._talk = step, wants, talk
         self._kept: KeptAlone | None = None
         self.held: list[Tensor] = []
         self._own: list[Made] = []
-
-    @property
-    def reason(self) -> str | None:
-        """Why the step ran for good; None if it did not."""
-        return _in_words(self._step)
-
-    @property
-    def reads_gradients(self) -> str | None:
-        """``file:line`` that reads ``p.grad`` of the batch before."""
-        return self._step.reads_gradients
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """Kept results, filled, to which eager training gives a gradient."""
-        return self._step.leaves
 
     @property
     def has_begun(self) -> bool:
@@ -163,13 +148,8 @@ class FollowedStep:
 
     def help_out(self) -> KeptAlone | None:
         """Do what a rank needs that reads alone, once Python is done here; what ranks keep alone, if none reads."""
-        if self._talk is None:
-            return None
-        agreed = self._talk.agreed()
-        if isinstance(agreed, KeptAlone):
-            return agreed
-        self._talk.help_out(agreed)
-        return None
+        helped = None if self._talk is None else self._talk.help_out()
+        return helped if isinstance(helped, KeptAlone) else None
 
     def keeps_alone(self, kept: KeptAlone, made_anew: Callable[[Step, Sequence[Want]], tuple[Program, int]]) -> None:
         """Calls that not all ranks have made are none of the step's; what they give is computed behind it.
@@ -187,8 +167,8 @@ class FollowedStep:
             else:  # what is told behind calls of this rank alone is told behind those of all
                 wants.append(dataclasses.replace(want, after=kept.calls))
         self._wants = wants
-        self._step.left_out.leave(kept.calls)
-        self.program, self.mark = made_anew(self._step, [*self._wants, *kept.wants])
+        self.step.left_out.leave(kept.calls)
+        self.program, self.mark = made_anew(self.step, [*self._wants, *kept.wants])
 
     def fill(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Give what somebody has its value; gives the values for the queue.
@@ -200,25 +180,25 @@ class FollowedStep:
             raise ValueError("a step that ran for good has nothing to fill")
         by_want = dict(zip(self.program.wants, values, strict=True))
         if self._kept is not None:
-            own = self._step.left_out.perform({want.source: by_want[want] for want in self._kept.wants})
+            own = self.step.left_out.perform({want.source: by_want[want] for want in self._kept.wants})
             for made in self._own:
-                self._step.fill(made, own[made])
+                self.step.fill(made, own[made])
         for want in self._wants:
             source = want.source
-            stands = isinstance(source, Given) and source.position in self._step.stand_ins
+            stands = isinstance(source, Given) and source.position in self.step.stand_ins
             if want.after is None and want.role is not OutputRole.GRADIENT and (stands or isinstance(source, Made)):
-                self._step.fill(source, by_want[want])  # type: ignore[arg-type]
-        self._step.settle()
+                self.step.fill(source, by_want[want])  # type: ignore[arg-type]
+        self.step.settle()
         return [by_want[want] for want in self._wants]
 
     def ran_eagerly(self, meeting: Meeting | None) -> RanEagerly:
         """What is raised once the step has run for good."""
-        returned, weight, gradients = self.returned, 1.0, self._step.eager.gradients
+        returned, weight, gradients = self.returned, 1.0, self.step.eager.gradients
         if meeting is not None:
             returned, weight = meeting.weighed(returned, self.queue.rows)
         if gradients is not None and weight != 1:
             gradients = [(leaf, gradient * weight) for leaf, gradient in gradients]
-        ran = RanEagerly(returned, self.reason or "", gradients)
+        ran = RanEagerly(returned, _in_words(self.step) or "", gradients)
         ran.are_shares = meeting is not None and meeting.is_own
         return ran
 
@@ -233,12 +213,6 @@ class FollowedStep:
         self.returned = map_leaves(lambda _, leaf: loss if leaf is mine else leaf, self.returned)
         self.queue.calls = of_all_ranks(self.queue.calls, logged)
 
-    def exchange(self) -> None:
-        """Parameters and buffers have been replaced."""
-        self._step.outside[:] = map(successor_of, self._step.outside)
-        if self._step.by_hand is not None:
-            self._step.by_hand.exchange()
-
     def logged(self, results: Sequence[Any]) -> None:
         """The queued calls were made, with these results."""
         self.queue.done(results)
@@ -246,7 +220,7 @@ class FollowedStep:
 
     def for_good(self, reason: str) -> None:
         """Compute what was noted as eager training would have: there is no graph of it."""
-        self._step.eagerly(reason)
+        self.step.eagerly(reason)
         self.returned = _resolved(self.returned)
 
 
@@ -325,21 +299,10 @@ class _Talk:
         self._numbers: dict[tuple[int, Any], Any] = {}  # in these calls
         self.conversation: Conversation | None = None
 
-    def agreed(self) -> Alone | KeptAlone:
-        """The ranks have come apart: what all of them do.
+    def help_out(self) -> KeptAlone | Sequence[Tensor] | None:
+        """The ranks have come apart: do what those need that read alone, all ranks together.
 
-        Raises:
-            CannotBeFollowed: on all ranks; they go on eagerly.
-        """
-        if self._meeting is None:
-            raise ValueError("one device reads nothing alone")
-        return self._meeting.alone(self._known_alone)
-
-    def help_out(self, alone: Alone) -> Sequence[Tensor] | None:
-        """Do what ranks that read alone need, all ranks together; what Python reads here, if this is one of them.
-
-        Args:
-            alone: the ranks' agreement.
+        What Python reads here, if this is one of them; what ranks keep alone, if none reads.
 
         Raises:
             CannotBeFollowed: on all ranks; they go on eagerly.
@@ -347,6 +310,9 @@ class _Talk:
         meeting = self._meeting
         if meeting is None:
             raise ValueError("one device reads nothing alone")
+        alone = meeting.alone(self._known_alone)
+        if isinstance(alone, KeptAlone):
+            return alone
         self.drop()
         program = program_for(alone, self._step, self._live_alone)
         values = self._run_beginning(program, None) if alone.wants else ()
@@ -375,8 +341,8 @@ class _Talk:
         if self._meeting is not None:
             gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
             while self._meeting.is_apart:
-                agreed = self.agreed()
-                if isinstance(agreed, Alone) and (alone := self.help_out(agreed)) is not None:
+                alone = self.help_out()
+                if alone is not None and not isinstance(alone, KeptAlone):
                     return alone
                 gives = self._meeting.reads(self._step.mark, None)
         if not gives or self._likely is None:
@@ -885,7 +851,10 @@ class Following:
 
     def exchange(self, followed: FollowedStep) -> None:
         """Parameters and buffers of a step whose Python is done have been replaced."""
-        followed.exchange()
+        step = followed.step
+        step.outside[:] = map(successor_of, step.outside)
+        if step.by_hand is not None:
+            step.by_hand.exchange()
         self._follower.forget_objects()
         self._tables = None
 

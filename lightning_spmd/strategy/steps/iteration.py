@@ -220,7 +220,7 @@ class TrainingIteration:
         following.ran(followed.program, executable, part, self._found.index)
         wanted, count = executable.captured.returned, len(followed.program.wants)
         values = followed.fill([outputs[reference.position] for reference in wanted[:count]])
-        self.leaves = followed.held, followed.leaves
+        self.leaves = followed.held, followed.step.leaves
         rows, split = (0, self._found.split) if meeting is None else (meeting.rows, None)
         if executable.captured.own_batch is not None:
             rows = outputs[executable.captured.own_batch.rows]
@@ -313,14 +313,15 @@ class TrainingIteration:
         """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients or update, it ends there."""
         self.in_two, self.update_waits, variant = None, False, request.variant
         path = None if followed.program is None else followed.program.key
-        if followed.reads_gradients is not None and not (variant.expose_gradients or variant.by_hand):
+        reads = followed.step.reads_gradients
+        if reads is not None and not (variant.expose_gradients or variant.by_hand):
             if self.has_left_gradients:
                 raise ConfigurationError(
-                    f"{variant.method} reads p.grad of the batch before ({followed.reads_gradients}), which was not "
+                    f"{variant.method} reads p.grad of the batch before ({reads}), which was not "
                     "kept: strategy='spmd' keeps gradients from the first batch on if its step reads them. Read them "
                     "there, too, or look at gradients in on_after_backward or on_before_optimizer_step"
                 )
-            self.in_two = f"{variant.method} reads p.grad of the batch before ({followed.reads_gradients})"
+            self.in_two = f"{variant.method} reads p.grad of the batch before ({reads})"
         elif variant.apply and path in self._waiting:
             self.update_waits = True
         else:
