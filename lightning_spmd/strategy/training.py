@@ -28,7 +28,7 @@ from lightning_spmd.parallel.state import is_sharded
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.record.packing import in_memory_order_of
 from lightning_spmd.stages.capture.user_code import user_location
-from lightning_spmd.strategy.graphs.run_context import FellBack, GraphSettings, Ran, named_arguments
+from lightning_spmd.strategy.graphs.run_context import FellBack, GraphSettings, Ran, RunContext, named_arguments
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.notices.run_account import Accounts
 from lightning_spmd.strategy.ranks.places import compare_training_batches, meet_after_backward, meet_in_training
@@ -153,11 +153,19 @@ class Training:
         if self.mode is Mode.EAGER:
             return
         overlaps, streams = self._overlapping.choose(module, self.mode), self._random.streams
-        context = self._settings.of_training(
-            module, _as_one(trainer.optimizers, module), streams, self._new_parameters, overlaps
-        )
+        settings, optimizer = self._settings, _as_one(trainer.optimizers, module)
         self.iteration = TrainingIteration(
-            dataclasses.replace(context, came_late=self._came_late, fenced=self._overlapping.fenced)
+            RunContext(
+                settings,
+                module,
+                optimizer,
+                streams,
+                dataclasses.replace(settings.options, overlap_iterations=overlaps),
+                settings.dump_dir,
+                self._new_parameters,
+                self._overlapping.fenced,
+                self._came_late,
+            )
         )
 
     def _came_late(self) -> str | None:

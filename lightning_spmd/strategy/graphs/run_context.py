@@ -121,26 +121,6 @@ class GraphSettings:
     batch: BatchMode = "auto"
     waits: WaitMeter = field(default_factory=WaitMeter)
 
-    def of_training(
-        self,
-        module: Any,
-        optimizer: Optimizer,
-        streams: RandomStreams | None,
-        new_parameters: NewParameters | None,
-        overlaps: bool | str,
-    ) -> RunContext:
-        """The context of training's graphs.
-
-        Args:
-            module: the LightningModule.
-            optimizer: its optimizer.
-            streams: random numbers of several ranks.
-            new_parameters: shares parameters that join the module during the run.
-            overlaps: whether iterations may overlap, or ``"auto"``.
-        """
-        options = dataclasses.replace(self.options, overlap_iterations=overlaps)
-        return RunContext(self, module, optimizer, streams, options, self.dump_dir, new_parameters)
-
     def of_evaluation(self, module: Any, streams: RandomStreams | None) -> RunContext:
         """The context of the graphs of evaluation steps."""
         folder = None if self.dump_dir is None else self.dump_dir / "evaluation"
