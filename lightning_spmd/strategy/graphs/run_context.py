@@ -53,20 +53,6 @@ class Ran:
     rows: int | None = None
     tables: tuple[Any, ...] = ()
 
-    @classmethod
-    def of(cls, executable: Executable, rows: Any, split: tuple[int, ...] | None, tables: tuple[Any, ...]) -> Ran:
-        """The same record with the rows, if they are known.
-
-        Args:
-            executable: the graph.
-            rows: of the global batch of several ranks; a number on a GPU is not waited for.
-            split: on one device the first sizes of all tensors of the batch, which may or may not be rows.
-            tables: of all graphs of its run.
-        """
-        if split is not None:
-            rows = split[0] if len(set(split)) == 1 else None
-        return cls(executable, rows if isinstance(rows, int) else None, tables)
-
     @property
     def graphs(self) -> int:
         """Number of graphs that are kept."""

@@ -221,13 +221,16 @@ class TrainingIteration:
         wanted, count = executable.captured.returned, len(followed.program.wants)
         values = followed.fill([outputs[reference.position] for reference in wanted[:count]])
         self.leaves = followed.held, followed.step.leaves
-        rows, split = (0, self._found.split) if meeting is None else (meeting.rows, None)
+        rows = 0 if meeting is None else meeting.rows
         if executable.captured.own_batch is not None:
             rows = outputs[executable.captured.own_batch.rows]
             rows = int(rows) if rows.device.type == "cpu" else rows  # a GPU need not be waited for
             loss, *logged = resolve(wanted[count:], outputs, ())
             followed.of_all_ranks(loss, logged)
-        self.ran = Ran.of(executable, rows, split, (self.table, self._own.table))
+        split = self._found.split  # on one device the first sizes of all tensors, which may or may not be rows
+        shown = rows if meeting is not None else split[0] if len(set(split)) == 1 else None
+        # a number on a GPU is not waited for
+        self.ran = Ran(executable, shown if isinstance(shown, int) else None, (self.table, self._own.table))
         with self.context.step_context(variant.method):
             calls, is_global = followed.queue.calls, meeting is not None
             followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
