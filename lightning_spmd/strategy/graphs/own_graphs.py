@@ -18,7 +18,7 @@ from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.graphs.building import GraphBuilder
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt, OtherGradients
-from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
+from lightning_spmd.strategy.graphs.run_context import StepRequest
 from lightning_spmd.strategy.graphs.vote import check_same_part, hash_of_step
 from lightning_spmd.strategy.ranks.places import Moment
 from lightning_spmd.strategy.steps.meeting import DONE, Done, Meeting
@@ -28,21 +28,13 @@ class OwnGraphs:
     """The graphs of this rank's local batches in one run.
 
     Args:
-        context: the context of the run's graphs.
         builder: builds them.
         table: stores them.
         flush: completes the deferred work of another iteration.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        builder: GraphBuilder,
-        table: GraphTable,
-        flush: Callable[[], None],
-    ) -> None:
+    def __init__(self, builder: GraphBuilder, table: GraphTable, flush: Callable[[], None]) -> None:
         self.table = table
-        self._context = context
         self._builder = builder
         self._flush = flush
         self._exchanges: dict[int, int] = {}

@@ -103,7 +103,7 @@ class TrainingIteration:
         self._beginnings: dict[Any, list[Beginning]] = {}
         self.share_layers: Callable[[CapturedStep], None] | None = None
         """Lets ranks share layers as they find fit for a graph; None where they do, or never will."""
-        self._own = OwnGraphs(context, self._builder, GraphTable(context.trainer, self.gradients), self.flush)
+        self._own = OwnGraphs(self._builder, GraphTable(context.trainer, self.gradients), self.flush)
 
     @property
     def captures(self) -> int:
