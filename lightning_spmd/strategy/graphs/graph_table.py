@@ -43,10 +43,6 @@ class Found:
     reason: str | None
     vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
 
-    def other(self, index: int | None, reason: str) -> Found:
-        """The same for another graph, because the first one did not do."""
-        return dataclasses.replace(self, index=index, reason=reason)
-
 
 class GraphTable:
     """All graphs of a run.

@@ -220,7 +220,6 @@ class StepRequest:
         variant: part of the iteration.
         arguments: the method's other arguments by name.
         clip: gradient clipping to capture; None: none.
-        numbers: numbers of Python's state, by path, that are inputs of graphs. They must be equal on all ranks.
         vary: sizes of the batch that a graph built for it should leave open, with their values.
         needed: parameters that get a gradient from another rank's local batch.
         program: the step's calls, if its Python has run; None otherwise.
@@ -230,7 +229,6 @@ class StepRequest:
     variant: Variant
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     clip: Callable[[Any], None] | None = None
-    numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
     needed: frozenset[str] = frozenset()
     program: Program | None = None

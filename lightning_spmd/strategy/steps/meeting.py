@@ -277,7 +277,7 @@ class Meeting:
     def goes_eagerly(self, reason: str) -> None:
         """Tell the others that this step goes on eagerly, if they do not know."""
         if not self.is_eager:
-            self.cast(_EAGER, 0, None, reason)
+            self.cast(_EAGER, 0, None)
             self._meet_eagerly(reason)
 
     def _looks(self, what: str, place: str | None) -> NoReturn:
@@ -302,9 +302,8 @@ class Meeting:
         self._reads = False
         return Done(found, self.cast(DONE, mark, found.index), self.met)
 
-    def cast(self, why: int, mark: int, graph: int | None, reason: str = "") -> Callable[[], Any]:
+    def cast(self, why: int, mark: int, graph: int | None) -> Callable[[], Any]:
         """Begin to say why this rank is here."""
-        self._reason = reason
         if why == DONE:
             mark ^= self._context.update_numbers.hash()
             mark ^= stable_hash(metrics) if (metrics := self.metrics()) else 0
