@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -388,8 +388,12 @@ class _Talk:
         likely = self._likely = self._known.get(notes[-1].number)
         if likely is None or not likely.executable.can_talk:
             return False
+        if not self._takes_its_path():
+            return False
         program = likely.program
-        if not self._takes_its_path() or any(number >= len(self._step.outside) for number in _unnamed(program)):
+        # tensors from outside that a graph finds by their number alone
+        unnamed = [number for note in program.notes for number, kind in note.met.items() if not kind.is_parameter]
+        if any(number >= len(self._step.outside) for number in unnamed):
             return False
         last = max((i + 1 for i, log in enumerate(program.logs) if log.has_number), default=0)
         # a number that is logged later is not known yet
@@ -446,11 +450,6 @@ def program_of_beginning(step: Step, live: Live, wanted: Sequence[Source] | None
         return program
     live.counts = step.counts
     return dataclasses.replace(program, counts=Counts(len(step.counts)), at=tuple(step.counts))
-
-
-def _unnamed(program: Program) -> list[int]:
-    """Tensors from outside that a graph finds by their number alone."""
-    return [number for note in program.notes for number, kind in note.met.items() if not kind.is_parameter]
 
 
 class Following:
@@ -638,7 +637,8 @@ class Following:
             if meeting is not None:
                 around.enter_context(meeting.active())
             if step.is_first:
-                around.enter_context(self._module_paths(step))
+                # notes know the module whose forward called; for steps that begin without a known way
+                step.module_path = around.enter_context(module_paths(context.module))
             around.enter_context(queue.active())
             around.enter_context(hand.active())
             around.enter_context(step.active())
@@ -671,13 +671,13 @@ class Following:
         if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
             raise NoEagerWay(_in_words(step))
         if step.is_eager:
-            self._count_eager(_in_words(step) or "")
+            self.count_eager(_in_words(step) or "")
             return FollowedStep(step, _resolved(returned), queue, (), None)
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         has_loss = not self._is_by_hand and not self._evaluates
         if has_loss and loss is None and context.scaler() is not None:  # Lightning neither steps nor moves the scale
             step.eagerly(_SKIPPED)
-            self._count_eager(_SKIPPED)
+            self.count_eager(_SKIPPED)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         source = step.source_if_known(loss) if isinstance(loss, Tensor) and has_loss else None
         del loss
@@ -740,7 +740,10 @@ class Following:
     def _mark(self, step: Step) -> int:
         """What must be the same on all ranks of a step whose Python is done."""
         reads = step.reads_gradients is not None
-        return stable_hash((step.mark, reads, self._fingerprints.of(_unnamed_tensors(step))))
+        # tensors from outside that are none of the module's: each rank has made its own
+        met = [(number, kind) for note in step.notes for number, kind in note.met.items()]
+        unnamed = [step.outside[number] for number, kind in met if kind.name is None]
+        return stable_hash((step.mark, reads, self._fingerprints.of(unnamed)))
 
     def _program(
         self, step: Step, wants: Iterable[Want], loss: Source | None, logs: tuple[Log, ...], *, in_parts: bool
@@ -898,13 +901,6 @@ class Following:
             self._shadows = [(t, _children(t)) for t in tables], found
         return self._shadows[1]
 
-    @contextlib.contextmanager
-    def _module_paths(self, step: Step) -> Any:
-        """Notes know the module whose ``forward`` called; for steps that begin without a known way."""
-        with module_paths(self._context.module) as path:
-            step.module_path = path
-            yield
-
     def _work_off(self, queue: Queue, values: Sequence[Tensor], batch: Batch, meeting: Meeting | None) -> None:
         """The step goes on eagerly: what was queued is done, and from here on nothing is."""
         calls = queue.close()
@@ -918,7 +914,8 @@ class Following:
             results = replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log)
         queue.worked_off(results)
 
-    def _count_eager(self, reason: str) -> None:
+    def count_eager(self, reason: str) -> None:
+        """A step that was followed has run eagerly."""
         self._eager += 1
         if reason not in self._told:
             self._told.add(reason)
@@ -929,13 +926,9 @@ class Following:
 
     def ran_eagerly(self, reason: str) -> None:
         """A step could not be followed, and its Python runs once more; on one device that of no step does again."""
-        self._count_eager(reason)
+        self.count_eager(reason)
         if self._context.mesh is None:
             self.ended = reason
-
-    def graph_failed(self, reason: str) -> None:
-        """There is no graph of a step that was followed."""
-        self._count_eager(reason)
 
 
 def _in_words(step: Step) -> str | None:
@@ -944,14 +937,6 @@ def _in_words(step: Step) -> str | None:
         return None
     text, place = step.reason
     return f"{text} ({place})" if place else text
-
-
-def _unnamed_tensors(step: Step) -> Iterator[Tensor]:
-    """Tensors from outside that are none of the module's: each rank has made its own."""
-    for note in step.notes:
-        for number, kind in note.met.items():
-            if kind.name is None:
-                yield step.outside[number]
 
 
 def _children(table: Mapping[str, Any]) -> tuple[int, ...]:

@@ -189,7 +189,7 @@ class TrainingIteration:
                             raise LookedAtRows(meeting.looked) from None
                         if must_be_graphs(self.context):
                             train_eagerly(self.context, str(error))
-                        following.graph_failed(str(error))
+                        following.count_eager(str(error))
                         followed.for_good(str(error))
                         raise followed.ran_eagerly(meeting) from None
                 except LookedAtRows as looked:
