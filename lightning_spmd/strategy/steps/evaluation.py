@@ -140,7 +140,7 @@ class EvaluationSteps(TrainingIteration):
             meeting = self._meeting(request)
             pieces = self._pieces_of(request, meeting)
             beginning = functools.partial(self._run_beginning, request, pieces)
-            with contextlib.nullcontext() if meeting is None else meeting.ends():
+            with contextlib.nullcontext() if meeting is None else meeting.streams:
                 try:
                     with torch.inference_mode(mode=False), torch.no_grad():  # the former's tensors know no versions
                         followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)

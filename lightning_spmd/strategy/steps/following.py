@@ -623,7 +623,7 @@ class Following:
         queue.logged = private.watched_metrics(context.trainer)
         if self._evaluates:
             queue.logs_at_once = False  # the step may have to run again
-            if meeting is not None and meeting.has_others_rows:
+            if meeting is not None and len(meeting.split) > 1:  # other ranks have rows, too
                 step.refuses_read = functools.partial(read_of_rows, step, rows=meeting.rows)
         if meeting is not None:
             queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own

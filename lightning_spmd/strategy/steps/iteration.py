@@ -171,7 +171,7 @@ class TrainingIteration:
             before = AsBefore(self.context.module, tensors=True) if meeting is not None and meeting.is_new else None
             pieces = self._pieces_of(request, meeting)
             beginning = functools.partial(self._run_beginning, request, pieces)
-            with contextlib.nullcontext() if meeting is None else meeting.ends():
+            with contextlib.nullcontext() if meeting is None else meeting.streams:
                 try:
                     vary = () if own else tuple(self.table.open.wanted(batch, part))
                     followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)

@@ -71,6 +71,7 @@ class Meeting:
         looked: some rank's Python has looked, and at what.
         shared: paths of batch tensors that turned out to be the same for every sample: Python must run again.
         is_apart: the ranks have met at different places of the step, and one of them needs help.
+        streams: a context that restores torch's generators, whatever a step that went on eagerly drew.
     """
 
     is_own = False
@@ -105,15 +106,9 @@ class Meeting:
         self._context, self._control = context, control
         self._place = dataclasses.replace(place, what=f"the step of {place.what}")
         self._whole: list[Tensor] | None = None
-        self._streams = contextlib.ExitStack()
+        self.streams = contextlib.ExitStack()
         self._batch = request.batch
         self._changes: BatchChanges | None = None
-
-    @contextlib.contextmanager
-    def ends(self) -> Iterator[None]:
-        """A context that restores torch's generators, whatever a step that went on eagerly drew."""
-        with self._streams:
-            yield
 
     def follow(self, step: Step, calls: Callable[[], list[Call]], *, helps: bool) -> None:
         """Begin the Python of the step.
@@ -198,11 +193,6 @@ class Meeting:
     def _batch_rank(self) -> int:
         """Which rows of the batch this rank has."""
         return 0 if self._context.mesh is None else self._context.mesh.batch_rank
-
-    @property
-    def has_others_rows(self) -> bool:
-        """Whether other ranks have rows of the batch that this one has not."""
-        return len(self.split) > 1
 
     def find_shared(self) -> set[str]:
         """Which tensors of a new kind of batch are the same for every sample; all ranks together."""
@@ -395,7 +385,7 @@ class Meeting:
         if (
             len({state for _, state, _, _ in sides}) > 1 and self._context.streams is not None
         ):  # all ranks draw the same
-            self._streams.enter_context(self._context.streams.active())
+            self.streams.enter_context(self._context.streams.active())
             self._context.streams.select((), 0)
         self.reason = next((told for told, _, _, _ in sides if told is not None), "")
         return self.reason
