@@ -211,12 +211,8 @@ def _gathered_rows(executable: Executable, axis_number: int) -> list[int]:
 def _is_state(captured: CapturedStep, position: int) -> bool:
     """Whether an output is computed from parameters and the like alone: its first dimension is not the batch's."""
     graph = captured.graph_module.graph
-    roles = {
-        node: entry.role
-        for node, entry in zip(
-            [n for n in graph.nodes if n.op == "placeholder"], captured.signature.inputs, strict=True
-        )
-    }
+    placeholders = graph.find_nodes(op="placeholder")
+    roles = {node: entry.role for node, entry in zip(placeholders, captured.signature.inputs, strict=True)}
     outputs: Any = last(graph.nodes, "output").args[0]
     seen: set[fx.Node] = set()
     todo: list[Any] = [outputs[position]]
@@ -226,6 +222,5 @@ def _is_state(captured: CapturedStep, position: int) -> bool:
             seen.add(node)
             todo.extend(node.all_input_nodes)
     sources = {roles[node] for node in seen if node in roles}
-    return InputRole.BATCH not in sources and bool(
-        sources & {InputRole.PARAMETER, InputRole.BUFFER, InputRole.CONSTANT}
-    )
+    state = {InputRole.PARAMETER, InputRole.BUFFER, InputRole.CONSTANT}
+    return InputRole.BATCH not in sources and bool(sources & state)
