@@ -23,6 +23,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.parallel_plan import check_data_parallel
+from lightning_spmd.stages.capture.optimizer.bf16_updates import KINDS
 from lightning_spmd.strategy.checkpoints.saving import SavingStrategy
 from lightning_spmd.strategy.checkpoints.whole_steps import save_as_ever, save_only_whole
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, GraphSettings
@@ -31,10 +32,9 @@ from lightning_spmd.strategy.options import (
     check_processes,
     check_sizes,
     check_switches,
-    checked_batch,
+    checked_choice,
     checked_folder,
     checked_options,
-    checked_updates,
 )
 from lightning_spmd.strategy.ranks.alike import check_same_tensors
 from lightning_spmd.strategy.ranks.places import leave_borders, meet_at_borders
@@ -47,6 +47,7 @@ from lightning_spmd.strategy.state.mixed_placements import mixed_placements_allo
 from lightning_spmd.strategy.state.replaced_tensors import moving
 from lightning_spmd.strategy.steps.evaluating import Evaluation
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
+from lightning_spmd.strategy.steps.own_batches import BATCH_MODES
 from lightning_spmd.strategy.steps.replay import StepsInGraphs
 from lightning_spmd.strategy.support.feature import Mode
 from lightning_spmd.strategy.support.foreign_lightning import EXPLANATION
@@ -203,7 +204,8 @@ class SPMDStrategy(SavingStrategy):
             offload_activations, loss_chunks,
         )  # fmt: skip
         self.dump_dir = checked_folder(dump_dir)
-        updates, batches = checked_updates(bf16_updates), checked_batch(batch)
+        updates = checked_choice("bf16_updates", bf16_updates, KINDS)
+        batches = checked_choice("batch", batch, BATCH_MODES)
         self._settings = GraphSettings(ranks, self.build_options, self.dump_dir, [], updates, batches)
         steps = StepsInGraphs()
         self._wholes = PartsAsWholes(lambda: self._layout.state if self._layout.plan.needs_graphs else None)
