@@ -271,7 +271,7 @@ class TrainingIteration:
         def key() -> tuple[Any, ...]:
             return self.table.step_key(request), None if request.batch is None else request.batch.cache_key(), split
 
-        return self._builder.pieces.of_step(key, split)
+        return PiecesOfStep(self._builder.pieces, key, split)
 
     def _run_beginning(
         self, request: StepRequest, pieces: PiecesOfStep, program: Program, place: str | None
