@@ -98,6 +98,7 @@ class GraphBuilder:
             SPMDError: on all ranks, if the run cannot continue.
         """
         started = time.perf_counter()
+        batch, mesh, control = request.batch, self._context.mesh, self._context.control
 
         def tell(stage: str, nodes: int | None = None) -> None:
             event = BuildEvent(stage, str(request.variant), time.perf_counter() - started, nodes)
@@ -110,7 +111,8 @@ class GraphBuilder:
         if known is None:
             tell("capture")
         try:
-            self.check_same_batch(request)
+            if batch is not None and mesh is not None and control is not None and mesh.shares_batches:
+                mesh.check_same_batch(control.gather(batch.digest()))
             if refusal is not None:
                 raise CaptureError(refusal)
             if known is None:
@@ -120,7 +122,7 @@ class GraphBuilder:
         if request.vary:
             closed = dataclasses.replace(request, vary={})
             anew = functools.partial(self._capture_and_build, closed, split, tell)
-            executable, problem = as_all_ranks(executable, problem, anew, self._context.control)
+            executable, problem = as_all_ranks(executable, problem, anew, control)
         try:
             self._agree(executable, problem, tell)
         except OtherGradients as other:
@@ -188,17 +190,6 @@ class GraphBuilder:
         if captured is None or any(problems):
             raise CannotBeBuilt(next(filter(None, problems), "a step is no graph"))
         return captured
-
-    def check_same_batch(self, request: StepRequest) -> None:
-        """Compare the batches of ranks that must have equal ones; all these ranks together.
-
-        Raises:
-            BatchError: on all ranks, if they differ.
-        """
-        context = self._context
-        if request.batch is None or context.mesh is None or context.control is None or not context.mesh.shares_batches:
-            return
-        context.mesh.check_same_batch(context.control.gather(request.batch.digest()))
 
     # ------------------------------------------------------------------ pieces
     def _recorded(self) -> Lowering:
