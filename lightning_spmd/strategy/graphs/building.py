@@ -252,7 +252,7 @@ class GraphBuilder:
         graphs, family, not_general = self._graphs(captured, request, split, maker)
         if context.mesh is None:
             gather_reads(graphs.main.graph_module.graph)
-        if whole := state.whole_ones(graphs.main):
+        if whole := state.misplaced(graphs.main, parts=False):
             if any(name.startswith(OF_OPTIMIZER_ALONE) for name in whole):
                 raise ConfigurationError(
                     f"{', '.join(whole)}: the optimizer trains parameters that the module does not have, and the plan "
@@ -263,7 +263,7 @@ class GraphBuilder:
                 "rank's part of them. With parameters in parts replace layers before fit or in configure_model; or use "
                 "data_parallel='replicate' or 'zero2'"
             )
-        if parts := state.parts_for_wholes(graphs.main):
+        if parts := state.misplaced(graphs.main, parts=True):
             raise ConfigurationError(
                 f"{', '.join(parts)} came into the module after the start of the run, in parts, and the plan keeps it "
                 "whole on every rank. Make the layer in __init__ or configure_model; or keep it outside of the module, "
