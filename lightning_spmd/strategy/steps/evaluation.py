@@ -132,7 +132,7 @@ class EvaluationSteps(TrainingIteration):
             self._followings[variant.method] = following
         batch = Batch(batch_tree, self._shared, part=self._has_part)
         with speaking_of(variant.method):
-            request = self._request(batch, arguments, variant, None)
+            request = StepRequest(batch, variant, arguments)
             part = self.table.step_key(request)
             self._met, following.graphs_infer = not is_first, torch.is_inference_mode_enabled()
             self.table.open.note(batch)

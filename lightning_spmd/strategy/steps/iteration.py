@@ -163,7 +163,7 @@ class TrainingIteration:
         batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
         with speaking_of(variant.method):
             variant = dataclasses.replace(variant, own_batch=True) if own else variant
-            request = self._request(batch, arguments, variant, clip)
+            request = StepRequest(batch, variant, arguments, clip)
             part = self.table.step_key(request)
             if not own:
                 self.table.open.note(batch)
@@ -419,7 +419,7 @@ class TrainingIteration:
         self.gradients.update(gradients)
         control, mesh = self.context.control, self.context.mesh
         variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
-        request = self._request(None, {}, variant, clip)
+        request = StepRequest(None, variant, clip=clip)
         try:
             if control is None or mesh is None:
                 found = self.table.find(request, ())
@@ -476,7 +476,7 @@ class TrainingIteration:
                 raise
             own, rows = True, ()
         batch = Batch(batch_tree) if own else batch
-        request = self._request(batch, arguments, dataclasses.replace(variant, accumulated=False, own_batch=own), None)
+        request = StepRequest(batch, dataclasses.replace(variant, accumulated=False, own_batch=own), arguments)
         before = AsBefore(self.context.module, tensors=True)
         try:
             return self._builder.captured_alone(request, rows)
@@ -488,11 +488,6 @@ class TrainingIteration:
     def _has_part(self) -> bool:
         """Whether other ranks have rows of the same batch."""
         return self.context.mesh is not None and self.context.mesh.batch_size > 1
-
-    def _request(
-        self, batch: Batch | None, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
-    ) -> StepRequest:
-        return StepRequest(batch, variant, arguments, clip)
 
     def _moment(self, request: StepRequest) -> Moment:
         """Where in the run a step is."""
