@@ -248,7 +248,8 @@ class Training:
             kwargs: likewise.
         """
         self._follow_optimizer()
-        iteration = self._usable_iteration()
+        # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
+        iteration = None if private.skips_backward(self._module.trainer) else self.iteration
         self._take_changed_gradients()
         self._backward_passes, self.ran, self._gradients = 0, Ran(), None
         if self._ran_eagerly and iteration is not None:
@@ -338,12 +339,6 @@ class Training:
     def _eagerly(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batches = None if self._ranks.mesh is None else self._ranks.batches
         return self._steps.run_eagerly(self._module, "training_step", step, args, kwargs, batches)
-
-    def _usable_iteration(self) -> TrainingIteration | None:
-        if self.iteration is None:
-            return None
-        # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
-        return None if private.skips_backward(self._module.trainer) else self.iteration
 
     def _share_layers(self, captured: CapturedStep) -> None:
         """Find the tensor-parallel plan in the first batch's graph, and shard what exists already by it.
