@@ -15,14 +15,7 @@ import torch
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages import BuildOptions
-from lightning_spmd.stages.passes import (
-    OFFLOAD_ACTIVATIONS,
-    PASSES,
-    REDUCE_DTYPES,
-    REMATERIALIZE,
-    GraphPass,
-    select,
-)
+from lightning_spmd.stages.passes import OFFLOAD_ACTIVATIONS, PASSES, REDUCE_DTYPES, REMATERIALIZE, GraphPass, select
 from lightning_spmd.stages.runtime.lowering import MODES
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

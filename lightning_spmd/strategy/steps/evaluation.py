@@ -44,15 +44,7 @@ from lightning_spmd.strategy.steps.meeting import LookedAtRows
 from lightning_spmd.strategy.steps.replay import replay, resolve
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
-_CANNOT = (
-    NoEagerWay,
-    LookedAtRows,
-    CannotBeFollowed,
-    CannotBeBuilt,
-    FirstRunError,
-    CaptureError,
-    BatchError,
-)
+_CANNOT = (NoEagerWay, LookedAtRows, CannotBeFollowed, CannotBeBuilt, FirstRunError, CaptureError, BatchError)
 """What says, on all ranks, that a step can be no graph."""
 
 
