@@ -39,7 +39,6 @@ from lightning_spmd.stages.runtime.trial_runs.profile import agree
 from lightning_spmd.strategy.checkpoints.state_dicts import placements_of_state
 from lightning_spmd.strategy.graphs.first_step import with_state
 from lightning_spmd.strategy.graphs.live_inputs import live_state, options_of
-from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.graphs.one_for_all_sizes import as_all_ranks, generalized
 from lightning_spmd.strategy.graphs.prepared_optimizers import prepare
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext, StepRequest
@@ -58,6 +57,24 @@ def samples_of(request: StepRequest) -> Sequence[tuple[int, ...]]:
 
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
+
+
+class CannotBeBuilt(Exception):
+    """A rank could not capture or expand the step. All ranks raise this together."""
+
+
+class OtherGradients(Exception):
+    """The ranks' local batches reach different parameters, or in a different order. All ranks raise this together.
+
+    Args:
+        names: of all gradients.
+        built: what this rank built. It fits batches that reach the same parameters on all ranks.
+    """
+
+    def __init__(self, names: frozenset[str], difference: str) -> None:
+        super().__init__(difference)
+        self.names = names
+        self.built: Executable | None = None
 
 
 class GraphBuilder:

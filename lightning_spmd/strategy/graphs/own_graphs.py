@@ -15,9 +15,8 @@ from lightning_spmd.messages import tell
 from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.stages.runtime.agreement.same_graphs import exchanges
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.strategy.graphs.building import GraphBuilder
+from lightning_spmd.strategy.graphs.building import CannotBeBuilt, GraphBuilder, OtherGradients
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
-from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.graphs.run_context import StepRequest
 from lightning_spmd.strategy.graphs.vote import check_same_part, hash_of_step
 from lightning_spmd.strategy.ranks.places import Moment

@@ -32,7 +32,7 @@ from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
-from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt
+from lightning_spmd.strategy.graphs.building import CannotBeBuilt
 from lightning_spmd.strategy.graphs.run_context import FellBack, RunContext, StepRequest
 from lightning_spmd.strategy.ranks.boundary import ends_no_loop
 from lightning_spmd.strategy.ranks.places import Moment, evaluation_moment

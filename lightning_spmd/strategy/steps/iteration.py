@@ -36,9 +36,8 @@ from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
-from lightning_spmd.strategy.graphs.building import GraphBuilder
+from lightning_spmd.strategy.graphs.building import CannotBeBuilt, GraphBuilder
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
-from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt
 from lightning_spmd.strategy.graphs.own_graphs import OwnGraphs
 from lightning_spmd.strategy.graphs.run_context import Ran, RunContext, StepRequest
 from lightning_spmd.strategy.graphs.vote import agreed, voted
