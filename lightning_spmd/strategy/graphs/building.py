@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
 from lightning_spmd.ir.counted import CountFits, for_all_counts
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
+from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
 from lightning_spmd.ir.unify import Apart
@@ -40,12 +42,12 @@ from lightning_spmd.strategy.checkpoints.state_dicts import placements_of_state
 from lightning_spmd.strategy.graphs.first_step import with_state
 from lightning_spmd.strategy.graphs.live_inputs import live_state, options_of
 from lightning_spmd.strategy.graphs.one_for_all_sizes import as_all_ranks, generalized
-from lightning_spmd.strategy.graphs.prepared_optimizers import prepare
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext, StepRequest
 from lightning_spmd.strategy.notices.builds import BuildNotices
 from lightning_spmd.strategy.ranks.backends import check_collectives
-from lightning_spmd.strategy.state.memory import check_writes
+from lightning_spmd.strategy.state.memory import check_writes, lay_out_state
 from lightning_spmd.strategy.state.replaced_tensors import check_used
+from lightning_spmd.strategy.state.wide_state import widen_state
 from lightning_spmd.strategy.steps.beginnings import Beginning
 from lightning_spmd.strategy.steps.pieces import Pieces
 
@@ -252,9 +254,8 @@ class GraphBuilder:
         program = request.program
         if program is not None and program.samples:
             request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
-        for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
-            self._notices.once(text)
-
+        if context.optimizer is not None:
+            self._prepare(context.optimizer)
         captured = self._captured(self._capture_request(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
         state = self._live_state(captured)
@@ -316,6 +317,15 @@ class GraphBuilder:
             if request.batch is not None and len(split) > 1:
                 self._notices.of_lists(request.batch, captured)
         return executable
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Bring an optimizer's state into the form that graphs expect."""
+        if (advice := self._context.scaler.advice(optimizer)) is not None:
+            self._notices.once(advice)
+        for part in parts_of(optimizer):
+            if widen_state(part, self._context.settings.bf16_updates, self.state_mesh):
+                self._notices.once("the optimizer's state has no float32 masters: they begin as the bfloat16 weights")
+            lay_out_state(part, self.state_mesh)
 
     def _graphs(
         self,
