@@ -22,8 +22,10 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementError
 from lightning_spmd.ir.first import first
+from lightning_spmd.ir.random_states import python_random_states, set_python_random_states
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.tree import leaves, map_leaves
+from lightning_spmd.messages import the_step, warn
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.memory import array_of
@@ -37,7 +39,6 @@ from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, KeptAlone, helped, kept_alone, told_by
 from lightning_spmd.strategy.steps.batch_changes import BatchChanges
 from lightning_spmd.strategy.steps.replay import log_global
-from lightning_spmd.strategy.steps.same_draws import as_on_rank_zero
 from lightning_spmd.strategy.steps.shared_leaves import find_shared
 
 _READS, DONE, _EAGER = 1, 2, 3
@@ -132,7 +133,7 @@ class Meeting:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._context.settings.ranks.followed(self.split))
             if self._is_first:
-                stack.enter_context(as_on_rank_zero(self._control))
+                stack.enter_context(_as_on_rank_zero(self._control))
             yield
 
     # ------------------------------------------------------------------ the batch
@@ -409,6 +410,26 @@ class Meeting:
                     "(compute them from tensors of the batch, from what is logged, or from self.all_gather)"
                 )
         return "the ranks' steps differ in tensors that they made themselves"
+
+
+@contextlib.contextmanager
+def _as_on_rank_zero(control: ControlPlane) -> Iterator[None]:
+    """Python inside draws what rank 0 does, all ranks together; if it does not draw, generators are as before."""
+    mine = python_random_states()
+    its = control.gather(mine)[0]
+    differ = any(control.gather(repr(its) != repr(mine)))
+    if differ:
+        set_python_random_states(its)
+    try:
+        yield
+    finally:
+        if differ and repr(python_random_states()) == repr(its):
+            set_python_random_states(mine)
+        elif differ:
+            warn(
+                f"{the_step()} draws random numbers of Python or NumPy, whose states differ between the ranks; all "
+                "ranks go on with rank 0's, so that they draw what one device would"
+            )
 
 
 class LookedAtRows(BaseException):
