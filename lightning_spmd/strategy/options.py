@@ -15,17 +15,8 @@ import torch
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.stages import BuildOptions
-from lightning_spmd.stages.capture.optimizer.bf16_updates import KINDS, Updates
-from lightning_spmd.stages.passes import (
-    OFFLOAD_ACTIVATIONS,
-    PASSES,
-    REDUCE_DTYPES,
-    REMATERIALIZE,
-    GraphPass,
-    select,
-)
+from lightning_spmd.stages.passes import OFFLOAD_ACTIVATIONS, PASSES, REDUCE_DTYPES, REMATERIALIZE, GraphPass, select
 from lightning_spmd.stages.runtime.lowering import MODES
-from lightning_spmd.strategy.steps.own_batches import BATCH_MODES, BatchMode
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")\s*")
@@ -153,25 +144,12 @@ def checked_folder(folder: Any) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def checked_updates(kind: Any) -> Updates:
-    """How bfloat16 weights are updated.
+def checked_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
+    """The value of an option with a few choices.
 
     Raises:
-        ConfigurationError: there is no such choice.
+        ConfigurationError: it is none of them.
     """
-    return _checked_choice("bf16_updates", kind, KINDS)
-
-
-def checked_batch(mode: Any) -> BatchMode:
-    """Whether the ranks' batches form one global batch.
-
-    Raises:
-        ConfigurationError: there is no such choice.
-    """
-    return _checked_choice("batch", mode, BATCH_MODES)
-
-
-def _checked_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
     if value not in choices:
         raise ConfigurationError(f"{name}={value!r}: give one of {', '.join(map(repr, choices))}")
     return value

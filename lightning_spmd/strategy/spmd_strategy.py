@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,6 +24,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.parallel_plan import check_data_parallel
+from lightning_spmd.stages.capture.optimizer.bf16_updates import KINDS
 from lightning_spmd.strategy.checkpoints.saving import SavingStrategy
 from lightning_spmd.strategy.checkpoints.whole_steps import save_as_ever, save_only_whole
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, GraphSettings
@@ -31,10 +33,9 @@ from lightning_spmd.strategy.options import (
     check_processes,
     check_sizes,
     check_switches,
-    checked_batch,
+    checked_choice,
     checked_folder,
     checked_options,
-    checked_updates,
 )
 from lightning_spmd.strategy.ranks.alike import check_same_tensors
 from lightning_spmd.strategy.ranks.places import leave_borders, meet_at_borders
@@ -47,6 +48,7 @@ from lightning_spmd.strategy.state.mixed_placements import mixed_placements_allo
 from lightning_spmd.strategy.state.replaced_tensors import moving
 from lightning_spmd.strategy.steps.evaluating import Evaluation
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
+from lightning_spmd.strategy.steps.own_batches import BATCH_MODES
 from lightning_spmd.strategy.steps.replay import StepsInGraphs
 from lightning_spmd.strategy.support.feature import Mode
 from lightning_spmd.strategy.support.foreign_lightning import EXPLANATION
@@ -203,7 +205,8 @@ class SPMDStrategy(SavingStrategy):
             offload_activations, loss_chunks,
         )  # fmt: skip
         self.dump_dir = checked_folder(dump_dir)
-        updates, batches = checked_updates(bf16_updates), checked_batch(batch)
+        updates = checked_choice("bf16_updates", bf16_updates, KINDS)
+        batches = checked_choice("batch", batch, BATCH_MODES)
         self._settings = GraphSettings(ranks, self.build_options, self.dump_dir, [], updates, batches)
         steps = StepsInGraphs()
         self._wholes = PartsAsWholes(lambda: self._layout.state if self._layout.plan.needs_graphs else None)
@@ -255,16 +258,18 @@ class SPMDStrategy(SavingStrategy):
             self._wholes.put_around(self.lightning_module, trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             private.optimizers_to_device(self.optimizers, self.root_device)
-            if self.lightning_module is None:
-                raise ConfigurationError("there is no LightningModule to train")
-            self._layout.shard_optimizers(self.lightning_module, self.optimizers)
-            self._training.begin(self.lightning_module)
+            self._layout.shard_optimizers(self._running_module, self.optimizers)
+            self._training.begin(self._running_module)
+
+    @property
+    def _running_module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise ConfigurationError("there is no LightningModule to run")
+        return self.lightning_module
 
     def _new_evaluation(self) -> EvaluationSteps:
-        if self.lightning_module is None:
-            raise ConfigurationError("there is no LightningModule to evaluate")
         streams = self._ranks.streams(self.broadcast(torch.initial_seed())) if self.is_distributed else None
-        return EvaluationSteps(self._settings.of_evaluation(self.lightning_module, streams))
+        return EvaluationSteps(self._settings.of_evaluation(self._running_module, streams))
 
     @override
     def teardown(self) -> None:
@@ -302,7 +307,7 @@ class SPMDStrategy(SavingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         training, eager = self._training, super().training_step
-        self._wholes.look_again(self.lightning_module, self._running_trainer())
+        self._wholes.look_again(self._running_module, self._running_module.trainer)
         with _ONE_AT_A_TIME, self._wholes.apart():
             return training.accounts.step(
                 lambda: training.step(eager, args, kwargs),
@@ -311,9 +316,7 @@ class SPMDStrategy(SavingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module = self.lightning_module
-        if module is None:
-            raise ConfigurationError("there is no LightningModule to train")
+        module = self._running_module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if not self._training.give_gradients(module):
@@ -377,22 +380,17 @@ class SPMDStrategy(SavingStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        trainer = self._running_trainer()
+        trainer = self._running_module.trainer
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
         self._evaluation.compare("validation", batches)
 
     @override
     def on_test_start(self) -> None:
-        self._evaluation.compare("test", self._running_trainer().num_test_batches)
+        self._evaluation.compare("test", self._running_module.trainer.num_test_batches)
 
     @override
     def on_predict_start(self) -> None:
-        self._evaluation.begin_prediction(self._running_trainer())
-
-    def _running_trainer(self) -> Any:
-        if self.lightning_module is None:
-            raise ConfigurationError("there is no LightningModule to evaluate")
-        return self.lightning_module.trainer
+        self._evaluation.begin_prediction(self._running_module.trainer)
 
     # ------------------------------------------------------------------ reporting
     def add_build_listener(self, listener: Callable[[BuildEvent], None]) -> None:

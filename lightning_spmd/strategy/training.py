@@ -28,7 +28,7 @@ from lightning_spmd.parallel.state import is_sharded
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.record.packing import in_memory_order_of
 from lightning_spmd.stages.capture.user_code import user_location
-from lightning_spmd.strategy.graphs.run_context import FellBack, GraphSettings, Ran, named_arguments
+from lightning_spmd.strategy.graphs.run_context import FellBack, GraphSettings, Ran, RunContext, named_arguments
 from lightning_spmd.strategy.modes import ModeOfRun
 from lightning_spmd.strategy.notices.run_account import Accounts
 from lightning_spmd.strategy.ranks.places import compare_training_batches, meet_after_backward, meet_in_training
@@ -153,11 +153,19 @@ class Training:
         if self.mode is Mode.EAGER:
             return
         overlaps, streams = self._overlapping.choose(module, self.mode), self._random.streams
-        context = self._settings.of_training(
-            module, _as_one(trainer.optimizers, module), streams, self._new_parameters, overlaps
-        )
+        settings, optimizer = self._settings, _as_one(trainer.optimizers, module)
         self.iteration = TrainingIteration(
-            dataclasses.replace(context, came_late=self._came_late, fenced=self._overlapping.fenced)
+            RunContext(
+                settings,
+                module,
+                optimizer,
+                streams,
+                dataclasses.replace(settings.options, overlap_iterations=overlaps),
+                settings.dump_dir,
+                self._new_parameters,
+                self._overlapping.fenced,
+                self._came_late,
+            )
         )
 
     def _came_late(self) -> str | None:
@@ -240,7 +248,8 @@ class Training:
             kwargs: likewise.
         """
         self._follow_optimizer()
-        iteration = self._usable_iteration()
+        # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
+        iteration = None if private.skips_backward(self._module.trainer) else self.iteration
         self._take_changed_gradients()
         self._backward_passes, self.ran, self._gradients = 0, Ran(), None
         if self._ran_eagerly and iteration is not None:
@@ -330,12 +339,6 @@ class Training:
     def _eagerly(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batches = None if self._ranks.mesh is None else self._ranks.batches
         return self._steps.run_eagerly(self._module, "training_step", step, args, kwargs, batches)
-
-    def _usable_iteration(self) -> TrainingIteration | None:
-        if self.iteration is None:
-            return None
-        # SWA's batch-norm epoch runs forward alone, with momentum=None (an average that depends on a counter)
-        return None if private.skips_backward(self._module.trainer) else self.iteration
 
     def _share_layers(self, captured: CapturedStep) -> None:
         """Find the tensor-parallel plan in the first batch's graph, and shard what exists already by it.

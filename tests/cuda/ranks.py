@@ -40,7 +40,7 @@ from lightning_spmd.stages.capture.follow.step import Step as FollowedStep
 from lightning_spmd.stages.capture.once import FollowedOnce
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.graphs.building import GraphBuilder
-from lightning_spmd.strategy.graphs.run_context import GraphSettings, StepRequest
+from lightning_spmd.strategy.graphs.run_context import GraphSettings, RunContext, StepRequest
 from lightning_spmd.strategy.ranks.ranks import Processes, Ranks
 from lightning_spmd.strategy.state.state_layout import StateLayout
 from lightning_spmd.strategy.steps.by_hand import held_gradients
@@ -181,10 +181,13 @@ def build(wanted: Wanted) -> Built:
         layout.shard(module)
     module._trainer = stand_in(precision, device)
     optimizer = _optimizer(module, layout)
-    options_of_run = BuildOptions(rematerialize=wanted.rematerialize, offload_activations=wanted.offload)
+    options_of_run = BuildOptions(
+        rematerialize=wanted.rematerialize,
+        offload_activations=wanted.offload,
+        overlap_iterations=step.variant.pauses,
+    )
     settings = GraphSettings(ranks, options_of_run, None)
-    overlaps = step.variant.pauses
-    context = settings.of_training(module, optimizer, ranks.streams(0), None, overlaps)
+    context = RunContext(settings, module, optimizer, ranks.streams(0), options_of_run, None)
     real = precision.convert_input(step.batch(wanted.rank, wanted.rows))
 
     def laid(batch: Any) -> Batch:

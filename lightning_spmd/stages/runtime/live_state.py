@@ -241,20 +241,18 @@ class LiveState:
         name = key[1]
         return lambda: optimizer.param_groups[group][name]
 
-    def whole_ones(self, step: ShardedStep) -> list[str]:
-        """Parameters and buffers of which the graph wants this rank's part, and which are no DTensors."""
+    def misplaced(self, step: ShardedStep, *, parts: bool) -> list[str]:
+        """Parameters and buffers of which the module has this rank's part, or all, and the graph wants the other.
+
+        Args:
+            step: this rank's graph.
+            parts: of which the module has parts.
+        """
         kinds = (InputRole.PARAMETER, InputRole.BUFFER)
-        entries = [entry for _, entry in step.signature.inputs_of(*kinds) if in_parts(entry.placements)]
+        entries = [e for _, e in step.signature.inputs_of(*kinds) if in_parts(e.placements) is not parts]
         reads = [self._reader(entry, ()) for entry in entries]
         found = zip(entries, reads, strict=True)
-        return [entry.name for entry, read in found if callable(read) and not isinstance(read(), DTensor)]
-
-    def parts_for_wholes(self, step: ShardedStep) -> list[str]:
-        """Parameters and buffers that the graph wants whole, and of which the module has this rank's part."""
-        kinds = (InputRole.PARAMETER, InputRole.BUFFER)
-        entries = [entry for _, entry in step.signature.inputs_of(*kinds) if not in_parts(entry.placements)]
-        reads = [self._reader(entry, ()) for entry in entries]
-        return [e.name for e, r in zip(entries, reads, strict=True) if callable(r) and isinstance(r(), DTensor)]
+        return [entry.name for entry, read in found if callable(read) and isinstance(read(), DTensor) is parts]
 
     def layout_guard(self, step: ShardedStep) -> ValueGuard:
         """A guard on the memory layouts of parameters, buffers and state, on which kernels and views depend.

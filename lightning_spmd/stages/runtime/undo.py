@@ -25,25 +25,21 @@ def can_be_undone(entry: GraphInput) -> bool:
 
 
 @contextlib.contextmanager
-def random_numbers_kept(*, draws: bool, always: bool = False) -> Iterator[None]:
+def random_numbers_kept(*, draws: bool) -> Iterator[None]:
     """Put torch's generators back after a run that ended at a decision.
 
     Args:
         draws: whether there is anything to put back.
-        always: after any run.
     """
     if not draws:
         yield
         return
-    before, ended = TorchRandomState(), always
+    before = TorchRandomState()
     try:
         yield
     except ReadMiss:
-        ended = True
+        before.restore()
         raise
-    finally:
-        if ended:
-            before.restore()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@
 ``vote``         the ranks' vote on the graph of a step
 ``building``     capture, expansion, passes, agreement; ``one_for_all_sizes``: one graph for many batch sizes;
                  ``own_graphs``: graphs of local batches
-``run_context``  the objects that graphs are built from; ``live_inputs``: the live values of a graph's inputs;
-                 ``not_built``: errors for steps without a graph
-``first_step``, ``prepared_optimizers``  optimizers before the first graph of their step
+``run_context``  the objects that graphs are built from; ``live_inputs``: the live values of a graph's inputs
+``first_step``   the optimizer's state before the first graph of its step
 """

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
 from lightning_spmd.ir.counted import CountFits, for_all_counts
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
+from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
 from lightning_spmd.ir.unify import Apart
@@ -36,19 +38,17 @@ from lightning_spmd.stages.runtime.live_state import LiveState
 from lightning_spmd.stages.runtime.lowering import Lowering, as_python
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.stages.runtime.trial_runs.profile import agree
-from lightning_spmd.stages.runtime.undo import Before
 from lightning_spmd.strategy.checkpoints.state_dicts import placements_of_state
 from lightning_spmd.strategy.graphs.first_step import with_state
 from lightning_spmd.strategy.graphs.live_inputs import live_state, options_of
-from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt, OtherGradients
 from lightning_spmd.strategy.graphs.one_for_all_sizes import as_all_ranks, generalized
-from lightning_spmd.strategy.graphs.prepared_optimizers import prepare
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext, StepRequest
 from lightning_spmd.strategy.notices.builds import BuildNotices
 from lightning_spmd.strategy.ranks.backends import check_collectives
-from lightning_spmd.strategy.state.memory import check_writes
+from lightning_spmd.strategy.state.memory import check_writes, lay_out_state
 from lightning_spmd.strategy.state.replaced_tensors import check_used
-from lightning_spmd.strategy.steps.beginnings import Beginnings
+from lightning_spmd.strategy.state.wide_state import widen_state
+from lightning_spmd.strategy.steps.beginnings import Beginning
 from lightning_spmd.strategy.steps.pieces import Pieces
 
 
@@ -61,42 +61,22 @@ Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Beginning:
-    """A graph of the beginning of a step, up to a value that Python reads.
+class CannotBeBuilt(Exception):
+    """A rank could not capture or expand the step. All ranks raise this together."""
+
+
+class OtherGradients(Exception):
+    """The ranks' local batches reach different parameters, or in a different order. All ranks raise this together.
 
     Args:
-        executable: the graph.
-        run: runs it for a request, with the random numbers that the step itself will draw.
+        names: of all gradients.
+        built: what this rank built. It fits batches that reach the same parameters on all ranks.
     """
 
-    executable: Executable
-    run: Callable[[StepRequest, str | None], Sequence[Tensor]]
-
-    def fits(self, request: StepRequest) -> bool:
-        """Whether this is the beginning of a step. Optimizer state and numbers of the step may differ."""
-        tensors = [] if request.batch is None else request.batch.tensor_values
-        inputs = functools.partial(self.executable.looked_at, tensors)
-        return self.executable.captured.guards.failure(inputs) is None
-
-    def values(self, request: StepRequest, place: str | None) -> Sequence[Tensor]:
-        """The values that Python reads of a step. Nothing is changed.
-
-        Args:
-            request: the step.
-            place: ``file:line`` of the read.
-
-        Raises:
-            CaptureError: the graph cannot be run for this step.
-        """
-        step = self.executable.graphs.main
-        tensors = [] if request.batch is None else request.batch.tensor_values
-        before = Before(step.signature.inputs, self.executable.inputs(tensors), all_of_them=True)
-        try:
-            outputs = self.run(request, place)
-            return [before.apart(outputs[reference.position]) for reference in self.executable.captured.returned]
-        finally:
-            before.restore()
+    def __init__(self, names: frozenset[str], difference: str) -> None:
+        super().__init__(difference)
+        self.names = names
+        self.built: Executable | None = None
 
 
 class GraphBuilder:
@@ -114,7 +94,6 @@ class GraphBuilder:
         self.state_mesh = None if context.mesh is None else StateMesh(context.mesh)
         self._last_lowering = self._recorded()
         self._notices = BuildNotices()
-        self._beginnings = Beginnings(context, self._live_state)
         self.pieces = Pieces(context, self._piecewise, self._live_state)
         self._dumped: dict[int, Any] = {}
 
@@ -138,6 +117,7 @@ class GraphBuilder:
             SPMDError: on all ranks, if the run cannot continue.
         """
         started = time.perf_counter()
+        batch, mesh, control = request.batch, self._context.mesh, self._context.control
 
         def tell(stage: str, nodes: int | None = None) -> None:
             event = BuildEvent(stage, str(request.variant), time.perf_counter() - started, nodes)
@@ -150,7 +130,8 @@ class GraphBuilder:
         if known is None:
             tell("capture")
         try:
-            self.check_same_batch(request)
+            if batch is not None and mesh is not None and control is not None and mesh.shares_batches:
+                mesh.check_same_batch(control.gather(batch.digest()))
             if refusal is not None:
                 raise CaptureError(refusal)
             if known is None:
@@ -160,7 +141,7 @@ class GraphBuilder:
         if request.vary:
             closed = dataclasses.replace(request, vary={})
             anew = functools.partial(self._capture_and_build, closed, split, tell)
-            executable, problem = as_all_ranks(executable, problem, anew, self._context.control)
+            executable, problem = as_all_ranks(executable, problem, anew, control)
         try:
             self._agree(executable, problem, tell)
         except OtherGradients as other:
@@ -195,10 +176,7 @@ class GraphBuilder:
         Raises:
             SPMDError: on all ranks, if it cannot be built.
         """
-        wanted = self._of_beginning(request, split)
-        request = dataclasses.replace(request, variant=wanted.variant, clip=None)
-        executable = self._beginnings.built(functools.partial(capture_followed, wanted), request, split)
-        return Beginning(executable, functools.partial(self._beginnings.run, executable))
+        return Beginning(self._context, self._of_beginning(request, split), split, self._live_state)
 
     def _piecewise(self, request: StepRequest, split: tuple[int, ...]) -> PiecewiseTrace:
         return PiecewiseTrace(self._of_beginning(request, split))
@@ -231,17 +209,6 @@ class GraphBuilder:
         if captured is None or any(problems):
             raise CannotBeBuilt(next(filter(None, problems), "a step is no graph"))
         return captured
-
-    def check_same_batch(self, request: StepRequest) -> None:
-        """Compare the batches of ranks that must have equal ones; all these ranks together.
-
-        Raises:
-            BatchError: on all ranks, if they differ.
-        """
-        context = self._context
-        if request.batch is None or context.mesh is None or context.control is None or not context.mesh.shares_batches:
-            return
-        context.mesh.check_same_batch(context.control.gather(request.batch.digest()))
 
     # ------------------------------------------------------------------ pieces
     def _recorded(self) -> Lowering:
@@ -287,9 +254,8 @@ class GraphBuilder:
         program = request.program
         if program is not None and program.samples:
             request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
-        for text in () if context.optimizer is None else prepare(context.optimizer, context, self.state_mesh):
-            self._notices.once(text)
-
+        if context.optimizer is not None:
+            self._prepare(context.optimizer)
         captured = self._captured(self._capture_request(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
         state = self._live_state(captured)
@@ -304,7 +270,7 @@ class GraphBuilder:
         graphs, family, not_general = self._graphs(captured, request, split, maker)
         if context.mesh is None:
             gather_reads(graphs.main.graph_module.graph)
-        if whole := state.whole_ones(graphs.main):
+        if whole := state.misplaced(graphs.main, parts=False):
             if any(name.startswith(OF_OPTIMIZER_ALONE) for name in whole):
                 raise ConfigurationError(
                     f"{', '.join(whole)}: the optimizer trains parameters that the module does not have, and the plan "
@@ -315,7 +281,7 @@ class GraphBuilder:
                 "rank's part of them. With parameters in parts replace layers before fit or in configure_model; or use "
                 "data_parallel='replicate' or 'zero2'"
             )
-        if parts := state.parts_for_wholes(graphs.main):
+        if parts := state.misplaced(graphs.main, parts=True):
             raise ConfigurationError(
                 f"{', '.join(parts)} came into the module after the start of the run, in parts, and the plan keeps it "
                 "whole on every rank. Make the layer in __init__ or configure_model; or keep it outside of the module, "
@@ -351,6 +317,15 @@ class GraphBuilder:
             if request.batch is not None and len(split) > 1:
                 self._notices.of_lists(request.batch, captured)
         return executable
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Bring an optimizer's state into the form that graphs expect."""
+        if (advice := self._context.scaler.advice(optimizer)) is not None:
+            self._notices.once(advice)
+        for part in parts_of(optimizer):
+            if widen_state(part, self._context.settings.bf16_updates, self.state_mesh):
+                self._notices.once("the optimizer's state has no float32 masters: they begin as the bfloat16 weights")
+            lay_out_state(part, self.state_mesh)
 
     def _graphs(
         self,

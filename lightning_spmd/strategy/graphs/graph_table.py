@@ -23,12 +23,6 @@ from lightning_spmd.strategy.graphs.run_context import StepRequest
 MAX_GRAPHS_PER_SHAPE = 16
 # Graphs that are kept; of a large model each takes tens of megabytes on the host.
 MOST_GRAPHS = 64
-# Past this many shapes the user is told once to pad.
-MANY_SHAPES = 16
-
-
-class PathKey(tuple[Any, ...]):
-    """The key of a followed step's graphs."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +43,6 @@ class Found:
     reason: str | None
     vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
 
-    def other(self, index: int | None, reason: str) -> Found:
-        """The same for another graph, because the first one did not do."""
-        return dataclasses.replace(self, index=index, reason=reason)
-
 
 class GraphTable:
     """All graphs of a run.
@@ -70,7 +60,6 @@ class GraphTable:
         self._trainer = trainer
         self._gradients = gradients
         self._indices: dict[tuple[Any, ...], list[int]] = {}
-        self._told_about_shapes = False
         self._told_about_memory = False
 
     @property
@@ -183,13 +172,6 @@ class GraphTable:
                 f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({found.reason}); make "
                 "that value a tensor, or stop reading it in training_step"
             )
-        shapes = {key for key in self._indices if not _is_of_a_path(key)}
-        if len(shapes) >= MANY_SHAPES and not self._told_about_shapes:
-            self._told_about_shapes = True
-            warn(
-                f"{len(shapes)} different batch shapes so far, each with a graph of its own; pad batches to a "
-                "few sizes to save capture time"
-            )
         return None
 
     def follows_a_first_step(self, key: tuple[Any, ...]) -> bool:
@@ -199,12 +181,7 @@ class GraphTable:
 
 def _of_path(key: tuple[Any, ...], request: StepRequest) -> tuple[Any, ...]:
     """What graphs of a step are filed under: of one that was followed those of its path alone."""
-    return key if request.program is None else (*key, PathKey(request.program.key))
-
-
-def _is_of_a_path(key: tuple[Any, ...]) -> bool:
-    """Whether graphs under a key are of one path that steps were followed along."""
-    return isinstance(key[-1], PathKey)
+    return key if request.program is None else (*key, request.program.key)
 
 
 def creates_state(step: CapturedStep) -> bool:

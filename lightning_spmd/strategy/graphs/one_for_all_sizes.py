@@ -34,6 +34,9 @@ _SAMPLES = 3
 _OTHERS = 8
 """Further sizes at which formulas are told from each other."""
 _MOST_TRIES = 400
+_FACTORS = (2, 3, 1, 5, 1, 1, 1, 1, 2, 3, 1, 1, 4, 0.5, 1, 1, 7, 1, 1)
+_MORE = (1, 2, 1, 3, 3, -1, 2, -3, 0, 0, 8, 64, 0, 0, -2, 16, 5, 5, 7)
+"""Sizes that are tried in place of one: so many times as large, and so much more."""
 _FAR = 512
 """Up to where formulas are checked; for long sequences up to eight times as far. Beyond, a graph is built anew."""
 
@@ -220,30 +223,10 @@ def _differ(family: Family, formula: Formula, samples: Sequence[tuple[int, ...]]
 def _candidates(family: Family) -> Iterator[tuple[int, ...]]:
     """Sizes to try: each independent one is moved on its own, most of them far, to numbers that are no round ones."""
     free = _free(family)
-    moves: list[Callable[[int], int]] = [
-        lambda n: 2 * n + 1,
-        lambda n: 3 * n + 2,
-        lambda n: n + 1,
-        lambda n: 5 * n + 3,
-        lambda n: n + 3,
-        lambda n: n - 1,
-        lambda n: n + 2,
-        lambda n: n - 3,
-        lambda n: 2 * n,
-        lambda n: 3 * n,
-        lambda n: n + 8,
-        lambda n: n + 64,
-        lambda n: 4 * n,
-        lambda n: n // 2,
-        lambda n: n - 2,
-        lambda n: n + 16,
-        lambda n: 7 * n + 5,
-        lambda n: n + 5,
-        lambda n: n + 7,
-    ]
     for step in range(_MOST_TRIES):
         numbers: dict[int, int] = {}
         for rank, place in enumerate(free):
-            move = moves[(step + rank * (1 + step // len(moves))) % len(moves)]
-            numbers[place] = move(family.seen[place]) + step // len(moves) * (rank == len(free) - 1)
+            move = (step + rank * (1 + step // len(_MORE))) % len(_MORE)
+            size = int(_FACTORS[move] * family.seen[place]) + _MORE[move]
+            numbers[place] = size + step // len(_MORE) * (rank == len(free) - 1)
         yield _with(family, numbers)

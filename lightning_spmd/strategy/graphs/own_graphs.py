@@ -15,10 +15,9 @@ from lightning_spmd.messages import tell
 from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.stages.runtime.agreement.same_graphs import exchanges
 from lightning_spmd.stages.runtime.executor import Executable
-from lightning_spmd.strategy.graphs.building import GraphBuilder
+from lightning_spmd.strategy.graphs.building import CannotBeBuilt, GraphBuilder, OtherGradients
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
-from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt, OtherGradients
-from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
+from lightning_spmd.strategy.graphs.run_context import StepRequest
 from lightning_spmd.strategy.graphs.vote import check_same_part, hash_of_step
 from lightning_spmd.strategy.ranks.places import Moment
 from lightning_spmd.strategy.steps.meeting import DONE, Done, Meeting
@@ -28,21 +27,13 @@ class OwnGraphs:
     """The graphs of this rank's local batches in one run.
 
     Args:
-        context: the context of the run's graphs.
         builder: builds them.
         table: stores them.
         flush: completes the deferred work of another iteration.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        builder: GraphBuilder,
-        table: GraphTable,
-        flush: Callable[[], None],
-    ) -> None:
+    def __init__(self, builder: GraphBuilder, table: GraphTable, flush: Callable[[], None]) -> None:
         self.table = table
-        self._context = context
         self._builder = builder
         self._flush = flush
         self._exchanges: dict[int, int] = {}
@@ -65,12 +56,12 @@ class OwnGraphs:
         if vote.shape[0] != vote.shape[1]:
             check_same_part(control, self.table, request)
 
-    def done(self, request: StepRequest, meeting: Meeting) -> OwnDone:
-        """Begin the exchange after the Python of a step."""
+    def done(self, request: StepRequest, meeting: Meeting) -> Done:
+        """Begin the exchange after the Python of a step: ranks may run if their collectives are equal."""
         found = self.table.find(request, ())
-        return OwnDone(found, meeting.cast(DONE, 0, self._exchanged(found)), meeting.met)
+        return Done(found, meeting.cast(DONE, 0, self._exchanged(found)), meeting.met)
 
-    def executable(self, request: StepRequest, done: OwnDone) -> Executable:
+    def executable(self, request: StepRequest, done: Done) -> Executable:
         """Find or build this rank's graph of a step.
 
         Raises:
@@ -122,7 +113,3 @@ class OwnGraphs:
             executable = self.table.graph(found.index)
             self._exchanges[found.index] = stable_hash(exchanges(executable.graphs.main, executable.captured))
         return self._exchanges[found.index]
-
-
-class OwnDone(Done):
-    """The exchange after the Python of a step on local batches: ranks may run if their collectives are equal."""

@@ -53,20 +53,6 @@ class Ran:
     rows: int | None = None
     tables: tuple[Any, ...] = ()
 
-    @classmethod
-    def of(cls, executable: Executable, rows: Any, split: tuple[int, ...] | None, tables: tuple[Any, ...]) -> Ran:
-        """The same record with the rows, if they are known.
-
-        Args:
-            executable: the graph.
-            rows: of the global batch of several ranks; a number on a GPU is not waited for.
-            split: on one device the first sizes of all tensors of the batch, which may or may not be rows.
-            tables: of all graphs of its run.
-        """
-        if split is not None:
-            rows = split[0] if len(set(split)) == 1 else None
-        return cls(executable, rows if isinstance(rows, int) else None, tables)
-
     @property
     def graphs(self) -> int:
         """Number of graphs that are kept."""
@@ -120,26 +106,6 @@ class GraphSettings:
     bf16_updates: Updates = "plain"
     batch: BatchMode = "auto"
     waits: WaitMeter = field(default_factory=WaitMeter)
-
-    def of_training(
-        self,
-        module: Any,
-        optimizer: Optimizer,
-        streams: RandomStreams | None,
-        new_parameters: NewParameters | None,
-        overlaps: bool | str,
-    ) -> RunContext:
-        """The context of training's graphs.
-
-        Args:
-            module: the LightningModule.
-            optimizer: its optimizer.
-            streams: random numbers of several ranks.
-            new_parameters: shares parameters that join the module during the run.
-            overlaps: whether iterations may overlap, or ``"auto"``.
-        """
-        options = dataclasses.replace(self.options, overlap_iterations=overlaps)
-        return RunContext(self, module, optimizer, streams, options, self.dump_dir, new_parameters)
 
     def of_evaluation(self, module: Any, streams: RandomStreams | None) -> RunContext:
         """The context of the graphs of evaluation steps."""
@@ -254,7 +220,6 @@ class StepRequest:
         variant: part of the iteration.
         arguments: the method's other arguments by name.
         clip: gradient clipping to capture; None: none.
-        numbers: numbers of Python's state, by path, that are inputs of graphs. They must be equal on all ranks.
         vary: sizes of the batch that a graph built for it should leave open, with their values.
         needed: parameters that get a gradient from another rank's local batch.
         program: the step's calls, if its Python has run; None otherwise.
@@ -264,7 +229,6 @@ class StepRequest:
     variant: Variant
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     clip: Callable[[Any], None] | None = None
-    numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     vary: Mapping[Dimension, int] = field(default_factory=dict[Dimension, int])
     needed: frozenset[str] = frozenset()
     program: Program | None = None

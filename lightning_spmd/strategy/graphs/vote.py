@@ -17,8 +17,16 @@ from lightning_spmd.strategy.ranks.places import Moment
 from lightning_spmd.strategy.steps.shared_leaves import check_shared
 
 
-class GraphVote:
-    """The choice of a graph for one step: this rank's candidate, and the vote under way.
+def voted(
+    control: ControlPlane,
+    mesh: Mesh,
+    table: GraphTable,
+    request: StepRequest,
+    moment: Moment,
+    *,
+    follows: bool = False,
+) -> Found:
+    """The split and the graph that all ranks agree on; no graph if one rank has none.
 
     Args:
         control: messages among the ranks.
@@ -28,62 +36,28 @@ class GraphVote:
         moment: the place in the run.
         follows: the step's Python runs first and the graph is chosen after it, so the index found here is not used.
 
-    Attributes:
-        found: the graph that this rank would run if all ranks have equally many rows.
+    Raises:
+        BatchError: on every rank, if the batches cannot form one.
+        RankDisagreementError: on every rank, if they are at different batches or have different numbers of batches.
+        SIGTERMException: on every rank, if one of them received SIGTERM.
     """
 
-    def __init__(
-        self,
-        control: ControlPlane,
-        mesh: Mesh,
-        table: GraphTable,
-        request: StepRequest,
-        moment: Moment,
-        *,
-        follows: bool = False,
-    ) -> None:
-        self._control, self._mesh, self._table, self._request, self._moment = control, mesh, table, request, moment
-        self._follows = follows
-        rows, self._problem = _rows(request.batch)
-        self._own_rows = rows
-        self.found = self._find((rows,) * mesh.batch_size)
-        self._count = control.cast(
-            moment.place,
-            None if self._problem else self.found.index,
-            rows,
-            -1 if self._problem else _shape(table, request),
-            ends=moment.ends,
-            told=moment.told,
-        )
-        self._answer: Found | None = None
+    def find(split: tuple[int, ...]) -> Found:
+        return Found((), split, 0, None) if follows else table.find(request, split)
 
-    def result(self) -> Found:
-        """The split and the graph that all ranks agree on; no graph if one rank has none.
-
-        Raises:
-            BatchError: on every rank, if the batches cannot form one.
-            RankDisagreementError: on every rank, if they are at different batches or have different numbers of batches.
-            SIGTERMException: on every rank, if one of them received SIGTERM.
-        """
-        if self._answer is None:
-            self._answer = self._counted()
-        return self._answer
-
-    def _counted(self) -> Found:
-        control, request, found = self._control, self._request, self.found
-        vote = self._count()
-        self._moment.check(control, vote)
-        if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
-            _reconcile(control, self._table, request, self._problem)
-            return GraphVote(control, self._mesh, self._table, request, self._moment, follows=self._follows).result()
-        if vote.rows[0] != vote.rows[1]:
-            found = self._find(self._mesh.split(control.gather(self._own_rows)))
-            vote = control.vote(self._moment.place, found.index, 0, 0)
-        same = not vote.missing and vote.graph[0] == vote.graph[1]
-        return found if same else dataclasses.replace(found, index=None)
-
-    def _find(self, split: tuple[int, ...]) -> Found:
-        return Found((), split, 0, None) if self._follows else self._table.find(self._request, split)
+    rows, problem = _rows(request.batch)
+    found = find((rows,) * mesh.batch_size)
+    graph, shape = (None, -1) if problem else (found.index, _shape(table, request))
+    vote = control.vote(moment.place, graph, rows, shape, ends=moment.ends, told=moment.told)
+    moment.check(control, vote)
+    if vote.shape[0] != vote.shape[1] or vote.shape[0] == -1:
+        _reconcile(control, table, request, problem)
+        return voted(control, mesh, table, request, moment, follows=follows)
+    if vote.rows[0] != vote.rows[1]:
+        found = find(mesh.split(control.gather(rows)))
+        vote = control.vote(moment.place, found.index, 0, 0)
+    same = not vote.missing and vote.graph[0] == vote.graph[1]
+    return found if same else dataclasses.replace(found, index=None)
 
 
 def agreed(control: ControlPlane | None, index: int | None) -> int | None:

@@ -7,6 +7,6 @@
 ``batch_changes`` what a step puts into its batch, for hooks
 ``replay``        ``self.log`` and metric calls, made when their values exist
 ``by_hand``, ``loss_scaling``          manual optimization; the GradScaler between graphs
-``shared_leaves``, ``same_draws``      tensors of the batch, and random numbers, that are equal on all ranks
+``shared_leaves`` tensors of the batch that are equal on all ranks
 ``as_before``, ``last_resort``, ``eager_path``, ``evaluating``  steps that start over, and steps that are no graphs
 """

@@ -108,24 +108,21 @@ def add_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
             parameter.grad = gradient if own is None else own.add_(gradient)
 
 
-def mean_loss(loss: Tensor | None) -> Tensor | None:
-    """The loss averaged over the ranks, so that an optimizer that looks at it (LBFGS) decides alike everywhere."""
-    if loss is None:
-        return None
-    averaged = loss.detach().clone()
-    dist.all_reduce(averaged)
-    return averaged / dist.get_world_size()
-
-
 def synced(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """An optimizer's closure for which every rank sees the mean loss, also as ``outputs["loss"]`` of callbacks."""
+    """An optimizer's closure for which every rank sees the mean loss, also as ``outputs["loss"]`` of callbacks.
+
+    So an optimizer that looks at it (LBFGS) decides alike everywhere.
+    """
 
     def run() -> Any:
         loss = closure()
-        mean = mean_loss(loss)
-        if mean is not None:
-            with torch.no_grad():
-                loss.copy_(mean)  # Lightning keeps this tensor, a copy of its own
+        if loss is None:
+            return None
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        mean = total / dist.get_world_size()
+        with torch.no_grad():
+            loss.copy_(mean)  # Lightning keeps this tensor, a copy of its own
         return mean
 
     return run

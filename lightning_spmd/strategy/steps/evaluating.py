@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -22,22 +21,6 @@ from lightning_spmd.strategy.state.state_layout import StateLayout
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
 from lightning_spmd.strategy.steps.replay import StepsInGraphs
 from lightning_spmd.strategy.user_hooks.parts_as_wholes import PartsAsWholes
-
-
-@dataclass
-class Turns:
-    """Steps in which a rank takes part although its own batches have ended.
-
-    Lightning gives ranks different numbers of batches to predict, because every row is predicted once. Graphs with
-    collectives need all ranks.
-
-    Args:
-        owed: number of such steps, by dataloader.
-        last: arguments of this rank's last step, which it repeats.
-    """
-
-    owed: list[int]
-    last: tuple[Any, ...] = ()
 
 
 class FinishTurns(Callback):
@@ -81,7 +64,10 @@ class Evaluation:
         self._steps = steps
         self._wholes = wholes
         self._new_graphs = new_graphs
-        self._turns: Turns | None = None
+        # Lightning gives ranks different numbers of batches to predict, because every row is predicted once. Graphs
+        # with collectives need all ranks: those whose batches have ended take part in the steps of others.
+        self._owed: list[int] | None = None  # number of such steps, by dataloader
+        self._last: tuple[Any, ...] = ()  # arguments of this rank's last step, which it repeats
 
     def begin(self) -> None:
         """A new run."""
@@ -110,10 +96,10 @@ class Evaluation:
             args: as Lightning passes them.
             kwargs: likewise.
         """
-        turns = self._turns if method == "predict_step" else None
-        if turns is not None:
+        turns = self._owed is not None and method == "predict_step"
+        if turns:
             self._take_part(upto=args[2] if len(args) > 2 else 0)
-            turns.last = args
+            self._last = args
         batches = None if self._ranks.mesh is None else self._ranks.batches
         if not self.in_graphs:
             if self._layers.is_sought:  # behind the sanity check, graphs log under the same keys
@@ -122,7 +108,7 @@ class Evaluation:
         if kwargs:
             raise ConfigurationError(f"{method} was called with keywords ({', '.join(kwargs)}); Lightning passes none")
         try:
-            output = self._evaluate(method, args, turns=turns is not None)
+            output = self._evaluate(method, args, turns=turns)
         except FellBack:
             with self.on_whole_parameters(module), self._wholes.inside():
                 return self._steps.run_eagerly(module, method, eager, args, {}, batches)
@@ -159,14 +145,14 @@ class Evaluation:
     def begin_prediction(self, trainer: Any) -> None:
         """Find out in how many steps of others this rank will take part."""
         most = self.compare("predict", trainer.num_predict_batches)
-        self._turns = None
+        self._owed, self._last = None, ()
         if most is not None:
             tell(
                 "strategy='spmd' predicts in graphs, which need all ranks, and these differ in numbers of batches: "
                 "a rank with fewer runs predict_step on its last batch again, as long as others have more. What that "
                 "returns is discarded, and what it changes of the module is put back; files that it writes are not"
             )
-            self._turns = Turns([int(m - own) for m, own in zip(most, trainer.num_predict_batches, strict=True)])
+            self._owed = [int(m - own) for m, own in zip(most, trainer.num_predict_batches, strict=True)]
             trainer.callbacks.insert(0, FinishTurns(self._take_part))
 
     def end(self, trainer: Any) -> None:
@@ -175,16 +161,16 @@ class Evaluation:
 
     def _take_part(self, upto: int | None = None) -> None:
         """Take part in the others' steps of the dataloaders before ``upto``; of all if it is None."""
-        turns = self._turns
-        if turns is None:
+        owed = self._owed
+        if owed is None:
             return
-        for loader in range(len(turns.owed) if upto is None else upto):
-            while turns.owed[loader] > 0:
-                turns.owed[loader] -= 1
-                batch, *numbers = turns.last
-                turns.last = (batch, *[numbers[0] + 1, *numbers[1:]]) if numbers else (batch,)
+        for loader in range(len(owed) if upto is None else upto):
+            while owed[loader] > 0:
+                owed[loader] -= 1
+                batch, *numbers = self._last
+                self._last = (batch, *[numbers[0] + 1, *numbers[1:]]) if numbers else (batch,)
                 try:
-                    self._evaluate("predict_step", turns.last, turns=True, discard=True)
+                    self._evaluate("predict_step", self._last, turns=True, discard=True)
                 except FellBack:
                     with self.on_whole_parameters(None if self.graphs is None else self.graphs.context.module):
                         pass

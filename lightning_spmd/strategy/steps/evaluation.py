@@ -32,7 +32,7 @@ from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
-from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt
+from lightning_spmd.strategy.graphs.building import CannotBeBuilt
 from lightning_spmd.strategy.graphs.run_context import FellBack, RunContext, StepRequest
 from lightning_spmd.strategy.ranks.boundary import ends_no_loop
 from lightning_spmd.strategy.ranks.places import Moment, evaluation_moment
@@ -44,15 +44,7 @@ from lightning_spmd.strategy.steps.meeting import LookedAtRows
 from lightning_spmd.strategy.steps.replay import replay, resolve
 
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
-_CANNOT = (
-    NoEagerWay,
-    LookedAtRows,
-    CannotBeFollowed,
-    CannotBeBuilt,
-    FirstRunError,
-    CaptureError,
-    BatchError,
-)
+_CANNOT = (NoEagerWay, LookedAtRows, CannotBeFollowed, CannotBeBuilt, FirstRunError, CaptureError, BatchError)
 """What says, on all ranks, that a step can be no graph."""
 
 
@@ -132,15 +124,15 @@ class EvaluationSteps(TrainingIteration):
             self._followings[variant.method] = following
         batch = Batch(batch_tree, self._shared, part=self._has_part)
         with speaking_of(variant.method):
-            request = self._request(batch, arguments, variant, None)
+            request = StepRequest(batch, variant, arguments)
             part = self.table.step_key(request)
             self._met, following.graphs_infer = not is_first, torch.is_inference_mode_enabled()
             self.table.open.note(batch)
             vary = tuple(self.table.open.wanted(batch, part))
             meeting = self._meeting(request)
             pieces = self._pieces_of(request, meeting)
-            beginning = functools.partial(self._run_beginning, request, meeting, pieces)
-            with contextlib.nullcontext() if meeting is None else meeting.ends():
+            beginning = functools.partial(self._run_beginning, request, pieces)
+            with contextlib.nullcontext() if meeting is None else meeting.streams:
                 try:
                     with torch.inference_mode(mode=False), torch.no_grad():  # the former's tensors know no versions
                         followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)
@@ -211,12 +203,8 @@ def _gathered_rows(executable: Executable, axis_number: int) -> list[int]:
 def _is_state(captured: CapturedStep, position: int) -> bool:
     """Whether an output is computed from parameters and the like alone: its first dimension is not the batch's."""
     graph = captured.graph_module.graph
-    roles = {
-        node: entry.role
-        for node, entry in zip(
-            [n for n in graph.nodes if n.op == "placeholder"], captured.signature.inputs, strict=True
-        )
-    }
+    placeholders = graph.find_nodes(op="placeholder")
+    roles = {node: entry.role for node, entry in zip(placeholders, captured.signature.inputs, strict=True)}
     outputs: Any = last(graph.nodes, "output").args[0]
     seen: set[fx.Node] = set()
     todo: list[Any] = [outputs[position]]
@@ -226,6 +214,5 @@ def _is_state(captured: CapturedStep, position: int) -> bool:
             seen.add(node)
             todo.extend(node.all_input_nodes)
     sources = {roles[node] for node in seen if node in roles}
-    return InputRole.BATCH not in sources and bool(
-        sources & {InputRole.PARAMETER, InputRole.BUFFER, InputRole.CONSTANT}
-    )
+    state = {InputRole.PARAMETER, InputRole.BUFFER, InputRole.CONSTANT}
+    return InputRole.BATCH not in sources and bool(sources & state)

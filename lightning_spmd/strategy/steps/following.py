@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,25 +130,10 @@ class FollowedStep:
         mark: int = 0,
     ) -> None:
         self.returned, self.queue, self.program, self.mark = returned, queue, program, mark
-        self._step, self._wants, self._talk = step, wants, talk
+        self.step, self._wants, self._talk = step, wants, talk
         self._kept: KeptAlone | None = None
         self.held: list[Tensor] = []
         self._own: list[Made] = []
-
-    @property
-    def reason(self) -> str | None:
-        """Why the step ran for good; None if it did not."""
-        return _in_words(self._step)
-
-    @property
-    def reads_gradients(self) -> str | None:
-        """``file:line`` that reads ``p.grad`` of the batch before."""
-        return self._step.reads_gradients
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """Kept results, filled, to which eager training gives a gradient."""
-        return self._step.leaves
 
     @property
     def has_begun(self) -> bool:
@@ -163,13 +148,8 @@ class FollowedStep:
 
     def help_out(self) -> KeptAlone | None:
         """Do what a rank needs that reads alone, once Python is done here; what ranks keep alone, if none reads."""
-        if self._talk is None:
-            return None
-        agreed = self._talk.agreed()
-        if isinstance(agreed, KeptAlone):
-            return agreed
-        self._talk.help_out(agreed)
-        return None
+        helped = None if self._talk is None else self._talk.help_out()
+        return helped if isinstance(helped, KeptAlone) else None
 
     def keeps_alone(self, kept: KeptAlone, made_anew: Callable[[Step, Sequence[Want]], tuple[Program, int]]) -> None:
         """Calls that not all ranks have made are none of the step's; what they give is computed behind it.
@@ -187,8 +167,8 @@ class FollowedStep:
             else:  # what is told behind calls of this rank alone is told behind those of all
                 wants.append(dataclasses.replace(want, after=kept.calls))
         self._wants = wants
-        self._step.left_out.leave(kept.calls)
-        self.program, self.mark = made_anew(self._step, [*self._wants, *kept.wants])
+        self.step.left_out.leave(kept.calls)
+        self.program, self.mark = made_anew(self.step, [*self._wants, *kept.wants])
 
     def fill(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Give what somebody has its value; gives the values for the queue.
@@ -200,25 +180,25 @@ class FollowedStep:
             raise ValueError("a step that ran for good has nothing to fill")
         by_want = dict(zip(self.program.wants, values, strict=True))
         if self._kept is not None:
-            own = self._step.left_out.perform({want.source: by_want[want] for want in self._kept.wants})
+            own = self.step.left_out.perform({want.source: by_want[want] for want in self._kept.wants})
             for made in self._own:
-                self._step.fill(made, own[made])
+                self.step.fill(made, own[made])
         for want in self._wants:
             source = want.source
-            stands = isinstance(source, Given) and source.position in self._step.stand_ins
+            stands = isinstance(source, Given) and source.position in self.step.stand_ins
             if want.after is None and want.role is not OutputRole.GRADIENT and (stands or isinstance(source, Made)):
-                self._step.fill(source, by_want[want])  # type: ignore[arg-type]
-        self._step.settle()
+                self.step.fill(source, by_want[want])  # type: ignore[arg-type]
+        self.step.settle()
         return [by_want[want] for want in self._wants]
 
     def ran_eagerly(self, meeting: Meeting | None) -> RanEagerly:
         """What is raised once the step has run for good."""
-        returned, weight, gradients = self.returned, 1.0, self._step.eager.gradients
+        returned, weight, gradients = self.returned, 1.0, self.step.eager.gradients
         if meeting is not None:
             returned, weight = meeting.weighed(returned, self.queue.rows)
         if gradients is not None and weight != 1:
             gradients = [(leaf, gradient * weight) for leaf, gradient in gradients]
-        ran = RanEagerly(returned, self.reason or "", gradients)
+        ran = RanEagerly(returned, _in_words(self.step) or "", gradients)
         ran.are_shares = meeting is not None and meeting.is_own
         return ran
 
@@ -233,12 +213,6 @@ class FollowedStep:
         self.returned = map_leaves(lambda _, leaf: loss if leaf is mine else leaf, self.returned)
         self.queue.calls = of_all_ranks(self.queue.calls, logged)
 
-    def exchange(self) -> None:
-        """Parameters and buffers have been replaced."""
-        self._step.outside[:] = map(successor_of, self._step.outside)
-        if self._step.by_hand is not None:
-            self._step.by_hand.exchange()
-
     def logged(self, results: Sequence[Any]) -> None:
         """The queued calls were made, with these results."""
         self.queue.done(results)
@@ -246,7 +220,7 @@ class FollowedStep:
 
     def for_good(self, reason: str) -> None:
         """Compute what was noted as eager training would have: there is no graph of it."""
-        self._step.eagerly(reason)
+        self.step.eagerly(reason)
         self.returned = _resolved(self.returned)
 
 
@@ -325,21 +299,10 @@ class _Talk:
         self._numbers: dict[tuple[int, Any], Any] = {}  # in these calls
         self.conversation: Conversation | None = None
 
-    def agreed(self) -> Alone | KeptAlone:
-        """The ranks have come apart: what all of them do.
+    def help_out(self) -> KeptAlone | Sequence[Tensor] | None:
+        """The ranks have come apart: do what those need that read alone, all ranks together.
 
-        Raises:
-            CannotBeFollowed: on all ranks; they go on eagerly.
-        """
-        if self._meeting is None:
-            raise ValueError("one device reads nothing alone")
-        return self._meeting.alone(self._known_alone)
-
-    def help_out(self, alone: Alone) -> Sequence[Tensor] | None:
-        """Do what ranks that read alone need, all ranks together; what Python reads here, if this is one of them.
-
-        Args:
-            alone: the ranks' agreement.
+        What Python reads here, if this is one of them; what ranks keep alone, if none reads.
 
         Raises:
             CannotBeFollowed: on all ranks; they go on eagerly.
@@ -347,6 +310,9 @@ class _Talk:
         meeting = self._meeting
         if meeting is None:
             raise ValueError("one device reads nothing alone")
+        alone = meeting.alone(self._known_alone)
+        if isinstance(alone, KeptAlone):
+            return alone
         self.drop()
         program = program_for(alone, self._step, self._live_alone)
         values = self._run_beginning(program, None) if alone.wants else ()
@@ -375,8 +341,8 @@ class _Talk:
         if self._meeting is not None:
             gives = self._meeting.reads(self._step.mark, self._likely.index if gives and self._likely else None)
             while self._meeting.is_apart:
-                agreed = self.agreed()
-                if isinstance(agreed, Alone) and (alone := self.help_out(agreed)) is not None:
+                alone = self.help_out()
+                if alone is not None and not isinstance(alone, KeptAlone):
                     return alone
                 gives = self._meeting.reads(self._step.mark, None)
         if not gives or self._likely is None:
@@ -422,8 +388,12 @@ class _Talk:
         likely = self._likely = self._known.get(notes[-1].number)
         if likely is None or not likely.executable.can_talk:
             return False
+        if not self._takes_its_path():
+            return False
         program = likely.program
-        if not self._takes_its_path() or any(number >= len(self._step.outside) for number in _unnamed(program)):
+        # tensors from outside that a graph finds by their number alone
+        unnamed = [number for note in program.notes for number, kind in note.met.items() if not kind.is_parameter]
+        if any(number >= len(self._step.outside) for number in unnamed):
             return False
         last = max((i + 1 for i, log in enumerate(program.logs) if log.has_number), default=0)
         # a number that is logged later is not known yet
@@ -480,11 +450,6 @@ def program_of_beginning(step: Step, live: Live, wanted: Sequence[Source] | None
         return program
     live.counts = step.counts
     return dataclasses.replace(program, counts=Counts(len(step.counts)), at=tuple(step.counts))
-
-
-def _unnamed(program: Program) -> list[int]:
-    """Tensors from outside that a graph finds by their number alone."""
-    return [number for note in program.notes for number, kind in note.met.items() if not kind.is_parameter]
 
 
 class Following:
@@ -658,7 +623,7 @@ class Following:
         queue.logged = private.watched_metrics(context.trainer)
         if self._evaluates:
             queue.logs_at_once = False  # the step may have to run again
-            if meeting is not None and meeting.has_others_rows:
+            if meeting is not None and len(meeting.split) > 1:  # other ranks have rows, too
                 step.refuses_read = functools.partial(read_of_rows, step, rows=meeting.rows)
         if meeting is not None:
             queue.log_now, queue.part, queue.is_own = meeting.log_now, meeting.part, meeting.is_own
@@ -672,7 +637,8 @@ class Following:
             if meeting is not None:
                 around.enter_context(meeting.active())
             if step.is_first:
-                around.enter_context(self._module_paths(step))
+                # notes know the module whose forward called; for steps that begin without a known way
+                step.module_path = around.enter_context(module_paths(context.module))
             around.enter_context(queue.active())
             around.enter_context(hand.active())
             around.enter_context(step.active())
@@ -705,13 +671,13 @@ class Following:
         if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
             raise NoEagerWay(_in_words(step))
         if step.is_eager:
-            self._count_eager(_in_words(step) or "")
+            self.count_eager(_in_words(step) or "")
             return FollowedStep(step, _resolved(returned), queue, (), None)
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         has_loss = not self._is_by_hand and not self._evaluates
         if has_loss and loss is None and context.scaler() is not None:  # Lightning neither steps nor moves the scale
             step.eagerly(_SKIPPED)
-            self._count_eager(_SKIPPED)
+            self.count_eager(_SKIPPED)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         source = step.source_if_known(loss) if isinstance(loss, Tensor) and has_loss else None
         del loss
@@ -774,7 +740,10 @@ class Following:
     def _mark(self, step: Step) -> int:
         """What must be the same on all ranks of a step whose Python is done."""
         reads = step.reads_gradients is not None
-        return stable_hash((step.mark, reads, self._fingerprints.of(_unnamed_tensors(step))))
+        # tensors from outside that are none of the module's: each rank has made its own
+        met = [(number, kind) for note in step.notes for number, kind in note.met.items()]
+        unnamed = [step.outside[number] for number, kind in met if kind.name is None]
+        return stable_hash((step.mark, reads, self._fingerprints.of(unnamed)))
 
     def _program(
         self, step: Step, wants: Iterable[Want], loss: Source | None, logs: tuple[Log, ...], *, in_parts: bool
@@ -885,7 +854,10 @@ class Following:
 
     def exchange(self, followed: FollowedStep) -> None:
         """Parameters and buffers of a step whose Python is done have been replaced."""
-        followed.exchange()
+        step = followed.step
+        step.outside[:] = map(successor_of, step.outside)
+        if step.by_hand is not None:
+            step.by_hand.exchange()
         self._follower.forget_objects()
         self._tables = None
 
@@ -929,13 +901,6 @@ class Following:
             self._shadows = [(t, _children(t)) for t in tables], found
         return self._shadows[1]
 
-    @contextlib.contextmanager
-    def _module_paths(self, step: Step) -> Any:
-        """Notes know the module whose ``forward`` called; for steps that begin without a known way."""
-        with module_paths(self._context.module) as path:
-            step.module_path = path
-            yield
-
     def _work_off(self, queue: Queue, values: Sequence[Tensor], batch: Batch, meeting: Meeting | None) -> None:
         """The step goes on eagerly: what was queued is done, and from here on nothing is."""
         calls = queue.close()
@@ -949,7 +914,8 @@ class Following:
             results = replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log)
         queue.worked_off(results)
 
-    def _count_eager(self, reason: str) -> None:
+    def count_eager(self, reason: str) -> None:
+        """A step that was followed has run eagerly."""
         self._eager += 1
         if reason not in self._told:
             self._told.add(reason)
@@ -960,13 +926,9 @@ class Following:
 
     def ran_eagerly(self, reason: str) -> None:
         """A step could not be followed, and its Python runs once more; on one device that of no step does again."""
-        self._count_eager(reason)
+        self.count_eager(reason)
         if self._context.mesh is None:
             self.ended = reason
-
-    def graph_failed(self, reason: str) -> None:
-        """There is no graph of a step that was followed."""
-        self._count_eager(reason)
 
 
 def _in_words(step: Step) -> str | None:
@@ -975,14 +937,6 @@ def _in_words(step: Step) -> str | None:
         return None
     text, place = step.reason
     return f"{text} ({place})" if place else text
-
-
-def _unnamed_tensors(step: Step) -> Iterator[Tensor]:
-    """Tensors from outside that are none of the module's: each rank has made its own."""
-    for note in step.notes:
-        for number, kind in note.met.items():
-            if kind.name is None:
-                yield step.outside[number]
 
 
 def _children(table: Mapping[str, Any]) -> tuple[int, ...]:

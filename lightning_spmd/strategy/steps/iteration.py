@@ -36,15 +36,15 @@ from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
-from lightning_spmd.strategy.graphs.building import Beginning, GraphBuilder
+from lightning_spmd.strategy.graphs.building import CannotBeBuilt, GraphBuilder
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
-from lightning_spmd.strategy.graphs.not_built import CannotBeBuilt
-from lightning_spmd.strategy.graphs.own_graphs import OwnDone, OwnGraphs
+from lightning_spmd.strategy.graphs.own_graphs import OwnGraphs
 from lightning_spmd.strategy.graphs.run_context import Ran, RunContext, StepRequest
-from lightning_spmd.strategy.graphs.vote import GraphVote, agreed
+from lightning_spmd.strategy.graphs.vote import agreed, voted
 from lightning_spmd.strategy.ranks.boundary import ends_no_loop, lost_ranks_named
 from lightning_spmd.strategy.ranks.places import Moment, training_moment
 from lightning_spmd.strategy.steps.as_before import AsBefore
+from lightning_spmd.strategy.steps.beginnings import Beginning
 from lightning_spmd.strategy.steps.by_hand import held_gradients
 from lightning_spmd.strategy.steps.following import FollowedStep, Following
 from lightning_spmd.strategy.steps.last_resort import NoEagerWay, must_be_graphs, train_eagerly
@@ -102,7 +102,7 @@ class TrainingIteration:
         self._beginnings: dict[Any, list[Beginning]] = {}
         self.share_layers: Callable[[CapturedStep], None] | None = None
         """Lets ranks share layers as they find fit for a graph; None where they do, or never will."""
-        self._own = OwnGraphs(context, self._builder, GraphTable(context.trainer, self.gradients), self.flush)
+        self._own = OwnGraphs(self._builder, GraphTable(context.trainer, self.gradients), self.flush)
 
     @property
     def captures(self) -> int:
@@ -162,15 +162,15 @@ class TrainingIteration:
         batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
         with speaking_of(variant.method):
             variant = dataclasses.replace(variant, own_batch=True) if own else variant
-            request = self._request(batch, arguments, variant, clip)
+            request = StepRequest(batch, variant, arguments, clip)
             part = self.table.step_key(request)
             if not own:
                 self.table.open.note(batch)
             meeting = self._meeting(request)
             before = AsBefore(self.context.module, tensors=True) if meeting is not None and meeting.is_new else None
             pieces = self._pieces_of(request, meeting)
-            beginning = functools.partial(self._run_beginning, request, meeting, pieces)
-            with contextlib.nullcontext() if meeting is None else meeting.ends():
+            beginning = functools.partial(self._run_beginning, request, pieces)
+            with contextlib.nullcontext() if meeting is None else meeting.streams:
                 try:
                     vary = () if own else tuple(self.table.open.wanted(batch, part))
                     followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)
@@ -188,7 +188,7 @@ class TrainingIteration:
                             raise LookedAtRows(meeting.looked) from None
                         if must_be_graphs(self.context):
                             train_eagerly(self.context, str(error))
-                        following.graph_failed(str(error))
+                        following.count_eager(str(error))
                         followed.for_good(str(error))
                         raise followed.ran_eagerly(meeting) from None
                 except LookedAtRows as looked:
@@ -219,14 +219,17 @@ class TrainingIteration:
         following.ran(followed.program, executable, part, self._found.index)
         wanted, count = executable.captured.returned, len(followed.program.wants)
         values = followed.fill([outputs[reference.position] for reference in wanted[:count]])
-        self.leaves = followed.held, followed.leaves
-        rows, split = (0, self._found.split) if meeting is None else (meeting.rows, None)
+        self.leaves = followed.held, followed.step.leaves
+        rows = 0 if meeting is None else meeting.rows
         if executable.captured.own_batch is not None:
             rows = outputs[executable.captured.own_batch.rows]
             rows = int(rows) if rows.device.type == "cpu" else rows  # a GPU need not be waited for
             loss, *logged = resolve(wanted[count:], outputs, ())
             followed.of_all_ranks(loss, logged)
-        self.ran = Ran.of(executable, rows, split, (self.table, self._own.table))
+        split = self._found.split  # on one device the first sizes of all tensors, which may or may not be rows
+        shown = rows if meeting is not None else split[0] if len(set(split)) == 1 else None
+        # a number on a GPU is not waited for
+        self.ran = Ran(executable, shown if isinstance(shown, int) else None, (self.table, self._own.table))
         with self.context.step_context(variant.method):
             calls, is_global = followed.queue.calls, meeting is not None
             followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
@@ -249,7 +252,7 @@ class TrainingIteration:
         kind = request.variant.method, batch.kinds()
         is_new = kind not in self._kinds and self._has_part
         try:
-            found = GraphVote(control, mesh, self.table, request, moment, follows=True).result()
+            found = voted(control, mesh, self.table, request, moment, follows=True)
             if is_new:
                 check_shared(control, batch)
         except BatchError as error:  # on all ranks
@@ -267,16 +270,15 @@ class TrainingIteration:
         def key() -> tuple[Any, ...]:
             return self.table.step_key(request), None if request.batch is None else request.batch.cache_key(), split
 
-        return self._builder.pieces.of_step(key, split)
+        return PiecesOfStep(self._builder.pieces, key, split)
 
     def _run_beginning(
-        self, request: StepRequest, meeting: Meeting | None, pieces: PiecesOfStep, program: Program, place: str | None
+        self, request: StepRequest, pieces: PiecesOfStep, program: Program, place: str | None
     ) -> Sequence[Tensor]:
         """What Python reads in a step before there is a graph that gives it; all ranks together.
 
         Args:
             request: the step.
-            meeting: of the ranks; None on one device.
             pieces: the step's.
             program: the step up to what is read.
             place: ``file:line`` that reads; None: a rank alone does.
@@ -287,7 +289,7 @@ class TrainingIteration:
         self.flush()
         request = dataclasses.replace(request, program=program)
         wanted = tuple(want.source for want in program.wants)
-        key = (program.key, wanted, None if meeting is None else meeting.split, self.table.find(request, ()).key)
+        key = (program.key, wanted, pieces.split, self.table.find(request, ()).key)
         try:
             if place is not None and (values := pieces.values(request)) is not None:
                 return values
@@ -296,7 +298,7 @@ class TrainingIteration:
             index = agreed(self.context.control, fitting)
             if index is not None:
                 return known[index].values(request, place or "a rank alone")
-            built = self._builder.beginning(request, () if meeting is None else meeting.split)
+            built = self._builder.beginning(request, pieces.split)
             self._beginnings.setdefault(key, []).append(built)
             while sum(map(len, self._beginnings.values())) > MOST_BEGINNINGS:
                 oldest = first(self._beginnings, "beginning of a step")
@@ -313,14 +315,15 @@ class TrainingIteration:
         """As :meth:`_graph_of_followed`; where a graph cannot pause for hooks on gradients or update, it ends there."""
         self.in_two, self.update_waits, variant = None, False, request.variant
         path = None if followed.program is None else followed.program.key
-        if followed.reads_gradients is not None and not (variant.expose_gradients or variant.by_hand):
+        reads = followed.step.reads_gradients
+        if reads is not None and not (variant.expose_gradients or variant.by_hand):
             if self.has_left_gradients:
                 raise ConfigurationError(
-                    f"{variant.method} reads p.grad of the batch before ({followed.reads_gradients}), which was not "
+                    f"{variant.method} reads p.grad of the batch before ({reads}), which was not "
                     "kept: strategy='spmd' keeps gradients from the first batch on if its step reads them. Read them "
                     "there, too, or look at gradients in on_after_backward or on_before_optimizer_step"
                 )
-            self.in_two = f"{variant.method} reads p.grad of the batch before ({followed.reads_gradients})"
+            self.in_two = f"{variant.method} reads p.grad of the batch before ({reads})"
         elif variant.apply and path in self._waiting:
             self.update_waits = True
         else:
@@ -349,36 +352,43 @@ class TrainingIteration:
             CannotBeFollowed: the ranks go on eagerly.
         """
         tensors = [] if request.batch is None else request.batch.tensor_values
-        done = None
-        if meeting is not None and meeting.is_own:
-            done = self._own.done(request, meeting)
-            ahead = None if followed.has_begun else self._run_ahead(done, tensors)
+        if meeting is None:
+            sizes = () if request.batch is None else request.batch.first_sizes()
+            executable = self._executable(request, self.table.find(request, sizes))
+        else:
+            table = self._own.table if meeting.is_own else self.table
+            done = self._own.done(request, meeting) if meeting.is_own else self._done(followed, request, meeting)
+            ahead = None if followed.has_begun else self._run_ahead(table, done, tensors)
             if ahead is not None:
                 return ahead
-            if done.result().index is None:
-                self._share_layers(following, followed, request, ())
-        elif meeting is not None:
-            done = meeting.done(followed.mark, self.table.find(request, meeting.split))
-            ahead = None if followed.has_begun else self._run_ahead(done, tensors)
-            if ahead is not None:
-                return ahead
-            while done.result().index is None and meeting.is_apart:
-                following.help_out(followed)
-                request = dataclasses.replace(request, program=followed.program)
-                done = meeting.done(followed.mark, self.table.find(request, meeting.split))
-            if done.result().index is None:
-                meeting.find_shared()
-                self._share_layers(following, followed, request, meeting.split)
-                request = dataclasses.replace(request, program=following.united(followed))
-                index = agreed(self.context.control, self.table.find(request, meeting.split).index)
-                done = done.of(dataclasses.replace(self.table.find(request, meeting.split), index=index))
-        executable = self._executable(request, done)
+            if meeting.is_own:
+                if done.result().index is None:
+                    self._share_layers(following, followed, request, ())
+                self._found = done.found
+                executable = self._own_executable(request, done)
+            else:
+                while done.result().index is None and meeting.is_apart:
+                    following.help_out(followed)
+                    request = dataclasses.replace(request, program=followed.program)
+                    done = self._done(followed, request, meeting)
+                found = done.result()
+                if found.index is None:
+                    meeting.find_shared()
+                    self._share_layers(following, followed, request, meeting.split)
+                    request = dataclasses.replace(request, program=following.united(followed))
+                    found = table.find(request, meeting.split)
+                    found = dataclasses.replace(found, index=agreed(self.context.control, found.index))
+                executable = self._executable(request, found)
         with self.context.whole.changing(self.context.trainer):
             begun = followed.outputs(executable)
         if begun is None:
             return executable, self._run(executable, tensors)
         outputs, self._pending = begun
         return executable, outputs
+
+    def _done(self, followed: FollowedStep, request: StepRequest, meeting: Meeting) -> Done:
+        """Begin to ask whether all ranks are done with a step on the global batch, and would run the same graph."""
+        return meeting.done(followed.mark, self.table.find(request, meeting.split))
 
     def _share_layers(
         self, following: Following, followed: FollowedStep, request: StepRequest, split: tuple[int, ...]
@@ -406,10 +416,15 @@ class TrainingIteration:
         """
         self.gradients.clear()
         self.gradients.update(gradients)
+        control, mesh = self.context.control, self.context.mesh
         variant = Variant(forward=False, accumulated=True, expose_gradients=reduced)
-        request = self._request(None, {}, variant, clip)
+        request = StepRequest(None, variant, clip=clip)
         try:
-            executable = self._executable(request, self._begun_vote(request))
+            if control is None or mesh is None:
+                found = self.table.find(request, ())
+            else:
+                found = voted(control, mesh, self.table, request, self._moment(request))
+            executable = self._executable(request, found)
             self._run(executable, ())
         except (CannotBeBuilt, FirstRunError) as error:
             self._fall_back(str(error))
@@ -460,7 +475,7 @@ class TrainingIteration:
                 raise
             own, rows = True, ()
         batch = Batch(batch_tree) if own else batch
-        request = self._request(batch, arguments, dataclasses.replace(variant, accumulated=False, own_batch=own), None)
+        request = StepRequest(batch, dataclasses.replace(variant, accumulated=False, own_batch=own), arguments)
         before = AsBefore(self.context.module, tensors=True)
         try:
             return self._builder.captured_alone(request, rows)
@@ -473,11 +488,6 @@ class TrainingIteration:
         """Whether other ranks have rows of the same batch."""
         return self.context.mesh is not None and self.context.mesh.batch_size > 1
 
-    def _request(
-        self, batch: Batch | None, arguments: dict[str, Any], variant: Variant, clip: Callable[[Any], None] | None
-    ) -> StepRequest:
-        return StepRequest(batch, variant, arguments, clip)
-
     def _moment(self, request: StepRequest) -> Moment:
         """Where in the run a step is."""
         trainer = self.context.trainer
@@ -486,22 +496,16 @@ class TrainingIteration:
             return moment
         return Moment(Place("the update after training", moment.place.epoch, moment.place.batch))
 
-    def _begun_vote(self, request: StepRequest) -> GraphVote | None:
-        """The vote on a graph, begun; None on one device."""
-        context = self.context
-        if context.control is None or context.mesh is None:
-            return None
-        return GraphVote(context.control, context.mesh, self.table, request, self._moment(request))
-
-    def _run_ahead(self, vote: Done | None, tensors: Sequence[Tensor]) -> tuple[Executable, Sequence[Any]] | None:
+    def _run_ahead(
+        self, table: GraphTable, done: Done, tensors: Sequence[Tensor]
+    ) -> tuple[Executable, Sequence[Any]] | None:
         """Begin to run what this rank would run while the others say what they would; None if that cannot be.
 
         The executable, and the outputs.
         """
-        if vote is None or vote.found.index is None:
+        found, index = done.found, done.found.index
+        if index is None:
             return None
-        table = self._own.table if isinstance(vote, OwnDone) else self.table
-        found, index = vote.found, vote.found.index
         executable = table.graph(index)
         pending = self._left_for(executable)
         if not executable.can_ask(pending):
@@ -509,10 +513,10 @@ class TrainingIteration:
             return None
         changing = functools.partial(self.context.whole.changing, self.context.trainer)
 
-        def agree(done: bool) -> None:
+        def agree(ends: bool) -> None:
             ends_before.close()
-            self._pending = None if done else pending
-            if vote.result() is not found:
+            self._pending = None if ends else pending
+            if done.result() is not found:
                 raise Outvoted
             self._found, self._pending = found, None
             table.count_use(index)
@@ -528,21 +532,13 @@ class TrainingIteration:
             return None
         return executable, outputs
 
-    def _executable(self, request: StepRequest, vote: GraphVote | Done | None) -> Executable:
+    def _executable(self, request: StepRequest, found: Found) -> Executable:
         """The graph of a step, found or built."""
-        table = self.table
-        if isinstance(vote, OwnDone):
-            self._found = vote.found
-            return self._own_executable(request, vote)
-        if vote is None:
-            found = table.find(request, () if request.batch is None else request.batch.first_sizes())
-        else:
-            found = vote.result()
         self._found = found
-        if found.index is not None:
-            table.count_use(found.index)
-            return table.graph(found.index)
-        return self._build(request, found)
+        if found.index is None:
+            return self._build(request, found)
+        self.table.count_use(found.index)
+        return self.table.graph(found.index)
 
     def _build(self, request: StepRequest, found: Found) -> Executable:
         """A new graph of a step.
@@ -574,7 +570,7 @@ class TrainingIteration:
         if self.context.mesh is not None and variant.forward and variant.backward and self.own_batches.may_be_used:
             raise NoGlobalBatch(reason)
 
-    def _own_executable(self, request: StepRequest, done: OwnDone) -> Executable:
+    def _own_executable(self, request: StepRequest, done: Done) -> Executable:
         try:
             executable = self._own.executable(request, done)
         except CannotBeBuilt as error:

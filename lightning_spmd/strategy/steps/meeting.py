@@ -22,8 +22,10 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementError
 from lightning_spmd.ir.first import first
+from lightning_spmd.ir.random_states import python_random_states, set_python_random_states
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.tree import leaves, map_leaves
+from lightning_spmd.messages import the_step, warn
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.memory import array_of
@@ -36,9 +38,7 @@ from lightning_spmd.strategy.graphs.graph_table import Found
 from lightning_spmd.strategy.graphs.run_context import RunContext, StepRequest
 from lightning_spmd.strategy.steps.alone import MOST_KNOWN, Alone, KeptAlone, helped, kept_alone, told_by
 from lightning_spmd.strategy.steps.batch_changes import BatchChanges
-from lightning_spmd.strategy.steps.beginnings import whole_batch
 from lightning_spmd.strategy.steps.replay import log_global
-from lightning_spmd.strategy.steps.same_draws import as_on_rank_zero
 from lightning_spmd.strategy.steps.shared_leaves import find_shared
 
 _READS, DONE, _EAGER = 1, 2, 3
@@ -72,6 +72,7 @@ class Meeting:
         looked: some rank's Python has looked, and at what.
         shared: paths of batch tensors that turned out to be the same for every sample: Python must run again.
         is_apart: the ranks have met at different places of the step, and one of them needs help.
+        streams: a context that restores torch's generators, whatever a step that went on eagerly drew.
     """
 
     is_own = False
@@ -103,18 +104,12 @@ class Meeting:
         self._raised = False
         self.wires = Tripwires(self._looks)
         self.rows, self.split = sum(split), split
-        self._context, self._control, self._request = context, control, request
+        self._context, self._control = context, control
         self._place = dataclasses.replace(place, what=f"the step of {place.what}")
         self._whole: list[Tensor] | None = None
-        self._streams = contextlib.ExitStack()
+        self.streams = contextlib.ExitStack()
         self._batch = request.batch
         self._changes: BatchChanges | None = None
-
-    @contextlib.contextmanager
-    def ends(self) -> Iterator[None]:
-        """A context that restores torch's generators, whatever a step that went on eagerly drew."""
-        with self._streams:
-            yield
 
     def follow(self, step: Step, calls: Callable[[], list[Call]], *, helps: bool) -> None:
         """Begin the Python of the step.
@@ -138,7 +133,7 @@ class Meeting:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._context.settings.ranks.followed(self.split))
             if self._is_first:
-                stack.enter_context(as_on_rank_zero(self._control))
+                stack.enter_context(_as_on_rank_zero(self._control))
             yield
 
     # ------------------------------------------------------------------ the batch
@@ -177,11 +172,17 @@ class Meeting:
     def whole(self) -> list[Tensor]:
         """The tensors of the batch with the rows of all ranks, who all ask for them."""
         if self._whole is None:
-            found = whole_batch(self._context, self._request, self.split)
-            if found is None:
-                raise ValueError("a step without a batch has no Python that runs")
-            live = [self._batch.is_shared(index) for index in self._batch.tensors]
-            self._whole = [t if is_live else t.clone() for t, is_live in zip(found, live, strict=True)]
+            batch, tensors = self._batch, self._batch.tensor_values
+            shared = [batch.is_shared(index) for index in batch.tensors]
+            whole = [is_shared or t.shape[0] == self.rows for is_shared, t in zip(shared, tensors, strict=True)]
+            own = [None if w else t.detach().cpu() for w, t in zip(whole, tensors, strict=True)]
+            parts = dict(reversed(self._control.gather((self._batch_rank, own))))
+            in_order = [parts[rank] for rank in sorted(parts)]
+            found = [
+                t if w else torch.cat([part[i] for part in in_order]).to(t.device)
+                for i, (w, t) in enumerate(zip(whole, tensors, strict=True))
+            ]
+            self._whole = [t if is_shared else t.clone() for t, is_shared in zip(found, shared, strict=True)]
         return self._whole
 
     @property
@@ -190,9 +191,9 @@ class Meeting:
         return self._control.rank
 
     @property
-    def has_others_rows(self) -> bool:
-        """Whether other ranks have rows of the batch that this one has not."""
-        return len(self.split) > 1
+    def _batch_rank(self) -> int:
+        """Which rows of the batch this rank has."""
+        return 0 if self._context.mesh is None else self._context.mesh.batch_rank
 
     def find_shared(self) -> set[str]:
         """Which tensors of a new kind of batch are the same for every sample; all ranks together."""
@@ -226,14 +227,9 @@ class Meeting:
 
     def part(self, value: Any) -> Any:
         """This rank's rows of a tensor with the rows of all ranks; other values unchanged."""
-        if (
-            not isinstance(value, Tensor)
-            or value.ndim == 0
-            or value.shape[0] != self.rows
-            or self._context.mesh is None
-        ):
+        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != self.rows:
             return value
-        rank = self._context.mesh.batch_rank
+        rank = self._batch_rank
         begin = sum(self.split[:rank])
         return value[begin : begin + self.split[rank]]
 
@@ -272,7 +268,7 @@ class Meeting:
     def goes_eagerly(self, reason: str) -> None:
         """Tell the others that this step goes on eagerly, if they do not know."""
         if not self.is_eager:
-            self.cast(_EAGER, 0, None, reason)
+            self.cast(_EAGER, 0, None)
             self._meet_eagerly(reason)
 
     def _looks(self, what: str, place: str | None) -> NoReturn:
@@ -297,9 +293,8 @@ class Meeting:
         self._reads = False
         return Done(found, self.cast(DONE, mark, found.index), self.met)
 
-    def cast(self, why: int, mark: int, graph: int | None, reason: str = "") -> Callable[[], Any]:
+    def cast(self, why: int, mark: int, graph: int | None) -> Callable[[], Any]:
         """Begin to say why this rank is here."""
-        self._reason = reason
         if why == DONE:
             mark ^= self._context.update_numbers.hash()
             mark ^= stable_hash(metrics) if (metrics := self.metrics()) else 0
@@ -391,7 +386,7 @@ class Meeting:
         if (
             len({state for _, state, _, _ in sides}) > 1 and self._context.streams is not None
         ):  # all ranks draw the same
-            self._streams.enter_context(self._context.streams.active())
+            self.streams.enter_context(self._context.streams.active())
             self._context.streams.select((), 0)
         self.reason = next((told for told, _, _, _ in sides if told is not None), "")
         return self.reason
@@ -415,6 +410,26 @@ class Meeting:
                     "(compute them from tensors of the batch, from what is logged, or from self.all_gather)"
                 )
         return "the ranks' steps differ in tensors that they made themselves"
+
+
+@contextlib.contextmanager
+def _as_on_rank_zero(control: ControlPlane) -> Iterator[None]:
+    """Python inside draws what rank 0 does, all ranks together; if it does not draw, generators are as before."""
+    mine = python_random_states()
+    its = control.gather(mine)[0]
+    differ = any(control.gather(repr(its) != repr(mine)))
+    if differ:
+        set_python_random_states(its)
+    try:
+        yield
+    finally:
+        if differ and repr(python_random_states()) == repr(its):
+            set_python_random_states(mine)
+        elif differ:
+            warn(
+                f"{the_step()} draws random numbers of Python or NumPy, whose states differ between the ranks; all "
+                "ranks go on with rank 0's, so that they draw what one device would"
+            )
 
 
 class LookedAtRows(BaseException):
@@ -468,11 +483,6 @@ class Done:
             same = self._met(self._count)
             self._answer = self.found if same else dataclasses.replace(self.found, index=None)
         return self._answer
-
-    def of(self, found: Found) -> Done:
-        """The same once the ranks have looked again."""
-        self.found = self._answer = found
-        return self
 
 
 def for_all_ranks(batch: Batch, rows: int, wires: Tripwires) -> tuple[Any, list[Tensor]]:

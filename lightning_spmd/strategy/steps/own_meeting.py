@@ -44,10 +44,6 @@ class OwnMeeting(Meeting):
         return self._batch.tree, self._batch.tensor_values
 
     @override
-    def look_at(self, position: int) -> None:
-        return None
-
-    @override
     def part(self, value: Any) -> Any:
         return value
 

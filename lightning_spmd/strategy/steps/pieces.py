@@ -83,17 +83,6 @@ class Pieces:
         """Steps that have no pieces."""
         self.count = 0
 
-    def of_step(self, key: Callable[[], Any], split: tuple[int, ...]) -> PiecesOfStep:
-        """The pieces of a step that is about to run.
-
-        Args:
-            key: gives the key of steps with the same batch and variant; most steps need none.
-            split: rows of the global batch by data rank.
-        """
-        if self.count > MOST_PIECES:
-            self.forget()
-        return PiecesOfStep(self, key, split)
-
     def forget(self) -> None:
         """Drop all pieces."""
         self.first, self.count = {}, 0
@@ -104,12 +93,14 @@ class PiecesOfStep:
 
     Args:
         known: the run's.
-        key: gives the key of the step.
+        key: gives the key of steps with the same batch and variant; most steps need none.
         split: rows of the global batch by data rank.
     """
 
     def __init__(self, known: Pieces, key: Callable[[], Any], split: tuple[int, ...]) -> None:
-        self._known, self._key_of, self._split = known, key, split
+        if known.count > MOST_PIECES:
+            known.forget()
+        self._known, self._key, self.split = known, functools.cache(key), split
         self._reads = 0
         self._done: list[tuple[Piece, Program]] = []
         self._trace: PiecewiseTrace | None = None  # of all that is done
@@ -117,10 +108,6 @@ class PiecesOfStep:
         self._random: TorchRandomState | None = None
         self._kept: dict[_Name, Any] = {}
         self._placed: dict[_Name, tuple[Placement, ...]] = {}
-
-    @functools.cached_property
-    def _key(self) -> Any:
-        return self._key_of()
 
     def values(self, request: StepRequest) -> Sequence[Any] | None:
         """What Python reads now; None if that takes a graph of the whole beginning. All ranks together.
@@ -130,15 +117,15 @@ class PiecesOfStep:
         """
         self._reads += 1
         program, known = request.program, self._known
-        if self._reads == 1 or self._key in known.refused or program is None:
+        if self._reads == 1 or self._key() in known.refused or program is None:
             return None
-        key = self._key, program.key, tuple(want.source for want in program.wants)
+        key = self._key(), program.key, tuple(want.source for want in program.wants)
         siblings = (self._done[-1][0].behind if self._done else known.first).setdefault(key, [])
         fitting = next((index for index, one in enumerate(siblings) if self._fits(one, request)), None)
         index = agreed(known.context.control, fitting)
         piece = siblings[index] if index is not None else self._built(request)
         if piece is None:
-            known.refused.add(self._key)
+            known.refused.add(self._key())
             self.end()
             return None
         if index is None:
@@ -171,7 +158,7 @@ class PiecesOfStep:
         if request.program is None:
             raise ValueError("nothing is read in a step without Python")
         if self._trace is None:
-            self._trace = self._known.trace(request, self._split)
+            self._trace = self._known.trace(request, self.split)
             for piece, program in self._done:
                 if _names(self._trace.piece(program)) != _names(piece.captured):
                     raise CaptureError("the calls before a read are recorded in another way than in another step")
@@ -182,7 +169,7 @@ class PiecesOfStep:
         context, known = self._known.context, self._known
         if context.mesh is None:
             raise ValueError("one device needs no graph for what Python reads")
-        axes = context.mesh.axes(self._split if request.batch is not None else ())
+        axes = context.mesh.axes(self.split if request.batch is not None else ())
         plan = context.settings.ranks.plan(captured.variant)
         if any(sequence_dim(plan, axis) is not None for axis in axes):
             raise CaptureError("how a sequence is cut is decided by the whole step")

@@ -57,21 +57,17 @@ class References:
         """A step begins; since the last one references may have been written to."""
         self._are_compared = False
 
-    def has(self, part: DTensor) -> bool:
-        """Whether a tensor is one that a step has met."""
-        known = self._by_id.get(id(part))
-        return known is not None and known.part() is part
-
     def whole_of(self, part: DTensor) -> Tensor:
         """The whole of one, gathered by all ranks where it is new or was written to; they compare once a step."""
         with torch.no_grad(), private.disable_dispatch_modes(), private.no_torch_functions():
             if not self._are_compared:
                 self._compare(private.local_tensor(part).device)
                 self._are_compared = True
-            if not self.has(part):
-                self._known += self._gathered([part])
-                self._by_id[id(part)] = self._known[-1]
-        found = self._by_id[id(part)]
+            found = self._by_id.get(id(part))
+            if found is None or found.part() is not part:
+                (found,) = self._gathered([part])
+                self._known.append(found)
+                self._by_id[id(part)] = found
         found.is_met = True
         return found.whole
 

@@ -7,10 +7,9 @@ inference of batch sizes are Lightning's own.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -130,33 +129,6 @@ def log_of_rank(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows
     log_global(module, (), {**said, "batch_size": total}, None)
 
 
-@contextlib.contextmanager
-def log_keys_kept(module: nn.Module, rows: int | None, batches: int) -> Iterator[None]:
-    """Around an eager step of a run whose earlier steps were graphs on several ranks.
-
-    Lightning refuses a key whose reduction changes, so what the step logs goes on under the one that does nothing: this
-    rank's own value or, with ``sync_dist``, the ranks' reduction of this step.
-
-    Args:
-        module: the LightningModule.
-        rows: of this rank's batch, if it has a number of rows.
-        batches: number of ranks with batches of their own; the values of graphs weigh as many rows as the global batch
-            has, so must these.
-    """
-
-    def log(owner: LightningModule, *args: Any, **kwargs: Any) -> None:
-        log_of_rank(owner, args, kwargs, rows, batches)
-
-    owners = [m for m in module.modules() if isinstance(m, LightningModule)]
-    for owner in owners:
-        owner.__dict__["log"] = functools.partial(log, owner)
-    try:
-        yield
-    finally:
-        for owner in owners:
-            del owner.__dict__["log"]
-
-
 class StepsInGraphs:
     """Which step methods log from graphs, now or later: Lightning keeps a run's keys for good."""
 
@@ -178,6 +150,10 @@ class StepsInGraphs:
     ) -> Any:
         """Run a step as Lightning does; under the keys of its graphs if it had some.
 
+        Lightning refuses a key whose reduction changes, so what the step logs goes on under the one that does nothing:
+        this rank's own value or, with ``sync_dist``, the ranks' reduction of this step. The values of graphs weigh as
+        many rows as the global batch has, so must these.
+
         Args:
             module: whose step it is.
             method: its name.
@@ -192,8 +168,18 @@ class StepsInGraphs:
             rows = Batch(args[0]).rows()
         except BatchError:
             rows = None
-        with log_keys_kept(module, rows, batches):
+
+        def log(owner: LightningModule, *args: Any, **kwargs: Any) -> None:
+            log_of_rank(owner, args, kwargs, rows, batches)
+
+        owners = [m for m in module.modules() if isinstance(m, LightningModule)]
+        for owner in owners:
+            owner.__dict__["log"] = functools.partial(log, owner)
+        try:
             return step(*args, **kwargs)
+        finally:
+            for owner in owners:
+                del owner.__dict__["log"]
 
 
 def _already_global(value: Any, *_: Any, **__: Any) -> Any:

@@ -103,12 +103,6 @@ class HiddenGradient(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> HiddenGradient:
         return self  # with a parameter torch copies what is in p.grad
 
-    def again(self) -> HiddenGradient:
-        """Another one of its kind: the sum of a backward pass that has a graph itself."""
-        new = type(self).like(self)
-        new.takes = self.takes
-        return new
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What autograd does to it, which is to add a gradient; the rest is asked for above."""
@@ -116,7 +110,11 @@ class HiddenGradient(Tensor):
             hidden, gradient = args[:2]
             if hidden.takes is not None:
                 hidden.takes(gradient.detach())
-            return hidden if func is torch.ops.aten.add_.Tensor else hidden.again()
+            if func is torch.ops.aten.add_.Tensor:
+                return hidden
+            total = type(hidden).like(hidden)  # of a backward pass that has a graph itself
+            total.takes = hidden.takes
+            return total
         args, kwargs = private.pytree.tree_map_only(HiddenGradient, _zeros_like, (args, kwargs or {}))
         return func(*args, **kwargs)
 

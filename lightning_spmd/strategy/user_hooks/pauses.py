@@ -68,6 +68,7 @@ class Pauses:
 
     Attributes:
         left: memory in whose place hooks have put other memory, in this step.
+        hidden: whether gradients of the step before should be there, and were never made.
     """
 
     def __init__(self, module: Any, all_ranks: Callable[[bool], bool]) -> None:
@@ -78,7 +79,7 @@ class Pauses:
         self._given: dict[str, _Given] | None = None
         self._behind_backward = False
         self.left: list[torch.UntypedStorage] = []
-        self._hidden = False  # those of the step before were never made
+        self.hidden = False
         self.in_vain = 0  # pauses in a row after which the graph could not go on
 
     def put_fences(self) -> None:
@@ -105,7 +106,7 @@ class Pauses:
 
     def ran_eagerly(self) -> None:
         """The forward pass was no graph's: gradients are real, and stay."""
-        self._executable, self._hidden = None, False
+        self._executable, self.hidden = None, False
 
     def backward(self) -> None:
         """From now on gradients are there for who looks."""
@@ -130,18 +131,13 @@ class Pauses:
         if not same:
             self._show()
             executable.drop()
-        self._hidden = self._given is None
+        self.hidden = self._given is None
         self.in_vain = 0 if same else self.in_vain + 1
         self._executable = None
         self.left.clear()
         return same
 
     # ------------------------------------------------------------------ pieces
-    @property
-    def hidden(self) -> bool:
-        """Whether gradients of the step before should be there, and are not."""
-        return self._hidden
-
     def _show(self) -> None:
         """Let ``p.grad`` be what the backward pass of eager training leaves there."""
         if self._given is not None or self._executable is None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from lightning_spmd import stages
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
 from lightning_spmd.stages.capture.record.recorder import Recorder
-from lightning_spmd.strategy.steps.beginnings import Beginnings
+from lightning_spmd.strategy.graphs.building import GraphBuilder
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Net, Quiet, rows, run
@@ -151,10 +151,10 @@ class Counted:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """A context in which they are counted."""
-        piece, built = PiecewiseTrace.piece, Beginnings.built
+        piece, built = PiecewiseTrace.piece, GraphBuilder.beginning
         with (
             mock.patch.object(PiecewiseTrace, "piece", autospec=True, side_effect=piece) as pieces,
-            mock.patch.object(Beginnings, "built", autospec=True, side_effect=built) as beginnings,
+            mock.patch.object(GraphBuilder, "beginning", autospec=True, side_effect=built) as beginnings,
         ):
             yield
         self.pieces, self.beginnings = pieces.call_count, beginnings.call_count

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.stages.capture.follow.copies import Copies
-from lightning_spmd.strategy.steps.beginnings import Beginnings
+from lightning_spmd.strategy.graphs.building import GraphBuilder
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, rows, run
@@ -267,7 +267,7 @@ class RowByRow(Quiet):
 
 
 def _graphs_of_beginnings() -> tuple[Result, int]:
-    with mock.patch.object(Beginnings, "built", autospec=True, side_effect=Beginnings.built) as built:
+    with mock.patch.object(GraphBuilder, "beginning", autospec=True, side_effect=GraphBuilder.beginning) as built:
         return run(RowByRow, "spmd", 2, max_epochs=1), built.call_count
 
 
