@@ -1,9 +1,9 @@
 """Tests that take long for what they add: ``pytest -m matrix``, which is no part of ``.ci/run``.
 
-``.ci/run`` has ten minutes on two cores. Of a test of over a second that runs no line of the package that the tests which
-stay do not run (counted with ``sys.monitoring`` over all tests and their ranks, 2026-11-28), the rows here are left to
-a command of their own, ``.ci/test -m matrix``; ``long`` is what takes longer still. Tests of the sources themselves
-(architecture, documentation) run no such lines and stay.
+``.ci/run`` has ten minutes on two cores. Tests of over a second that run no line of the package that the others do not
+run (counted with ``sys.monitoring`` over all tests and their ranks, 2026-11-28) are left to a command of their own,
+``.ci/test -m matrix``; ``long`` is what takes longer still. Tests of the sources themselves (architecture,
+documentation) run no such lines and stay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Faults that the tests must notice, planted one at a time: ``python -m tests.mutants``.
 
 Each is a small change of the source that makes training wrong, or takes away what would tell. Every fault is written
-into a copy of the package in a temporary folder, where all tests but the long ones run until one fails: those first that are
-likely to notice, then the rest. What noticed goes to standard output.
+into a copy of the package in a temporary folder, where all tests but the long ones run until one fails: those first
+that are likely to notice, then the rest. What noticed goes to standard output.
 
     python -m tests.mutants                       # all of them
     python -m tests.mutants bucket vote           # those whose names contain one of these words
