@@ -151,6 +151,7 @@ from lightning_spmd._private_api.symbolic_sizes import (
     symbols_as_numbers,
 )
 from lightning_spmd._private_api.torch_names import (
+    KERNEL_SWITCHES,
     NAMES_OF_DTENSORS,
     BelowDispatchModes,
     GraphModule,
@@ -190,6 +191,7 @@ from lightning_spmd._private_api.torch_names import (
 )
 
 __all__ = [
+    "KERNEL_SWITCHES",
     "WeakStorage",
     "frames_of_threads",
     "ReentrantCheckpoint",

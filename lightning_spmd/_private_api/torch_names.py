@@ -292,6 +292,23 @@ def float32_precision() -> tuple[Any, ...]:
         return tuple([c._get_fp32_precision_getter(*of) for of in _WAYS_OF_FLOAT32])
 
 
+def _switches_of_kernels() -> list[tuple[Callable[[], bool], Callable[[bool], None]]]:
+    c: Any = torch._C
+    names = ["mkldnn_enabled", "mkldnn_deterministic"]
+    if torch.backends.cuda.is_built():
+        names += ["cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"]
+    found: list[Any] = [(getattr(c, f"_get_{name}"), getattr(c, f"_set_{name}")) for name in names]
+    deterministic: Any = lambda on: c._set_deterministic_algorithms(  # noqa: E731 - as its neighbours
+        on, warn_only=c._get_deterministic_algorithms_warn_only()
+    )
+    return [*found, (c._get_deterministic_algorithms, deterministic)]
+
+
+KERNEL_SWITCHES = _switches_of_kernels()
+"""Readers and setters of what kernels look at when they run (``torch.backends.mkldnn.flags``). Autocast decides what is
+called; these are in no recorded call, so a graph would run under whatever holds at its own time."""
+
+
 def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Functions of C that read torch's switches, with their arguments; each step asks, and Python ones cost thrice.
 

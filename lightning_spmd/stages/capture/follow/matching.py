@@ -219,6 +219,9 @@ class _Compiler:
         yield f"grad() is {around.grad}"
         yield "not casts()" if around.autocast is None else f"autocast() == {self.bind(around.autocast)}"
         yield f"dtype() is {self.bind(around.dtype)}"
+        for i, (value, (read, _)) in enumerate(zip(around.kernels, private.KERNEL_SWITCHES, strict=False)):
+            self.names[f"kernels{i}"] = read
+            yield f"kernels{i}() is {value}"
 
     def results(self, value: Any) -> str:
         """What a call gives."""

@@ -129,11 +129,13 @@ class Around(NamedTuple):
         grad: whether autograd records.
         autocast: device types for which autocast is on, with its dtype; None where it is off.
         dtype: of what is made without one.
+        kernels: what kernels look at when they run.
     """
 
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...] | None
     dtype: torch.dtype
+    kernels: tuple[bool, ...] = ()
 
 
 class At:
@@ -316,7 +318,12 @@ def _in_words(leaf: Any) -> Any:
 
 def around_now() -> Around:
     """Torch's switches."""
-    return Around(torch.is_grad_enabled(), private.autocast_state(), torch.get_default_dtype())
+    return Around(torch.is_grad_enabled(), private.autocast_state(), torch.get_default_dtype(), kernels_now())
+
+
+def kernels_now() -> tuple[bool, ...]:
+    """What kernels would look at."""
+    return tuple([read() for read, _ in private.KERNEL_SWITCHES])
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:

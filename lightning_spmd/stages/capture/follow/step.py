@@ -43,6 +43,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     Place,
     Source,
     around_now,
+    kernels_now,
     leaves_by_place,
     mapped,
     tensors_in,
@@ -80,6 +81,9 @@ _READ_OPERATORS = {
 _NOWHERE = torch.device("meta")
 _MEMORY_OF: Any = Tensor.data
 _OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
+_OTHER_KERNELS = (
+    "a switch that kernels look at (torch.backends.mkldnn.flags, ...) is not in all of the step what it was before"
+)
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 _POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
 
@@ -156,6 +160,7 @@ class Step(StepState, TorchFunctionMode):
         self.left_out = LeftOut(self)
         self.eager = EagerRun(self, self.recorder, self._copies, self.left_out)
         self._below = _Below(self)
+        self.kernels = kernels_now()
         self._wholes: dict[int, Tensor] = {}  # of tensors in parts
         self.added: list[tuple[Source, Source]] = []
         self.needed = 0
@@ -413,6 +418,9 @@ class Step(StepState, TorchFunctionMode):
         if self.saved.hooks and not isinstance(func, EngineCall) and torch.is_grad_enabled():
             return self.saved.call(func, args, kwargs)
         around = around_now()
+        if around.kernels != self.kernels:
+            self.eagerly(_OTHER_KERNELS)
+            return self.for_good(func, args, kwargs)
         known = len(self.outside)
         for note in reversed(self.here.children):
             if note.func != func or note.around != around or note.reads or not self.data_counts.is_pinned(note):
@@ -676,6 +684,8 @@ class Step(StepState, TorchFunctionMode):
 
     def end(self) -> None:
         """End the step: its calls are compiled, so that the next step follows fast."""
+        if not self.is_eager and kernels_now() != self.kernels:
+            self.eagerly(_OTHER_KERNELS)
         self._copies.forget()
         self.recorder.forget()
         if self.is_eager:

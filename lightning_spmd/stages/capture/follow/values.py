@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.ir.default_dtype import default_dtype
 from lightning_spmd.ir.sizes import Size
 from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall
@@ -133,11 +134,13 @@ def structure_of(out: Any, operands: Any) -> Any:
 @contextlib.contextmanager
 def surroundings(around: Around) -> Iterator[None]:
     """Torch's switches as they were when a call was made."""
-    with torch.set_grad_enabled(around.grad), default_dtype(around.dtype):
-        if around.autocast is None:
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            for kind, dtype in around.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            yield
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(around.grad))
+        stack.enter_context(default_dtype(around.dtype))
+        for kind, dtype in around.autocast or ():
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        for value, (read, put) in zip(around.kernels, private.KERNEL_SWITCHES, strict=False):
+            if (before := read()) is not value:
+                put(value)
+                stack.callback(put, before)
+        yield
