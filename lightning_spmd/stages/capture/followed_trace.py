@@ -99,14 +99,8 @@ class FollowedTrace(IterationTrace):
         self._reads = 0
         self._decided: list[int] = []  # so many decisions had been made at each read
         self._note: Note | None = None  # that is made
-        self.recorder.data_sizes = DataSizes(
-            lambda func, *args, **kwargs: self.recorder.__torch_dispatch__(func, (), args, kwargs),
-            self._name,
-            self._count,
-            writes=True,
-        )
+        self.recorder.data_sizes = DataSizes(self.recorder.call, self._count)
         self._values.on_same = self.recorder.data_sizes.same
-        self._met: dict[int, Tensor] = {}
         self._handed: dict[tuple[int, Place], Any] = {}  # numbers that Python has once it has read
         if request.batch is not None and request.variant.own_batch:
             self.own = OwnBatch(request.batch, request.update.device, self.recorder.node_of, self.outputs.add)
@@ -262,10 +256,6 @@ class FollowedTrace(IterationTrace):
             self._handed[key] = HostScalar(live.numbers[key], number, self.recorder).as_symbol()
 
     # ------------------------------------------------------------------ results as large as the data say
-    def _name(self, tensor: Tensor) -> int:
-        self._met[id(tensor)] = tensor  # which keeps its id its own
-        return id(tensor)
-
     def _count(self, *tensors: Tensor) -> list[int]:
         """Hand Python the data-dependent sizes of a call's results."""
         note, program = self._note, self.program

@@ -65,7 +65,7 @@ class Recorder(private.TorchDispatchMode):
         self.known = KnownValues()
         self._exposed: list[HostScalar] = []
         self.functions = FunctionCalls(by_dimensions=split)
-        self.data_sizes = DataSizes.recorded(self)
+        self.data_sizes = DataSizes(self.call, self._known_numbers)
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
         self.failing = ""
@@ -226,6 +226,10 @@ class Recorder(private.TorchDispatchMode):
         form = self.data_sizes.form_of(func, args, kwargs)
         return self._record(func, args, kwargs) if form is None else form()
 
+    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of an operator."""
+        return self.__torch_dispatch__(func, (), args, kwargs)
+
     def _alias(self, func: Any, source: Tensor, node: fx.Node) -> Tensor:
         out = self.calls.make(func, (source,), {})
         self.bind(out, node)
@@ -329,6 +333,10 @@ class Recorder(private.TorchDispatchMode):
             value = real.item()
         node.meta.update(val=value, info=self.info())
         return HostScalar(value, node, self).as_symbol()
+
+    def _known_numbers(self, *tensors: Tensor) -> list[int]:
+        scalars = [scalar_of(self._item(tensor)) for tensor in tensors]
+        return [int(self.decide(scalar)) for scalar in scalars if scalar is not None]
 
     # ------------------------------------------------------------------ random numbers
     def _repeat_draw(self, func: Any, first: fx.Node, args: Any, out: Any) -> Any:
