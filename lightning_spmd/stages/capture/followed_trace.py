@@ -29,7 +29,7 @@ from lightning_spmd.stages.capture.follow.placeholders import place_of_gone, wit
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
 from lightning_spmd.stages.capture.follow.sizes import with_sizes
 from lightning_spmd.stages.capture.follow.values import Values
-from lightning_spmd.stages.capture.follow.worlds import StepCall
+from lightning_spmd.stages.capture.follow.worlds import CallByHand
 from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
 from lightning_spmd.stages.capture.iteration_trace import IterationTrace
 from lightning_spmd.stages.capture.numbers.decisions import decision_program
@@ -86,7 +86,7 @@ class FollowedTrace(IterationTrace):
         self._values.world = InGraph(self.recorder, None)
         if request.update.optimizer is not None and request.variant.by_hand:
             optimizers = parts_of(request.update.optimizer)
-            called = {note.func.number for note in program.notes if isinstance(note.func, StepCall)}
+            called = {note.func.number for note in program.notes if isinstance(note.func, CallByHand)}
             followed = {i for i, o in enumerate(optimizers) if not is_torchs_own(o)} - called
             self.swap = OptimizerSwaps(optimizers, self.names, self.inputs, followed)
             self.by_hand = self._values.world = InGraph(self.recorder, self.swap)
