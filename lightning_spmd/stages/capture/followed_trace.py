@@ -378,7 +378,7 @@ class FollowedTrace(IterationTrace):
             if after is None:
                 self._positions[index] = self.outputs.add(value, want.role, want.key, f"kept {index}")
             else:
-                self._positions[index] = self.outputs.add_as_it_is(value, want.role, (), f"told {index}", shared=False)
+                self._positions[index] = self.outputs.add_as_it_is(value, want.role, f"told {index}")
 
     # ------------------------------------------------------------------ packing
     def _constants(self) -> list[Callable[[], Tensor]]:
@@ -401,7 +401,7 @@ class FollowedTrace(IterationTrace):
         decisions = decision_program(graph, recorder.decisions)
         stretches = itertools.pairwise((0, *self._decided))
         before_reads = [decision_program(graph, recorder.decisions[begin:end]) for begin, end in stretches]
-        graph.output(self.outputs.packed(by_hand=self.by_hand is not None)).meta["val"] = None
+        graph.output(self.outputs.packed()).meta["val"] = None
         simplify_strided_gradients(graph)
         share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
         writes_apart(graph, self.inputs.live)
