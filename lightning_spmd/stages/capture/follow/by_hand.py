@@ -282,7 +282,7 @@ class HandStep:
         sources = tuple([step.source_if_known(root) for root in roots])
         if None in sources:
             return None
-        for note in reversed(step.next_notes):
+        for note in reversed(step.here.children):
             func = note.func.function if isinstance(note.func, Begin) else note.func
             if func is self._common.backward and note.args[0] == sources and not note.args[-1]:
                 return [step.tensor_in_hand(source) for source in note.args[2]]

@@ -268,6 +268,10 @@ class StepState:
         """The tensor of a source in this step."""
         return self.notes[source.depth].handed[source.index] if type(source) is Made else self.tensor_of(source)  # type: ignore[arg-type]
 
+    def root_of(self, source: Source) -> Source:
+        """The source whose memory a source has."""
+        return self.notes[source.depth].roots[source.index][0] if type(source) is Made else source
+
     def tensor_in_hand(self, source: Source) -> Tensor:
         """The tensor of a source as Python holds it: on several ranks a batch's stand-in, not the gathered batch."""
         return self.follower.given[source.position] if type(source) is Given else self.tensor_now(source)

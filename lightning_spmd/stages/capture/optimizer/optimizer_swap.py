@@ -118,7 +118,7 @@ class OptimizerSwap:
     def _known(self, live: Tensor, fake: Tensor) -> Tensor:
         """The fake of a tensor that is one number on the host: the optimizer may take its value as a Python number."""
         if live.numel() == 1 and live.device.type == "cpu" and not isinstance(live, DTensor):
-            self.inputs.recorder.shadow(fake, live.detach().clone())
+            self.inputs.recorder.known.note(fake, live.detach().clone())
         return fake
 
     def check_is_there(self) -> None:

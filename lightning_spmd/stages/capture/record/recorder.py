@@ -84,10 +84,6 @@ class Recorder(private.TorchDispatchMode):
         """Identities of the storages of all values so far."""
         return {private.storage_of(tensor) for tensor, _ in self._nodes.values()}
 
-    def shadow(self, tensor: Tensor, real: Tensor) -> None:
-        """Give a single-element tensor its true value, so that ``.item()`` on what is computed from it is known."""
-        self.known.note(tensor, real)
-
     def lift_constant(self, tensor: Tensor) -> fx.Node:
         """A real tensor met in the code: a graph input of its own, read anew each step."""
         entry = self._nodes.get(id(tensor))
@@ -102,7 +98,7 @@ class Recorder(private.TorchDispatchMode):
             self.calls.stand_in(tensor)
         if tensor.numel() == 1 and tensor.device.type == "cpu":
             with private.disable_dispatch_modes():
-                self.shadow(tensor, tensor.detach().clone())
+                self.known.note(tensor, tensor.detach().clone())
         return node
 
     def argument(self, value: Any) -> Any:
