@@ -134,8 +134,8 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "the first step of a user's optimizer is taken for one like the others",
         CAPTURE,
         "stages/capture/followed_trace.py",
-        "and self.swap is not None and self.swap.is_torchs_own:",
-        "and self.swap is not None:",
+        "if on_births is not None and all(swap.is_torchs_own for swap in self.swaps.values()):",
+        "if on_births is not None:",
         ("tests/strategy/optimizers/test_born_state.py",),
     ),
     Mutant(

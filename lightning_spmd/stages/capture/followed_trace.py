@@ -35,7 +35,7 @@ from lightning_spmd.stages.capture.iteration_trace import IterationTrace
 from lightning_spmd.stages.capture.numbers.decisions import decision_program
 from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar
 from lightning_spmd.stages.capture.optimizer.newborn_state import OnBirths, constants_among, make_state, newborn_state
-from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap, OptimizerSwaps, is_torchs_own
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap, swaps_of
 from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 from lightning_spmd.stages.capture.record.around_trace import explained, grad_mode, name_of_part, random_state_kept
 from lightning_spmd.stages.capture.record.inputs import global_spec
@@ -83,15 +83,14 @@ class FollowedTrace(IterationTrace):
         if request.sizes is not None:
             self._values.number = lambda leaf: with_sizes(leaf, request.sizes.numbers)  # type: ignore[union-attr]
         self.by_hand: InGraph | None = None
-        self._values.world = InGraph(self.recorder, None)
+        self._values.world = InGraph(self.recorder)
         if request.update.optimizer is not None and request.variant.by_hand:
-            optimizers = parts_of(request.update.optimizer)
+            swaps = swaps_of(parts_of(request.update.optimizer), self.names, self.inputs)
             called = {note.func.number for note in program.notes if isinstance(note.func, CallByHand)}
-            followed = {i for i, o in enumerate(optimizers) if not is_torchs_own(o)} - called
-            self.swap = OptimizerSwaps(optimizers, self.names, self.inputs, followed)
-            self.by_hand = self._values.world = InGraph(self.recorder, self.swap)
+            self.swaps = {i: swap for i, swap in enumerate(swaps) if swap.is_torchs_own or i in called}
+            self.by_hand = self._values.world = InGraph(self.recorder, swaps)
         elif request.update.optimizer is not None:
-            self.swap = OptimizerSwap(request.update.optimizer, self.names, self.inputs)
+            self.swaps = {0: OptimizerSwap(request.update.optimizer, self.names, self.inputs)}
         self._kinds = {n: kind for note in program.notes for n, kind in note.met.items()}
         self._batch: list[Tensor] = []
         self._has_begun = False
@@ -120,8 +119,8 @@ class FollowedTrace(IterationTrace):
             else:
                 self.iteration(None, self.trained_parameters(automatic), automatic)
             self.collect_state()
-        if on_births is not None and self.swap is not None and self.swap.is_torchs_own:
-            self._bear(on_births, self.swap)
+        if on_births is not None and all(swap.is_torchs_own for swap in self.swaps.values()):
+            self._bear(on_births)
         return self._packed()
 
     @contextlib.contextmanager
@@ -137,8 +136,9 @@ class FollowedTrace(IterationTrace):
                 for fqn, (table, key) in private.tensor_slots(request.module).items():
                     if table[key] is not None:
                         self.twin("parameter" if isinstance(table[key], nn.Parameter) else "buffer", fqn, table[key])
-            if self.swap is not None:
-                stack.enter_context(self.swap.active())
+            for swap in self.swaps.values():
+                stack.enter_context(swap.active())
+            if request.update.optimizer is not None:
                 stack.enter_context(self.scaling.active())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.surroundings())
@@ -151,7 +151,7 @@ class FollowedTrace(IterationTrace):
             with explained(self.recorder, lambda: name_of_part(self.recorder, optimizer)), none_swallowed():
                 yield
 
-    def _bear(self, on_births: OnBirths, swap: OptimizerSwap | OptimizerSwaps) -> None:
+    def _bear(self, on_births: OnBirths) -> None:
         """Make inputs of the state that the step creates, if it depends on no value."""
         constants = constants_among(self.inputs.entries, self._constants())
         births = newborn_state(self.recorder.graph, self.outputs.of(OutputRole.OPTIMIZER_STATE), constants)
@@ -160,10 +160,12 @@ class FollowedTrace(IterationTrace):
         on_births(make_state(births, constants))
         self.outputs.drop(OutputRole.OPTIMIZER_STATE)
         for (owner, key), node in births.items():
-            state = self.inputs.placeholder(InputRole.OPTIMIZER_STATE, (owner, key), f"{owner}/{key}", spec_of(node))
-            node.replace_all_uses_with(state)
-            self.outputs.replace(node, state)
-        swap.arrange({e.key: n for n, e in self.inputs.entries.items() if e.role is InputRole.OPTIMIZER_STATE})
+            born = self.inputs.placeholder(InputRole.OPTIMIZER_STATE, (owner, key), f"{owner}/{key}", spec_of(node))
+            node.replace_all_uses_with(born)
+            self.outputs.replace(node, born)
+        state = {e.key: n for n, e in self.inputs.entries.items() if e.role is InputRole.OPTIMIZER_STATE}
+        for swap in self.swaps.values():
+            swap.arrange(state)
 
     def _make_batch(self) -> None:
         batch, changed = self.request.batch, dict[int, bool]()
@@ -381,19 +383,26 @@ class FollowedTrace(IterationTrace):
                 self._positions[index] = self.outputs.add_as_it_is(value, want.role, f"told {index}")
 
     # ------------------------------------------------------------------ packing
+    @override
+    def has_stepped(self, number: int) -> bool:
+        return super().has_stepped(number) and (self.by_hand is None or number in self.by_hand.stepped)
+
     def _constants(self) -> list[Callable[[], Tensor]]:
         """How each constant is read."""
         tensors = enumerate(self.recorder.constants)
         return [self._readers.get(i) or functools.partial(_itself, t) for i, t in tensors]
 
-    @override
     def collect_state(self) -> None:
-        if self.program.is_beginning:
+        """Make outputs of state that optimizers created or rebound.
+
+        Raises:
+            CaptureError: the step of one changes what Python may have looked at since.
+        """
+        if self.program.is_beginning or (self.by_hand is None and not self.request.variant.apply):
             return
-        if self.by_hand is None:
-            super().collect_state()
-            return
-        for role, key, name, value in self.by_hand.changes():
+        for role, key, name, value in self.changes():
+            if self.by_hand is not None and role is OutputRole.HYPER_PARAMETER:
+                raise CaptureError(f"a step changes {name}, which Python may read before a graph has run")
             self.outputs.add(value, role, key, name)
 
     def _packed(self) -> CapturedStep:

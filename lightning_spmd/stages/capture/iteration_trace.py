@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.stages.capture.batch.own_batch import OwnBatch
 from lightning_spmd.stages.capture.optimizer.bf16_updates import in_float32
 from lightning_spmd.stages.capture.optimizer.loss_scaling import LossScaling
-from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap, OptimizerSwaps, check_step
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap, check_step
 from lightning_spmd.stages.capture.optimizer.own_backward import check_backward
 from lightning_spmd.stages.capture.record.inputs import InputTable
 from lightning_spmd.stages.capture.record.packing import Outputs, in_memory_order_of, parameter_names
@@ -38,6 +40,7 @@ class IterationTrace:
         request: what is traced.
 
     Attributes:
+        swaps: the optimizers that work on fake tensors in this trace, by number.
         own: what goes to all ranks of a batch that is a rank's own.
     """
 
@@ -48,7 +51,7 @@ class IterationTrace:
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = Outputs(self.recorder)
         self.names = parameter_names(request.module, request.update.optimizer)
-        self.swap: OptimizerSwap | OptimizerSwaps | None = None
+        self.swaps: dict[int, OptimizerSwap] = {}
         self.scaling = LossScaling(request.update.scaler, request.update.device, self.inputs)
         self.own: OwnBatch | None = None
 
@@ -98,10 +101,8 @@ class IterationTrace:
             self.outputs.add(gradient, OutputRole.SHOWN_GRADIENT, (name,), f"gradient of {name}")
         for name, parameter in trained:
             parameter.grad = gradients.get(name)
-        swap = self.swap if isinstance(self.swap, OptimizerSwap) else None
-        if swap is not None:
-            swap.check_is_there()
-        with in_float32(request.update.bf16_updates, swap, self.recorder):
+        self.swaps[0].check_is_there()
+        with in_float32(request.update.bf16_updates, self.swaps[0], self.recorder):
             with in_section(self.recorder, Section.CLIP):
                 self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
                 if request.update.clip is not None:
@@ -112,10 +113,13 @@ class IterationTrace:
         if self.scaling.found is not None:
             self.outputs.add(self.scaling.found, OutputRole.FOUND_INF, (), "found_inf")
 
+    def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
+        """State and hyper-parameters that optimizers created or rebound."""
+        return itertools.chain.from_iterable(swap.changes() for swap in self.swaps.values())
+
     def _new_state(self) -> list[Tensor]:
         """Tensors of the optimizer's state that the step made."""
-        changes = () if self.swap is None else self.swap.changes()
-        return [v for role, _, _, v in changes if role is OutputRole.OPTIMIZER_STATE and isinstance(v, Tensor)]
+        return [v for role, _, _, v in self.changes() if role is OutputRole.OPTIMIZER_STATE and isinstance(v, Tensor)]
 
     def backward(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """The gradients of the loss, by name of the parameter, in the layout that ``p.grad`` would have."""
@@ -170,6 +174,10 @@ class IterationTrace:
         return held.clone() if gradient is None else held + gradient
 
     # ------------------------------------------------------------------ packing
+    def has_stepped(self, number: int) -> bool:
+        """Whether the graph holds a step of an optimizer."""
+        return self.request.variant.apply
+
     def guards(self) -> list[ValueGuard]:
         """The guards of every graph of an iteration."""
         request, optimizer = self.request, self.request.update.optimizer
@@ -179,12 +187,6 @@ class IterationTrace:
             settings_guard(),
             *([] if optimizer is None else [trained_guard(request.module, optimizer)]),
             *([hooks_guard(request.module, optimizer, request.trainer)] if request.variant.backward else []),
-            *([] if self.swap is None else self.swap.guards(stepped=request.variant.apply)),
-            *([] if self.swap is None else self.scaling.guards()),
+            *(guard for i, swap in self.swaps.items() for guard in swap.guards(stepped=self.has_stepped(i))),
+            *([] if optimizer is None else self.scaling.guards()),
         ]
-
-    def collect_state(self) -> None:
-        """Make outputs of state that the optimizer created or rebound."""
-        if self.request.variant.apply and self.swap is not None:
-            for role, key, name, value in self.swap.changes():
-                self.outputs.add(value, role, key, name)
