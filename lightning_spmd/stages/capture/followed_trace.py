@@ -21,12 +21,12 @@ from lightning_spmd.ir.node_info import spec_of
 from lightning_spmd.ir.reads import HandedCounts, HandOver
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
-from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
+from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.stages.capture.batch.own_batch import OwnBatch
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, tensors_in
 from lightning_spmd.stages.capture.follow.placeholders import place_of_gone, without_history
-from lightning_spmd.stages.capture.follow.program import Live, Program, Want
+from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
 from lightning_spmd.stages.capture.follow.sizes import with_sizes
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import CallByHand
@@ -292,15 +292,14 @@ class FollowedTrace(IterationTrace):
             self._tell(None)
         shown = loss.detach()
         if self.own is not None:
-            calls = [self._logged(index) for index in range(len(program.logs))]
-            loss, shown, _ = self.own.weigh(loss, None, calls, self.outputs.values, self._batch)
-            self._of_all_ranks = [(call.kwargs["value"], call.kwargs["batch_size"]) for call in calls]
+            logs = [self._logged(index) for index in range(len(program.logs))]
+            loss, shown, self._of_all_ranks = self.own.weigh(loss, logs, self._batch)
         position = self.outputs.add(shown, OutputRole.LOSS, (), "loss")
         self._of_all_ranks.insert(0, OutputRef(position))
         return loss if request.update.loss_divisor == 1 else loss / request.update.loss_divisor
 
-    def _logged(self, index: int) -> RecordedCall:
-        """A call of ``self.log``; values that the graph has are references to its outputs."""
+    def _logged(self, index: int) -> tuple[Log, Any, Any]:
+        """A call of ``self.log``, with its value and its rows in the graph."""
         wants = self.program.wants
         log, positions = self.program.logs[index], {wants[i]: position for i, position in self._positions.items()}
 
@@ -308,20 +307,14 @@ class FollowedTrace(IterationTrace):
             if isinstance(source, Want) and source not in positions:
                 raise CaptureError("self.log in the backward pass, on a batch of each rank's own", log.source or None)
             if isinstance(source, Want):
-                return OutputRef(positions[source])
+                return self.outputs.values[positions[source]]
             if source is None:
                 return None
             name, live = f"{what} {index} {log.name}", self.program.live
             self._host_values[name] = lambda: live.logged[what, index]
             return self.inputs.scalar(live.logged[what, index], InputRole.HOST_VALUE, (name,), name)
 
-        said = {
-            "name": log.name,
-            "value": place("value", log.value),
-            "batch_size": place("rows", log.rows),
-            "reduce_fx": log.operation,
-        }
-        return RecordedCall("", "log", (), said, log.source)
+        return log, place("value", log.value), place("rows", log.rows)
 
     def _make(self, notes: Sequence[Note]) -> None:
         """Perform calls under the recorder."""
