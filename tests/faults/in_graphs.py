@@ -20,7 +20,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "accumulated gradients are forgotten when they are applied",
         CAPTURE,
-        "stages/capture/iteration_trace.py",
+        "stages/capture/followed_trace.py",
         "return held.clone() if gradient is None else held + gradient",
         "return held.clone() if gradient is None else gradient.clone()",
         (f"{ONE_DEVICE}::test_world_size_one_is_bitwise_the_eager_trainer",),
@@ -36,7 +36,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "gradients are clipped only where they were accumulated",
         CAPTURE,
-        "stages/capture/iteration_trace.py",
+        "stages/capture/followed_trace.py",
         "if request.update.clip is not None:",
         "if request.update.clip is not None and variant.accumulated:",
         (f"{ONE_DEVICE}::test_world_size_one_is_bitwise_the_eager_trainer",),
