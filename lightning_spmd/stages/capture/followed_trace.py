@@ -96,7 +96,7 @@ class FollowedTrace:
     def __init__(self, request: CaptureRequest, program: Program) -> None:
         self.request = request
         self.program = program
-        self.fake_mode = request.fake_mode()
+        self.fake_mode = request.sizes.begin()
         self.recorder = Recorder(self.fake_mode, split=request.rows is not None)
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = Outputs(self.recorder)
@@ -106,8 +106,8 @@ class FollowedTrace:
         self.own: OwnBatch | None = None
         self._values = Values(self._fake, Engine(self._on_thread))
         self._behind: list[Note] = []  # the calls from the backward pass on, if Python runs in it
-        if request.sizes is not None:
-            self._values.number = lambda leaf: with_sizes(leaf, request.sizes.numbers)  # type: ignore[union-attr]
+        if request.sizes.sizes:
+            self._values.number = lambda leaf: with_sizes(leaf, request.sizes.numbers)
         self.by_hand: InGraph | None = None
         self._values.world = InGraph(self.recorder)
         if request.update.optimizer is not None and request.variant.by_hand:
@@ -201,7 +201,7 @@ class FollowedTrace:
         for position, index in enumerate(() if batch is None else batch.tensors):
             live = batch.values[index]  # type: ignore[union-attr]
             shared = batch.is_shared(index)  # type: ignore[union-attr]
-            spec = self.request.seen_as(position, global_spec(live, None if shared else self.request.rows))
+            spec = self.request.sizes.spec(position, global_spec(live, None if shared else self.request.rows))
             role = InputRole.SHARED_BATCH if shared else InputRole.BATCH
             fake = self.inputs.fresh_tensor(spec, role, (position,), f"batch{batch.paths[index]}")  # type: ignore[union-attr]
             self._batch.append(fake.requires_grad_(bool(changed.get(position, live.requires_grad))))
