@@ -26,20 +26,12 @@ from torch import fx
 Number = bool | int | float
 
 
-class ScalarRecorder(Protocol):
+class _Recorder(Protocol):
     """Where arithmetic on scalars and decisions on their values are recorded."""
 
-    def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
-        """The result of a function of numbers, computed again in every step."""
-        ...
-
-    def decide(self, scalar: HostScalar) -> Number:
-        """The value, which the graph then holds for."""
-        ...
-
-    def expose(self, scalar: HostScalar, *, from_parser: bool) -> None:
-        """The plain number is needed, by torch's argument parser or other code."""
-        ...
+    def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar: ...
+    def decide(self, scalar: HostScalar) -> Number: ...
+    def expose(self, scalar: HostScalar, *, from_parser: bool) -> None: ...
 
 
 def sym_max(a: Number, b: Number) -> Number:
@@ -89,7 +81,7 @@ class HostScalar:
         recorder: where arithmetic and decisions are recorded.
     """
 
-    def __init__(self, value: Number, node: fx.Node | None, recorder: ScalarRecorder) -> None:
+    def __init__(self, value: Number, node: fx.Node | None, recorder: _Recorder) -> None:
         self.value = value
         self.node = node
         self.recorder = recorder
