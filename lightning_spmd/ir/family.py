@@ -16,7 +16,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.sizes import Formula, Size, SizeFloat, Sizes, mapped, plain, sized
-from lightning_spmd.ir.steps import CapturedStep, RecordedCall
+from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.ir.tree import map_leaves
 
 
@@ -96,21 +96,12 @@ def rebuilt(step: CapturedStep, change: Callable[[Any], Any], *, marked: bool = 
     graph.output(argument(result)).meta["val"] = None
     inputs = tuple(dataclasses.replace(entry, value=spec(entry.value)) for entry in step.signature.inputs)
     outputs = tuple(dataclasses.replace(entry, value=spec(entry.value)) for entry in step.signature.outputs)
-    calls = [
-        dataclasses.replace(call, args=_tree(change, call.args), kwargs=_tree(change, call.kwargs))
-        for call in step.calls
-    ]
     return dataclasses.replace(
         step,
         graph_module=private.GraphModule(step.graph_module, graph),
         signature=Signature(inputs, outputs),
-        calls=calls,
         returned=_tree(change, step.returned),
     )
-
-
-def _changed(change: Callable[[Any], Any], call: RecordedCall) -> RecordedCall:
-    return dataclasses.replace(call, args=_tree(change, call.args), kwargs=_tree(change, call.kwargs))
 
 
 def _tree(change: Callable[[Any], Any], tree: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.same_value import same_plain, same_tensor, shown
 from lightning_spmd.ir.signature import GraphInput, InputRole
-from lightning_spmd.ir.steps import CapturedStep, RecordedCall
+from lightning_spmd.ir.steps import CapturedStep
 
 _READ_VALUE = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - an operator's public name
 _UNKNOWN = object()
@@ -65,7 +65,7 @@ class _Comparison:
 
     def difference(self) -> Difference | None:
         """The first one, in the order of the program."""
-        return self._inputs() or self._nodes() or self._calls() or self._returned() or self._outputs()
+        return self._inputs() or self._nodes() or self._returned() or self._outputs()
 
     # ------------------------------------------------------------------ inputs
     def _inputs(self) -> Difference | None:
@@ -192,18 +192,6 @@ class _Comparison:
         return f"{_name_of(node.target)}({', '.join(words)})"
 
     # ------------------------------------------------------------------ what leaves the graph
-    def _calls(self) -> Difference | None:
-        for one, other in zip(self.one.calls, self.other.calls, strict=False):
-            if not _same_recorded(one, other):
-                return Difference(_call(one), _call(other), other.source, other.target)
-        ours, theirs = self.one.calls, self.other.calls
-        count = min(len(ours), len(theirs))
-        if len(ours) > count:
-            return Difference(_call(ours[count]), "no such call", ours[count].source, ours[count].target)
-        if len(theirs) > count:
-            return Difference("no such call", _call(theirs[count]), theirs[count].source, theirs[count].target)
-        return None
-
     def _returned(self) -> Difference | None:
         if same_plain(self.one.returned, self.other.returned):
             return None
@@ -287,14 +275,3 @@ class _Word(str):
 def _name_of(target: Any) -> str:
     name = str(target)
     return getattr(target, "__name__", name) if name.startswith("<") else name
-
-
-def _call(call: RecordedCall) -> str:
-    words = [shown(a) for a in call.args] + [f"{k}={shown(v)}" for k, v in call.kwargs.items()]
-    return f"{'.'.join(['self', *([call.target] if call.target else []), call.method])}({', '.join(words)})"
-
-
-def _same_recorded(one: RecordedCall, other: RecordedCall) -> bool:
-    if (one.target, one.method) != (other.target, other.method):
-        return False
-    return same_plain(one.args, other.args) and same_plain(one.kwargs, other.kwargs)

@@ -150,8 +150,7 @@ class CapturedStep:
         guards: when the graph may be used again.
         constants: readers of live tensors that the code reaches without being parameters, buffers or batch; each step
             reads anew what is in a module's attribute then.
-        calls: recorded ``self.log`` and metric calls, in order.
-        returned: what the step method returned, with the same replacements as in recorded calls.
+        returned: what the step wants of the graph, with :class:`OutputRef` in place of tensors.
         variant: the part of an iteration that the graph holds.
         host_values: readers of the Python numbers that are inputs of this graph alone, by name.
         own_batch: of a graph of a rank's own batch; None of others.
@@ -162,7 +161,6 @@ class CapturedStep:
     signature: Signature
     guards: Guards
     constants: list[Callable[[], Tensor]] = field(default_factory=list[Callable[[], Tensor]])
-    calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
     returned: Any = None
     variant: Variant = Variant()
     host_values: dict[str, Callable[[], Any]] = field(default_factory=dict[str, Callable[[], Any]])

@@ -20,7 +20,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "accumulated gradients are forgotten when they are applied",
         CAPTURE,
-        "stages/capture/iteration_trace.py",
+        "stages/capture/followed_trace.py",
         "return held.clone() if gradient is None else held + gradient",
         "return held.clone() if gradient is None else gradient.clone()",
         (f"{ONE_DEVICE}::test_world_size_one_is_bitwise_the_eager_trainer",),
@@ -36,7 +36,7 @@ IN_GRAPHS: tuple[Mutant, ...] = (
     Mutant(
         "gradients are clipped only where they were accumulated",
         CAPTURE,
-        "stages/capture/iteration_trace.py",
+        "stages/capture/followed_trace.py",
         "if request.update.clip is not None:",
         "if request.update.clip is not None and variant.accumulated:",
         (f"{ONE_DEVICE}::test_world_size_one_is_bitwise_the_eager_trainer",),
@@ -134,8 +134,8 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "the first step of a user's optimizer is taken for one like the others",
         CAPTURE,
         "stages/capture/followed_trace.py",
-        "and self.swap is not None and self.swap.is_torchs_own:",
-        "and self.swap is not None:",
+        "if on_births is not None and all(swap.is_torchs_own for swap in self.swaps.values()):",
+        "if on_births is not None:",
         ("tests/strategy/optimizers/test_born_state.py",),
     ),
     Mutant(

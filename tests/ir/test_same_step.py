@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_spmd.ir.same_step import first_difference
 from lightning_spmd.ir.same_value import same_plain
-from lightning_spmd.ir.steps import CallRef, CapturedStep, OutputRef, RecordedCall
+from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from tests.helpers.tiny_capture import capture_function
 
 
@@ -108,39 +108,6 @@ def test_inputs_of_another_kind_are_told() -> None:
     assert found is not None
     assert found.was == "weight: float32[3, 4] with strides [4, 1] on cpu"
     assert found.now == "weight: float32[3, 4] with strides [1, 3] on cpu"
-
-
-def logging(*calls: RecordedCall) -> CapturedStep:
-    step = scaled(1.0)
-    return dataclasses.replace(step, calls=list(calls))
-
-
-def logged(value: Any, name: str = "loss", source: str = "user.py:3", **settings: Any) -> RecordedCall:
-    return RecordedCall("", "log", (name, value), settings, source)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "now"),
-    [
-        ([logged(OutputRef(0))], [logged(1.5)], "self.log('loss', 1.5)"),
-        ([logged(1.0)], [logged(1.5)], "self.log('loss', 1.5)"),
-        ([logged(1.0)], [logged(1)], "self.log('loss', 1)"),
-        ([logged(OutputRef(0))], [logged(OutputRef(1))], "self.log('loss', <output 1>)"),
-        ([logged(OutputRef(0))], [logged(CallRef(0))], "self.log('loss', <result 0>)"),
-        ([logged(1.0)], [logged(1.0, "other")], "self.log('other', 1.0)"),
-        ([logged(1.0, prog_bar=True)], [logged(1.0, prog_bar=False)], "self.log('loss', 1.0, prog_bar=False)"),
-        ([], [logged(1.0)], "self.log('loss', 1.0)"),
-        ([logged(1.0)], [], "no such call"),
-    ],
-)
-def test_what_is_logged_counts(one: list[RecordedCall], other: list[RecordedCall], now: str) -> None:
-    found = first_difference(logging(*one), logging(*other))
-    assert found is not None
-    assert (found.now, found.source) == (now, "user.py:3")
-
-
-def test_the_line_of_a_recorded_call_does_not_count() -> None:
-    assert first_difference(logging(logged(1.0)), logging(logged(1.0, source="user.py:4"))) is None
 
 
 def test_what_is_returned_counts() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,10 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.node_info import Section, info_of
-from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.stages.capture.optimizer.accumulation import gradients_behind
 from lightning_spmd.stages.capture.optimizer.given_closure import GivenClosure
-from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwaps
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap
 from lightning_spmd.stages.capture.record.around_trace import explained
 from lightning_spmd.stages.capture.record.inputs import InputTable
 from lightning_spmd.stages.capture.record.recorder import Recorder, in_section
@@ -26,15 +26,17 @@ class InGraph:
 
     Args:
         recorder: records.
-        swaps: the optimizers on fake tensors; None where none steps.
+        swaps: the optimizers on fake tensors, by number; none where the step optimizes automatically.
 
     Attributes:
+        stepped: numbers of the optimizers whose ``step`` ran.
         gradients: what is in ``p.grad`` at some time.
     """
 
-    def __init__(self, recorder: Recorder, swaps: OptimizerSwaps | None) -> None:
+    def __init__(self, recorder: Recorder, swaps: Sequence[OptimizerSwap] = ()) -> None:
         self.gradients: list[fx.Node] = []
-        self._recorder, self._swaps = recorder, swaps
+        self.swaps, self.stepped = swaps, set[int]()
+        self._recorder = recorder
 
     def backward(
         self,
@@ -63,11 +65,11 @@ class InGraph:
         evaluated: Sequence[Tensor | None],
     ) -> None:
         """As in every world."""
-        if self._swaps is None:
+        if not self.swaps:
             raise CaptureError("an optimizer steps in a step that optimizes automatically")
-        swap = self._swaps.parts[number]
+        swap = self.swaps[number]
         swap.set(settings)
-        self._swaps.stepped.add(number)
+        self.stepped.add(number)
         self._note(gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -78,17 +80,6 @@ class InGraph:
             )
         for parameter in parameters:
             parameter.grad = None
-
-    def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
-        """State that the steps created or rebound.
-
-        Raises:
-            CaptureError: a step changes what Python may have looked at since.
-        """
-        for role, key, name, value in () if self._swaps is None else self._swaps.changes():
-            if role is OutputRole.HYPER_PARAMETER:
-                raise CaptureError(f"a step changes {name}, which Python may read before a graph has run")
-            yield role, key, name, value
 
     def _note(self, gradients: Sequence[Tensor | None]) -> None:
         self.gradients += [self._recorder.argument(gradient) for gradient in gradients if gradient is not None]

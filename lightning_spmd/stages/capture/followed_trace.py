@@ -1,4 +1,7 @@
-"""Capture of a step that was followed: its noted calls are made on fake tensors under the recorder."""
+"""Capture of a step that was followed: its noted calls are made on fake tensors under the recorder.
+
+The rest of the iteration is Lightning's, in its order: backward pass, clipping, the optimizer's step.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +14,46 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import CaptureError, none_swallowed
 from lightning_spmd.ir.aliasing import storage_roots
-from lightning_spmd.ir.guards import Guards
-from lightning_spmd.ir.node_info import spec_of
+from lightning_spmd.ir.guards import Guards, ValueGuard
+from lightning_spmd.ir.layout import densely
+from lightning_spmd.ir.node_info import Section, TensorSpec, spec_of
 from lightning_spmd.ir.reads import HandedCounts, HandOver
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
-from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
+from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.stages.capture.batch.own_batch import OwnBatch
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, tensors_in
 from lightning_spmd.stages.capture.follow.placeholders import place_of_gone, without_history
-from lightning_spmd.stages.capture.follow.program import Live, Program, Want
+from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
 from lightning_spmd.stages.capture.follow.sizes import with_sizes
 from lightning_spmd.stages.capture.follow.values import Values
-from lightning_spmd.stages.capture.follow.worlds import StepCall
+from lightning_spmd.stages.capture.follow.worlds import CallByHand
 from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
-from lightning_spmd.stages.capture.iteration_trace import IterationTrace
 from lightning_spmd.stages.capture.numbers.decisions import decision_program
 from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar
+from lightning_spmd.stages.capture.optimizer.accumulation import accumulated
+from lightning_spmd.stages.capture.optimizer.bf16_updates import in_float32
+from lightning_spmd.stages.capture.optimizer.loss_scaling import LossScaling
 from lightning_spmd.stages.capture.optimizer.newborn_state import OnBirths, constants_among, make_state, newborn_state
-from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap, OptimizerSwaps, is_torchs_own
-from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
+from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap, check_step, swaps_of
+from lightning_spmd.stages.capture.optimizer.own_backward import check_backward, leaves_of
 from lightning_spmd.stages.capture.record.around_trace import explained, grad_mode, name_of_part, random_state_kept
-from lightning_spmd.stages.capture.record.inputs import global_spec
-from lightning_spmd.stages.capture.record.packing import remove_dead_nodes, with_mutations
+from lightning_spmd.stages.capture.record.inputs import InputTable, global_spec
+from lightning_spmd.stages.capture.record.packing import Outputs, parameter_names, remove_dead_nodes, with_mutations
+from lightning_spmd.stages.capture.record.recorder import Recorder, in_section
+from lightning_spmd.stages.capture.record.surroundings import (
+    hooks_guard,
+    settings_guard,
+    submodules_guard,
+    tensor_kinds_guard,
+    trained_guard,
+)
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.rewrites.reads import writes_apart
 from lightning_spmd.stages.capture.rewrites.simplify import simplify_strided_gradients
@@ -67,31 +81,42 @@ def capture_followed(request: CaptureRequest, on_births: OnBirths | None = None)
     return FollowedTrace(request, program).run(on_births)
 
 
-class FollowedTrace(IterationTrace):
+class FollowedTrace:
     """The state of one capture.
 
     Args:
         request: what is captured.
         program: its noted calls.
+
+    Attributes:
+        swaps: the optimizers that work on fake tensors in this trace, by number.
+        own: what goes to all ranks of a batch that is a rank's own.
     """
 
     def __init__(self, request: CaptureRequest, program: Program) -> None:
-        super().__init__(request)
+        self.request = request
         self.program = program
+        self.fake_mode = request.sizes.begin()
+        self.recorder = Recorder(self.fake_mode, split=request.rows is not None)
+        self.inputs = InputTable(self.recorder, self.fake_mode)
+        self.outputs = Outputs(self.recorder)
+        self.names = parameter_names(request.module, request.update.optimizer)
+        self.swaps: dict[int, OptimizerSwap] = {}
+        self.scaling = LossScaling(request.update.scaler, request.update.device, self.inputs)
+        self.own: OwnBatch | None = None
         self._values = Values(self._fake, Engine(self._on_thread))
         self._behind: list[Note] = []  # the calls from the backward pass on, if Python runs in it
-        if request.sizes is not None:
-            self._values.number = lambda leaf: with_sizes(leaf, request.sizes.numbers)  # type: ignore[union-attr]
+        if request.sizes.sizes:
+            self._values.number = lambda leaf: with_sizes(leaf, request.sizes.numbers)
         self.by_hand: InGraph | None = None
-        self._values.world = InGraph(self.recorder, None)
+        self._values.world = InGraph(self.recorder)
         if request.update.optimizer is not None and request.variant.by_hand:
-            optimizers = parts_of(request.update.optimizer)
-            called = {note.func.number for note in program.notes if isinstance(note.func, StepCall)}
-            followed = {i for i, o in enumerate(optimizers) if not is_torchs_own(o)} - called
-            self.swap = OptimizerSwaps(optimizers, self.names, self.inputs, followed)
-            self.by_hand = self._values.world = InGraph(self.recorder, self.swap)
+            swaps = swaps_of(parts_of(request.update.optimizer), self.names, self.inputs)
+            called = {note.func.number for note in program.notes if isinstance(note.func, CallByHand)}
+            self.swaps = {i: swap for i, swap in enumerate(swaps) if swap.is_torchs_own or i in called}
+            self.by_hand = self._values.world = InGraph(self.recorder, swaps)
         elif request.update.optimizer is not None:
-            self.swap = OptimizerSwap(request.update.optimizer, self.names, self.inputs)
+            self.swaps = {0: OptimizerSwap(request.update.optimizer, self.names, self.inputs)}
         self._kinds = {n: kind for note in program.notes for n, kind in note.met.items()}
         self._batch: list[Tensor] = []
         self._has_begun = False
@@ -99,14 +124,8 @@ class FollowedTrace(IterationTrace):
         self._reads = 0
         self._decided: list[int] = []  # so many decisions had been made at each read
         self._note: Note | None = None  # that is made
-        self.recorder.data_sizes = DataSizes(
-            lambda func, *args, **kwargs: self.recorder.__torch_dispatch__(func, (), args, kwargs),
-            self._name,
-            self._count,
-            writes=True,
-        )
+        self.recorder.data_sizes = DataSizes(self.recorder.call, self._count)
         self._values.on_same = self.recorder.data_sizes.same
-        self._met: dict[int, Tensor] = {}
         self._handed: dict[tuple[int, Place], Any] = {}  # numbers that Python has once it has read
         if request.batch is not None and request.variant.own_batch:
             self.own = OwnBatch(request.batch, request.update.device, self.recorder.node_of, self.outputs.add)
@@ -122,12 +141,12 @@ class FollowedTrace(IterationTrace):
         with contextlib.closing(self._values.engine), self.recording():
             automatic = None if self.by_hand is not None else request.update.optimizer
             if automatic is None:
-                self.forward(None)
+                self.forward()
             else:
-                self.iteration(None, self.trained_parameters(automatic), automatic)
+                self.iteration(self.trained_parameters(automatic), automatic)
             self.collect_state()
-        if on_births is not None and self.swap is not None and self.swap.is_torchs_own:
-            self._bear(on_births, self.swap)
+        if on_births is not None and all(swap.is_torchs_own for swap in self.swaps.values()):
+            self._bear(on_births)
         return self._packed()
 
     @contextlib.contextmanager
@@ -143,8 +162,9 @@ class FollowedTrace(IterationTrace):
                 for fqn, (table, key) in private.tensor_slots(request.module).items():
                     if table[key] is not None:
                         self.twin("parameter" if isinstance(table[key], nn.Parameter) else "buffer", fqn, table[key])
-            if self.swap is not None:
-                stack.enter_context(self.swap.active())
+            for swap in self.swaps.values():
+                stack.enter_context(swap.active())
+            if request.update.optimizer is not None:
                 stack.enter_context(self.scaling.active())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.surroundings())
@@ -157,7 +177,7 @@ class FollowedTrace(IterationTrace):
             with explained(self.recorder, lambda: name_of_part(self.recorder, optimizer)), none_swallowed():
                 yield
 
-    def _bear(self, on_births: OnBirths, swap: OptimizerSwap | OptimizerSwaps) -> None:
+    def _bear(self, on_births: OnBirths) -> None:
         """Make inputs of the state that the step creates, if it depends on no value."""
         constants = constants_among(self.inputs.entries, self._constants())
         births = newborn_state(self.recorder.graph, self.outputs.of(OutputRole.OPTIMIZER_STATE), constants)
@@ -166,10 +186,12 @@ class FollowedTrace(IterationTrace):
         on_births(make_state(births, constants))
         self.outputs.drop(OutputRole.OPTIMIZER_STATE)
         for (owner, key), node in births.items():
-            state = self.inputs.placeholder(InputRole.OPTIMIZER_STATE, (owner, key), f"{owner}/{key}", spec_of(node))
-            node.replace_all_uses_with(state)
-            self.outputs.replace(node, state)
-        swap.arrange({e.key: n for n, e in self.inputs.entries.items() if e.role is InputRole.OPTIMIZER_STATE})
+            born = self.inputs.placeholder(InputRole.OPTIMIZER_STATE, (owner, key), f"{owner}/{key}", spec_of(node))
+            node.replace_all_uses_with(born)
+            self.outputs.replace(node, born)
+        state = {e.key: n for n, e in self.inputs.entries.items() if e.role is InputRole.OPTIMIZER_STATE}
+        for swap in self.swaps.values():
+            swap.arrange(state)
 
     def _make_batch(self) -> None:
         batch, changed = self.request.batch, dict[int, bool]()
@@ -179,10 +201,29 @@ class FollowedTrace(IterationTrace):
         for position, index in enumerate(() if batch is None else batch.tensors):
             live = batch.values[index]  # type: ignore[union-attr]
             shared = batch.is_shared(index)  # type: ignore[union-attr]
-            spec = self.request.seen_as(position, global_spec(live, None if shared else self.request.rows))
+            spec = self.request.sizes.spec(position, global_spec(live, None if shared else self.request.rows))
             role = InputRole.SHARED_BATCH if shared else InputRole.BATCH
             fake = self.inputs.fresh_tensor(spec, role, (position,), f"batch{batch.paths[index]}")  # type: ignore[union-attr]
             self._batch.append(fake.requires_grad_(bool(changed.get(position, live.requires_grad))))
+
+    def twin(self, kind: str, fqn: str, tensor: Tensor) -> Tensor:
+        """The graph input of a tensor of the module."""
+        role = InputRole.PARAMETER if kind == "parameter" else InputRole.BUFFER
+        name = self.names.get(id(tensor), fqn)
+        return self.inputs.tensor(tensor, role, (name,), name)
+
+    def trained_parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        """(name, fake) of tensors that get gradients: the optimizer's parameters, or all of the module's in split mode.
+
+        Also of what got one in earlier micro-batches, and is frozen by now.
+        """
+        wanted = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        found = []
+        for live, name in self.inputs.live_parameters(self.names):
+            fake = self.inputs.fake_of(live)
+            if fake is not None and (self.request.variant.expose_gradients or id(fake) in wanted):
+                found += [(name, fake)] if fake.requires_grad or name in self.request.update.accumulators else []
+        return found
 
     # ------------------------------------------------------------------ tensors and numbers of the notes
     def _fake(self, source: Given | Outside) -> Tensor:
@@ -262,10 +303,6 @@ class FollowedTrace(IterationTrace):
             self._handed[key] = HostScalar(live.numbers[key], number, self.recorder).as_symbol()
 
     # ------------------------------------------------------------------ results as large as the data say
-    def _name(self, tensor: Tensor) -> int:
-        self._met[id(tensor)] = tensor  # which keeps its id its own
-        return id(tensor)
-
     def _count(self, *tensors: Tensor) -> list[int]:
         """Hand Python the data-dependent sizes of a call's results."""
         note, program = self._note, self.program
@@ -279,8 +316,8 @@ class FollowedTrace(IterationTrace):
         return list((live.counts if program.at is None else program.at)[place.start : place.stop])
 
     # ------------------------------------------------------------------ the forward part
-    @override
-    def forward(self, batch: Any) -> Tensor | None:
+    def forward(self) -> Tensor | None:
+        """Run the forward part. Returns the loss, or None if the batch is skipped."""
         request, program = self.request, self.program
         notes = list(program.notes)
         begin = next((i for i, note in enumerate(notes) if is_of_loss(note.func)), len(notes))
@@ -300,15 +337,14 @@ class FollowedTrace(IterationTrace):
             self._tell(None)
         shown = loss.detach()
         if self.own is not None:
-            calls = [self._logged(index) for index in range(len(program.logs))]
-            loss, shown, _ = self.own.weigh(loss, None, calls, self.outputs.values, self._batch)
-            self._of_all_ranks = [(call.kwargs["value"], call.kwargs["batch_size"]) for call in calls]
+            logs = [self._logged(index) for index in range(len(program.logs))]
+            loss, shown, self._of_all_ranks = self.own.weigh(loss, logs, self._batch)
         position = self.outputs.add(shown, OutputRole.LOSS, (), "loss")
         self._of_all_ranks.insert(0, OutputRef(position))
         return loss if request.update.loss_divisor == 1 else loss / request.update.loss_divisor
 
-    def _logged(self, index: int) -> RecordedCall:
-        """A call of ``self.log``; values that the graph has are references to its outputs."""
+    def _logged(self, index: int) -> tuple[Log, Any, Any]:
+        """A call of ``self.log``, with its value and its rows in the graph."""
         wants = self.program.wants
         log, positions = self.program.logs[index], {wants[i]: position for i, position in self._positions.items()}
 
@@ -316,20 +352,14 @@ class FollowedTrace(IterationTrace):
             if isinstance(source, Want) and source not in positions:
                 raise CaptureError("self.log in the backward pass, on a batch of each rank's own", log.source or None)
             if isinstance(source, Want):
-                return OutputRef(positions[source])
+                return self.outputs.values[positions[source]]
             if source is None:
                 return None
             name, live = f"{what} {index} {log.name}", self.program.live
             self._host_values[name] = lambda: live.logged[what, index]
             return self.inputs.scalar(live.logged[what, index], InputRole.HOST_VALUE, (name,), name)
 
-        said = {
-            "name": log.name,
-            "value": place("value", log.value),
-            "batch_size": place("rows", log.rows),
-            "reduce_fx": log.operation,
-        }
-        return RecordedCall("", "log", (), said, log.source)
+        return log, place("value", log.value), place("rows", log.rows)
 
     def _make(self, notes: Sequence[Note]) -> None:
         """Perform calls under the recorder."""
@@ -343,29 +373,114 @@ class FollowedTrace(IterationTrace):
                 self._note = None
             self._tell(note.depth + 1)
 
-    @override
+    # ------------------------------------------------------------------ the rest of the iteration
+    def iteration(self, trained: list[tuple[str, Tensor]], optimizer: Optimizer) -> None:
+        """Run the variant's part of an iteration, with the fake parameters that get gradients, by name."""
+        request, variant = self.request, self.request.variant
+        gradients: dict[str, Tensor] = {}
+        loss: Tensor | None = None
+        if variant.forward:
+            with torch.enable_grad():
+                loss = self.forward()
+                if loss is not None:
+                    scaled = self.scaling.scaled(loss)
+                    with in_section(self.recorder, Section.BACKWARD):
+                        gradients = self.backward(scaled, [pair for pair in trained if pair[1].requires_grad])
+        with torch.no_grad(), in_section(self.recorder, Section.BACKWARD):
+            gradients = self._add_accumulated(gradients, trained)
+        if not variant.apply:
+            for name, gradient in gradients.items():
+                if name not in request.update.accumulators:  # an accumulator is an input, updated in place
+                    self.outputs.add(gradient, OutputRole.GRADIENT, (name,), f"gradient of {name}")
+            return
+        for name, gradient in gradients.items() if variant.pauses else ():
+            self.outputs.add(gradient, OutputRole.SHOWN_GRADIENT, (name,), f"gradient of {name}")
+        for name, parameter in trained:
+            parameter.grad = gradients.get(name)
+        self.swaps[0].check_is_there()
+        with in_float32(request.update.bf16_updates, self.swaps[0], self.recorder):
+            with in_section(self.recorder, Section.CLIP):
+                self.scaling.unscale(optimizer, looked_already=variant.expose_gradients)
+                if request.update.clip is not None:
+                    request.update.clip(optimizer)
+            check_step(optimizer)
+            with in_section(self.recorder, Section.OPTIMIZER):
+                self.scaling.step(optimizer, self._new_state, loss)
+        if self.scaling.found is not None:
+            self.outputs.add(self.scaling.found, OutputRole.FOUND_INF, (), "found_inf")
+
+    def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
+        """State and hyper-parameters that optimizers created or rebound."""
+        return itertools.chain.from_iterable(swap.changes() for swap in self.swaps.values())
+
+    def _new_state(self) -> list[Tensor]:
+        """Tensors of the optimizer's state that the step made."""
+        return [v for role, _, _, v in self.changes() if role is OutputRole.OPTIMIZER_STATE and isinstance(v, Tensor)]
+
     def backward(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The gradients of the loss; Python that runs in its backward pass is a part of it."""
         if not self._behind:
-            return super().backward(loss, trained)
+            return self._gradients(loss, trained)
         found: dict[str, Tensor] = {}
-        self._values.engine.of_loss = lambda: found.update(super(FollowedTrace, self).backward(loss, trained))
+        self._values.engine.of_loss = lambda: found.update(self._gradients(loss, trained))
         with torch.no_grad():
             self._make(self._behind)
         self._tell(None)
         return found
 
-    @override
-    def with_added(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    def _gradients(self, loss: Tensor, trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The gradients of the loss, by name of the parameter, in the layout that ``p.grad`` would have."""
+        asked = [p for _, p in trained]
+        others = self._asked_beside(loss, asked)
+        if others is None:
+            check_backward(loss, asked)
+        found = torch.autograd.grad(loss, [*asked, *(others or ())], allow_unused=True)[: len(asked)]
+        taken = self.inputs.storages()
+        gradients: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for (name, parameter), of_loss in zip(trained, found, strict=True):
+                gradient = self._with_added(parameter, of_loss)
+                if gradient is not None:  # two parameters may have one gradient tensor: clipping would write twice
+                    owned = accumulated(parameter, None, gradient, taken, in_place=False)
+                    gradients[name] = owned if self.own is None else self.own.gradient(name, owned)
+                elif self.own is not None and name in self.request.needed:
+                    gradients[name] = self.own.no_gradient(name, parameter)
+        return gradients
+
+    def _with_added(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of a parameter with what backward passes within that of the loss have added."""
         for of, added in self.program.added:
             if self._values.of(of) is parameter:
                 now = self._values.of(added)
                 return now if gradient is None else now + gradient
         return gradient
 
-    @override
-    def asked_beside(self, loss: Tensor, trained: list[Tensor]) -> list[Tensor] | None:
+    def _asked_beside(self, loss: Tensor, trained: list[Tensor]) -> list[Tensor] | None:
+        """Other tensors whose gradients are requested, so that everything runs that ``loss.backward()`` would run.
+
+        None: the same runs without.
+        """
         known = {id(parameter) for parameter in trained}
         return [leaf for leaf in leaves_of([loss]) if id(leaf) not in known] if self._behind else None
+
+    def _add_accumulated(self, gradients: dict[str, Tensor], trained: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        for name, parameter in trained:
+            if name in self.request.update.accumulators:
+                held = self.inputs.fresh_tensor(
+                    densely(TensorSpec.of(parameter)), InputRole.GRADIENT, (name,), f"gradient of {name}"
+                )
+                gradients[name] = self._accumulated(held, gradients.get(name))
+        return gradients
+
+    def _accumulated(self, held: Tensor, gradient: Tensor | None) -> Tensor:
+        """The held gradient plus the new one; in place while gradients are only collected.
+
+        What is applied must be a tensor of its own: clipping and optimizers may write into gradients, and what is
+        held is this rank's share of them.
+        """
+        if not self.request.variant.apply:
+            return held if gradient is None else held.add_(gradient)
+        return held.clone() if gradient is None else held + gradient
 
     @contextlib.contextmanager
     def _on_thread(self) -> Iterator[None]:
@@ -388,22 +503,42 @@ class FollowedTrace(IterationTrace):
             if after is None:
                 self._positions[index] = self.outputs.add(value, want.role, want.key, f"kept {index}")
             else:
-                self._positions[index] = self.outputs.add_as_it_is(value, want.role, (), f"told {index}", shared=False)
+                self._positions[index] = self.outputs.add_as_it_is(value, want.role, f"told {index}")
 
     # ------------------------------------------------------------------ packing
+    def _has_stepped(self, number: int) -> bool:
+        """Whether the graph holds a step of an optimizer."""
+        return self.request.variant.apply and (self.by_hand is None or number in self.by_hand.stepped)
+
+    def guards(self) -> list[ValueGuard]:
+        """The guards of every graph of an iteration."""
+        request, optimizer = self.request, self.request.update.optimizer
+        return [
+            submodules_guard(request.module),
+            tensor_kinds_guard(request.module),
+            settings_guard(),
+            *([] if optimizer is None else [trained_guard(request.module, optimizer)]),
+            *([hooks_guard(request.module, optimizer, request.trainer)] if request.variant.backward else []),
+            *(guard for i, swap in self.swaps.items() for guard in swap.guards(stepped=self._has_stepped(i))),
+            *([] if optimizer is None else self.scaling.guards()),
+        ]
+
     def _constants(self) -> list[Callable[[], Tensor]]:
         """How each constant is read."""
         tensors = enumerate(self.recorder.constants)
         return [self._readers.get(i) or functools.partial(_itself, t) for i, t in tensors]
 
-    @override
     def collect_state(self) -> None:
-        if self.program.is_beginning:
+        """Make outputs of state that optimizers created or rebound.
+
+        Raises:
+            CaptureError: the step of one changes what Python may have looked at since.
+        """
+        if self.program.is_beginning or (self.by_hand is None and not self.request.variant.apply):
             return
-        if self.by_hand is None:
-            super().collect_state()
-            return
-        for role, key, name, value in self.by_hand.changes():
+        for role, key, name, value in self.changes():
+            if self.by_hand is not None and role is OutputRole.HYPER_PARAMETER:
+                raise CaptureError(f"a step changes {name}, which Python may read before a graph has run")
             self.outputs.add(value, role, key, name)
 
     def _packed(self) -> CapturedStep:
@@ -411,7 +546,7 @@ class FollowedTrace(IterationTrace):
         decisions = decision_program(graph, recorder.decisions)
         stretches = itertools.pairwise((0, *self._decided))
         before_reads = [decision_program(graph, recorder.decisions[begin:end]) for begin, end in stretches]
-        graph.output(self.outputs.packed(by_hand=self.by_hand is not None)).meta["val"] = None
+        graph.output(self.outputs.packed()).meta["val"] = None
         simplify_strided_gradients(graph)
         share_weight_casts(graph, self.inputs.nodes_of(InputRole.PARAMETER))
         writes_apart(graph, self.inputs.live)

@@ -1,7 +1,6 @@
 """One step, followed on its own: its Python runs once, nothing is computed, and its graphs are captured from the notes.
 
-Two callers want a graph without training: a plan, whose parameters have no memory, and the search for layers that ranks
-may share. Values that Python reads are unknown here.
+A plan wants a graph without training; its parameters have no memory. Values that Python reads are unknown here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Dimension
-from lightning_spmd.ir.steps import CapturedStep, OutputRef, RecordedCall
+from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import speaking_of
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
@@ -26,7 +25,7 @@ from lightning_spmd.stages.capture.follow.follower import Follower
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
 from lightning_spmd.stages.capture.follow.notes import sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program, Want
-from lightning_spmd.stages.capture.follow.queue import MetricResult, Queue, Shadows, known
+from lightning_spmd.stages.capture.follow.queue import Queue, Shadows, known
 from lightning_spmd.stages.capture.follow.same_calls import is_repeatable
 from lightning_spmd.stages.capture.follow.step import Step
 from lightning_spmd.stages.capture.follow.values import Values
@@ -46,16 +45,6 @@ class _Ended(BaseException):
     def __init__(self, error: CaptureError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def captured_step(request: CaptureRequest) -> CapturedStep:
-    """The graph of a step, whose Python runs for it.
-
-    Raises:
-        CaptureError: it can be no graph.
-        UnknownValueError: Python reads a value.
-    """
-    return FollowedOnce(request).captured(request)
 
 
 class FollowedOnce:
@@ -81,8 +70,6 @@ class FollowedOnce:
     ) -> None:
         self._read, self._vary = read, vary
         self.follower: Follower | None = None if earlier is None else earlier.follower
-        self._calls: Sequence[RecordedCall] = ()
-        self._returned: Any = None
         self._wants: dict[Want, int] = {}
         self.program = Program((), 0, (), None, frozenset(), Live())
         if request.variant.forward:
@@ -103,18 +90,7 @@ class FollowedOnce:
             CaptureError: it can be no graph.
         """
         program = self.program if request.variant.forward else Program((), 0, (), None, frozenset(), Live())
-        found = capture_followed(dataclasses.replace(request, program=program), on_births)
-        if not request.variant.forward:
-            return found
-
-        def leaf(_: str, value: Any) -> Any:
-            return found.returned[value.position] if type(value) is OutputRef else value
-
-        calls = [
-            dataclasses.replace(call, args=map_leaves(leaf, call.args), kwargs=map_leaves(leaf, call.kwargs))
-            for call in self._calls
-        ]
-        return dataclasses.replace(found, calls=calls, returned=map_leaves(leaf, self._returned))
+        return capture_followed(dataclasses.replace(request, program=program), on_births)
 
     def _follow(self, request: CaptureRequest) -> None:
         module, optimizer, variant = request.module, request.update.optimizer, request.variant
@@ -162,13 +138,10 @@ class FollowedOnce:
         role = OutputRole.LOGGED if variant.backward else OutputRole.STEP_OUTPUT
 
         def leaf(_: str, value: Any) -> Any:
-            if isinstance(value, MetricResult):
-                return vars(value)["_reference"]
             made = step.source_if_known(value) if isinstance(value, Tensor) else None
             return value if made is None else OutputRef(wants.setdefault(Want(made, role), len(wants)))
 
-        self._returned = map_leaves(leaf, returned)
-        self._calls = queue.calls
+        map_leaves(leaf, returned)  # what it returns leaves the graph
         del returned, loss
         for made in step.kept():
             wants.setdefault(Want(made, role), len(wants))

@@ -28,11 +28,10 @@ from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.stages.capture.follow.engine import Begin
 from lightning_spmd.stages.capture.follow.notes import Note
 from lightning_spmd.stages.capture.follow.program import Live, Program
-from lightning_spmd.stages.capture.follow.worlds import StepCall
+from lightning_spmd.stages.capture.follow.worlds import CallByHand
 from lightning_spmd.stages.capture.followed_by_hand import mark_updates
 from lightning_spmd.stages.capture.followed_trace import FollowedTrace
 from lightning_spmd.stages.capture.numbers.decisions import decision_program
-from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwaps
 from lightning_spmd.stages.capture.record.packing import remove_dead_nodes, with_mutations
 from lightning_spmd.stages.capture.request import CaptureRequest
 
@@ -80,8 +79,8 @@ class PiecewiseTrace(FollowedTrace):
 
     def _is_recorded_at_once(self, note: Note) -> bool:
         """Whether a call has neither a thread that waits for Python nor an optimizer whose step this trace follows."""
-        if isinstance(note.func, StepCall) and isinstance(self.swap, OptimizerSwaps):
-            return self.swap.parts[note.func.number].is_torchs_own
+        if isinstance(note.func, CallByHand) and note.func.number is not None and self.by_hand is not None:
+            return self.by_hand.swaps[note.func.number].is_torchs_own
         return not isinstance(note.func, Begin)
 
     def _cut(self, wanted: list[fx.Node]) -> CapturedStep:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_spmd import _private_api as private
-from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.steps import Variant
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.program import Program
@@ -57,7 +55,7 @@ class CaptureRequest:
         step_context: the precision plugin's ``train_step_context``, or the one of the step that is captured.
         tracing_context: entered while tracing, e.g. to replace ``strategy.all_gather``.
         came_late: says what came since the run began and keeps the step from being this graph, or None.
-        sizes: with which sizes the batch is seen, if not its own.
+        sizes: with which sizes the batch is seen, where they are not its own.
         needed: parameters that get a gradient from another rank's own batch, whatever this one's reaches.
         program: the calls of a step that was followed; None: the step method is run to see them.
     """
@@ -73,19 +71,11 @@ class CaptureRequest:
     tracing_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     came_late: Callable[[], str | None] = lambda: None
     needed: frozenset[str] = frozenset()
-    sizes: OtherSizes | None = None
+    sizes: OtherSizes = OtherSizes({})
     program: Program | None = None
-
-    def fake_mode(self) -> Any:
-        """The fake mode of one trace."""
-        return private.FakeTensorMode(allow_non_fake_inputs=True) if self.sizes is None else self.sizes.begin()
-
-    def seen_as(self, position: int, spec: TensorSpec) -> TensorSpec:
-        """A tensor leaf of the batch as the step sees it."""
-        return spec if self.sizes is None else self.sizes.spec(position, spec)
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
         """A context that is entered while tracing."""
-        with self.tracing_context(), contextlib.nullcontext() if self.sizes is None else self.sizes.active():
+        with self.tracing_context(), self.sizes.active():
             yield

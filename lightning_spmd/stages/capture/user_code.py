@@ -46,34 +46,21 @@ _EXAMPLES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file_
 _NOTES = os.path.join(os.path.dirname(__file__), "followed_trace.py")  # where it makes calls that were noted
 _STANDARD = tuple({os.path.join(sysconfig.get_path(k), "") for k in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
-_files: dict[str, bool] = {}
 _said = threading.local()
 
 
+@functools.cache
 def is_user_file(filename: str) -> bool:
     """Whether a source file is not of torch, Lightning, torchmetrics, NumPy, this package or the standard library."""
-    known = _files.get(filename)
-    if known is None:
-        known = _files[filename] = _is_user_file(filename)
-    return known
-
-
-def is_standard(filename: str) -> bool:
-    """Whether a source file belongs to the standard library."""
-    return filename.startswith(_STANDARD) and not is_installed(filename)
+    if filename.startswith(_EXAMPLES):
+        return True
+    is_standard = filename.startswith(_STANDARD) and not is_installed(filename)
+    return not is_standard and not filename.startswith(_LIBRARY_FOLDERS)
 
 
 def is_installed(filename: str) -> bool:
     """Whether a source file belongs to an installed package."""
     return any(part in filename for part in _INSTALLED)
-
-
-def _is_user_file(filename: str) -> bool:
-    if filename.startswith(_EXAMPLES):
-        return True
-    if filename.startswith(_LIBRARY_FOLDERS):
-        return False
-    return not is_standard(filename)
 
 
 def is_user_code(code: CodeType, scope: dict[str, Any]) -> bool:

@@ -23,7 +23,6 @@ from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import GraphMaker, finish, lowering
 from lightning_spmd.stages.capture.followed_trace import capture_followed
-from lightning_spmd.stages.capture.once import captured_step
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
 from lightning_spmd.stages.capture.record.packing import OF_OPTIMIZER_ALONE, parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
@@ -153,18 +152,6 @@ class GraphBuilder:
             self.captures += 1
             tell("ready", len(executable.graphs.main.graph_module.graph.nodes))
         return executable
-
-    def captured_alone(self, request: StepRequest, split: tuple[int, ...]) -> CapturedStep:
-        """Capture the global-view graph of a step whose Python has not run; it runs here.
-
-        Args:
-            request: the step.
-            split: rows of the global batch by data rank.
-
-        Raises:
-            CaptureError: the step cannot be one graph, or reads values.
-        """
-        return captured_step(self._capture_request(request, split))
 
     def beginning(self, request: StepRequest, split: tuple[int, ...]) -> Beginning:
         """Build the graph that gives the values Python reads in a followed step; all ranks together.

@@ -460,28 +460,6 @@ class TrainingIteration:
         """The work that the last iteration deferred."""
         return self._pending
 
-    def captured(self, batch_tree: Any, arguments: dict[str, Any], variant: Variant) -> CapturedStep:
-        """The global-view graph of one micro-batch, without clipping, not run; its Python runs, and is put back.
-
-        Raises:
-            CaptureError: the step cannot be one graph.
-        """
-        batch, mesh = Batch(batch_tree, part=self._has_part), self.context.mesh
-        own = self.own_batches.are_used
-        try:
-            rows = () if own else (batch.rows(),) * (1 if mesh is None else mesh.batch_size)
-        except BatchError as error:
-            if not (error.is_ragged and self.own_batches.may_be_used):
-                raise
-            own, rows = True, ()
-        batch = Batch(batch_tree) if own else batch
-        request = StepRequest(batch, dataclasses.replace(variant, accumulated=False, own_batch=own), arguments)
-        before = AsBefore(self.context.module, tensors=True)
-        try:
-            return self._builder.captured_alone(request, rows)
-        finally:
-            before.put_back()
-
     # ------------------------------------------------------------------ pieces
     @property
     def _has_part(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Any
 
 import lightning as L
@@ -11,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_spmd.stages.capture.record.comparisons import close_elements
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, assert_compiled, assert_equals_one_device, fit
 
@@ -65,14 +62,3 @@ def test_ranks_compare_the_global_batch(two_ranks: RankPool, kind: str, plan: st
     results = two_ranks.run(compared, kind, {"data_parallel": plan}, 2)
     assert_compiled(*results)
     assert_equals_one_device(results, compared(kind, "auto", 1))
-
-
-VALUES = [0.0, 1.0, 1.0 + 1e-6, 1.1, -1.0, math.inf, -math.inf, math.nan, 1e-9]
-TOLERANCES = [{}, {"rtol": 0.0, "atol": 0.0}, {"rtol": 0.2}, {"atol": 0.2}, {"equal_nan": True}, {"rtol": 0.0}]
-
-
-def test_close_is_what_aten_calls_close() -> None:
-    for one, other, options in itertools.product(VALUES, VALUES, TOLERANCES):
-        a, b = torch.tensor([1.0, one]), torch.tensor([1.0, other])
-        ours = close_elements(lambda op, *args: op(*args), a, b, **options)
-        assert bool(ours) == torch.allclose(a, b, **options), (one, other, options)

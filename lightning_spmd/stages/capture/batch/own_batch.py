@@ -12,7 +12,6 @@ first tensor, as in Lightning; a batch without tensors counts 1.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +25,9 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.node_info import TERM, Term
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import OutputRef, OwnBatchFacts, RecordedCall
-from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.follow.program import Log
 from lightning_spmd.stages.capture.record.packing import in_memory_order_of
 
 LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
@@ -89,40 +88,37 @@ class OwnBatch:
         return term
 
     def weigh(
-        self, loss: Tensor, returned: Any, calls: list[RecordedCall], outputs: Sequence[Any], fakes: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Any]:
+        self, loss: Tensor, logs: Sequence[tuple[Log, Any, Any]], fakes: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Any]]:
         """Weigh the loss by this rank's share of the rows.
 
         Args:
             loss: of this rank's batch.
-            returned: what ``training_step`` returned.
-            calls: recorded in it; logged values in them become those of all ranks.
-            outputs: the values that leave the graph so far; the list grows.
+            logs: calls of ``self.log``, each with the value and the rows in the graph, if it has them.
             fakes: the tensors of the batch in the graph.
 
         Returns:
-            the loss for the backward pass, the loss of all ranks, and ``returned`` with that in it.
+            the loss for the backward pass, the loss of all ranks, and of each call the outputs that are value and rows
+            of all ranks.
         """
-        said = [said_in(call) for call in calls]
-        explicit = [_value(one.get("batch_size"), outputs) for one in said]
-        size, why = self._size(explicit, calls, fakes)
-        counts = self._counts([size, *(n for n in explicit if n is not None)])
+        size, why = self._size(logs, fakes)
+        counts = self._counts([size, *(rows for _, _, rows in logs if rows is not None)])
         main, others = counts[0], iter(counts[1:])
         with torch.no_grad():
             position = self._add_output(main.total, OutputRole.LOGGED, (), "rows of all ranks")
-            for index, call in enumerate(calls):
-                count = main if explicit[index] is None else next(others, main)
-                if said[index]:
-                    calls[index] = self._joined(call, said[index], count, index, outputs)
+            joined: list[Any] = []
+            for index, (log, value, rows) in enumerate(logs):
+                count = main if rows is None else next(others, main)
+                joined.append(self._joined(log, value, count, index, has_rows=rows is not None))
             shown = self.term(loss.detach() * main.share, "loss").to(loss.dtype)  # shares are float64
         self.facts = OwnBatchFacts(position, why)
-        return loss * main.share, shown, map_leaves(lambda _, leaf: shown if leaf is loss else leaf, returned)
+        return loss * main.share, shown, joined
 
     # ------------------------------------------------------------------ pieces
-    def _size(self, explicit: Sequence[Any], calls: Sequence[RecordedCall], fakes: Sequence[Tensor]) -> tuple[Any, str]:
-        for size, call in zip(explicit, calls, strict=True):
-            if size is not None:
-                return size, f"by batch_size= of self.log ({call.source})"
+    def _size(self, logs: Sequence[tuple[Log, Any, Any]], fakes: Sequence[Tensor]) -> tuple[Any, str]:
+        for log, _, rows in logs:
+            if rows is not None:
+                return rows, f"by batch_size= of self.log ({log.source})"
         batch = self._batch
         sizes = [(batch.paths[i], 1 if t.ndim == 0 else t.shape[0]) for i, t in zip(batch.tensors, fakes, strict=True)]
         if not sizes:
@@ -141,26 +137,24 @@ class OwnBatch:
             return [_Count(t, n.to(torch.float64) / t) for n, t in zip(own, totals, strict=True)]
 
     def _joined(
-        self, call: RecordedCall, said: dict[str, Any], count: _Count, index: int, outputs: Sequence[Any]
-    ) -> RecordedCall:
-        """A recorded ``self.log`` with the value of all ranks."""
-        here: Any = _value(said["value"], outputs)
-        operation = operation_of(said)
+        self, log: Log, here: Any, count: _Count, index: int, *, has_rows: bool
+    ) -> tuple[OutputRef | None, OutputRef | None]:
+        """The value of all ranks of a ``self.log``, and its rows."""
         dtype = _logged_dtype(here)
         if isinstance(here, _NUMBERS) and not isinstance(here, bool):
             here = torch.full((), here, dtype=torch.float64, device=self._device)
         if not isinstance(here, Tensor):  # a metric, which syncs by itself, or a number that is the same on all ranks
-            return call
+            return None, None
         here = here.detach()
         if not here.is_floating_point():
             here = here.to(torch.get_default_dtype())
-        name = f"log {index} {said['name']}"
-        weighted = here if operation in _OPERATIONS else here * count.share
-        joined = self.term(weighted, name, operation if operation in ("max", "min") else "sum").to(dtype)
-        said = {**said, "value": OutputRef(self._add_output(joined, OutputRole.LOGGED, (), name))}
-        if said.get("batch_size") is not None:
-            said["batch_size"] = OutputRef(self._add_output(count.total, OutputRole.LOGGED, (), f"rows of {name}"))
-        return dataclasses.replace(call, args=(), kwargs=said)
+        name = f"log {index} {log.name}"
+        weighted = here if log.operation in _OPERATIONS else here * count.share
+        joined = self.term(weighted, name, log.operation if log.operation in ("max", "min") else "sum").to(dtype)
+        value = OutputRef(self._add_output(joined, OutputRole.LOGGED, (), name))
+        if not has_rows:
+            return value, None
+        return value, OutputRef(self._add_output(count.total, OutputRole.LOGGED, (), f"rows of {name}"))
 
 
 def operation_of(said: Mapping[str, Any]) -> str:
@@ -180,8 +174,3 @@ def said_in(call: RecordedCall) -> dict[str, Any]:
 def _logged_dtype(value: Any) -> torch.dtype:
     """The dtype in which one device logs a value."""
     return value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.get_default_dtype()
-
-
-def _value(value: Any, outputs: Sequence[Any]) -> Any:
-    """The value of a recorded argument."""
-    return outputs[value.position] if type(value) is OutputRef else value

@@ -51,11 +51,7 @@ class Becoming:
             return func(*args, **kwargs)
         with step.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
             func(*args, **kwargs)
-        after: Any = step.sources.pop(id(view))
-        note = step.notes[before.depth]
-        note.handed[before.index] = note.moulds[before.index].detach()
-        step.notes[after.depth].handed[after.index] = tensor
-        step.sources[id(tensor)] = after
+        self._is_now(tensor, view)
         return tensor
 
     def takes_the_size_of(self, out: Any, args: Any, kwargs: Any) -> bool:
@@ -118,12 +114,8 @@ class Becoming:
     def _aliases(self, tensor: Source | None, value: Made) -> list[tuple[list[Tensor], int]] | None:
         """Where placeholders are that share memory with one of the two; None if autograd may have saved the tensor."""
         step = self._step
-
-        def root_of(source: Source) -> Source:
-            return step.notes[source.depth].roots[source.index][0] if type(source) is Made else source
-
         for note in step.notes:
-            if any(note.trained) and any(root_of(s) == tensor for s in sources_in((note.args, note.kwargs))):
+            if any(note.trained) and any(step.root_of(s) == tensor for s in sources_in((note.args, note.kwargs))):
                 return None
         return [
             (note.handed, index)
@@ -149,11 +141,15 @@ class Becoming:
 
     def _becomes(self, tensor: Tensor, other: Tensor) -> None:
         """A result becomes another one, which is new and not referenced elsewhere."""
+        with self._step.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
+            private.exchange(tensor, other)
+        self._is_now(tensor, other)
+
+    def _is_now(self, tensor: Tensor, other: Tensor) -> None:
+        """Note that a result is another one from here on."""
         step = self._step
         before: Any = step.sources[id(tensor)]
         after: Any = step.sources.pop(id(other))
-        with step.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
-            private.exchange(tensor, other)
         note = step.notes[before.depth]
         note.handed[before.index] = note.moulds[before.index].detach()
         step.notes[after.depth].handed[after.index] = tensor

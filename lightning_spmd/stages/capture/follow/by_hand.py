@@ -28,11 +28,10 @@ from lightning_spmd.stages.capture.follow.step import Step
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import (
-    BackwardCall,
+    CallByHand,
     Live,
     OnCopies,
     OnFakes,
-    StepCall,
     World,
     as_tuple,
     places_of_numbers,
@@ -67,10 +66,10 @@ class ByHand:
     ) -> None:
         self.optimizers, self.part_of = tuple(optimizers), part_of
         self.step: HandStep | None = None
-        self.backward = BackwardCall("backward", self._world)
+        self.backward = CallByHand("backward", self._world)
         self.is_known = [in_parts or is_torchs_own(optimizer) for optimizer in self.optimizers]
         """Whether a step of an optimizer is one call; of others it is followed."""
-        self.steps = [StepCall(i, f"{type(o).__name__}.step", self._world) for i, o in enumerate(self.optimizers)]
+        self.steps = [CallByHand(f"{type(o).__name__}.step", self._world, i) for i, o in enumerate(self.optimizers)]
 
     def _world(self) -> World:
         """The world of the running step, for calls outside of notes that run eagerly."""
@@ -283,7 +282,7 @@ class HandStep:
         sources = tuple([step.source_if_known(root) for root in roots])
         if None in sources:
             return None
-        for note in reversed(step.next_notes):
+        for note in reversed(step.here.children):
             func = note.func.function if isinstance(note.func, Begin) else note.func
             if func is self._common.backward and note.args[0] == sources and not note.args[-1]:
                 return [step.tensor_in_hand(source) for source in note.args[2]]

@@ -37,18 +37,13 @@ class FormsOnFakes:
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        self._met: dict[int, Tensor] = {}
         self._told: Told = {}
         self.asked: list[tuple[int, int]] = []
-        self.forms = DataSizes(call, self._name, self._numbers, writes=True)
+        self.forms = DataSizes(call, self._numbers)
 
     def begin(self, told: Told) -> None:
         """Begin the next call of the step, with these numbers."""
         self._told, self.asked, self.forms.slot = told, [], 0
-
-    def _name(self, tensor: Tensor) -> int:
-        self._met[id(tensor)] = tensor  # which keeps its id its own
-        return id(tensor)
 
     def _numbers(self, *tensors: Tensor) -> list[int]:
         slot = self.forms.slot
@@ -64,9 +59,7 @@ class _Counting(private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, list[int]] = {}
-        self._forms = DataSizes(
-            lambda func, *args, **kwargs: func(*args, **kwargs), lambda _: None, self._numbers, writes=True
-        )
+        self._forms = DataSizes(lambda func, *args, **kwargs: func(*args, **kwargs), self._numbers, knows_again=False)
 
     def _numbers(self, *tensors: Tensor) -> list[int]:
         found = self.found[self._forms.slot] = [int(tensor) for tensor in tensors]

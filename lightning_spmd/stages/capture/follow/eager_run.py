@@ -110,7 +110,7 @@ class EagerRun:
 
     def _may_write(self, note: Note, source: Source) -> bool:
         """Whether a call may write into the memory of a tensor."""
-        root = self._step.notes[source.depth].roots[source.index][0] if type(source) is Made else source
+        root = self._step.root_of(source)
         is_engines = isinstance(note.func, (EngineCall, CallByHand))  # they write into what comes from outside
         return root in note.writes or (is_engines and type(root) is not Made)
 

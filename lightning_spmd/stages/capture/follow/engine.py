@@ -189,32 +189,6 @@ class Begin(EngineCall):
         return values.engine.begin(lambda: values.call(self.function, args, kwargs))
 
 
-class GoOn(EngineCall):
-    """The engine continues with the results of Python."""
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        return values.engine.go_on(args)
-
-
-class OfLoss(EngineCall):
-    """The backward pass of the loss that training_step returned."""
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        if values.engine.of_loss is not None:
-            values.engine.of_loss()
-            return
-        loss, divisor = args
-        loss = values.engine.scaled(loss if divisor == 1 else loss / divisor)
-        leaves = leaves_of([loss])
-        for parameter in values.engine.parameters():
-            parameter.grad = None
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        pairs = zip(leaves, found, strict=True)
-        values.engine.gradients = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
-
-
 def is_of_loss(func: Any) -> bool:
     """Whether a call begins the backward pass of the loss that training_step returned."""
     return isinstance(func, Begin) and func.function is OF_LOSS
@@ -295,49 +269,6 @@ class Saving(EngineCall):
         return out, saved
 
 
-class RandomState(EngineCall):
-    """Get the state of torch's generators. The result is a token."""
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        token = torch.empty(0)
-        states = None if values.engine.is_fake else private.generator_states()
-        values.engine.states[id(token)] = token, states
-        return token
-
-
-class SetRandomState(EngineCall):
-    """Set the state of torch's generators from a token."""
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        _, states = values.engine.states[id(args[0])]
-        if states is not None:
-            private.set_generator_states(states)
-
-
-class Hook(EngineCall):
-    """Register a hook on a tensor."""
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        place, tensor = args
-        arrived = values.engine.arrived
-        values.engine.handles[place] = tensor.register_hook(lambda gradient: arrived(place, (gradient,))[0])
-
-
-class NodeOf(EngineCall):
-    """Get ``grad_fn`` of a tensor. The result is a token."""
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        token: Any = torch.empty(0)
-        values.engine.nodes[id(token)] = token, args[0].grad_fn
-        if values.engine.is_fake:
-            token.node = args[0].grad_fn
-        return token
-
-
 def below(node: Any, path: str) -> Any:
     """The node of autograd's graph at the end of a path of positions among ``next_functions``."""
     for index in path:
@@ -345,29 +276,81 @@ def below(node: Any, path: str) -> Any:
     return node
 
 
-class HookNode(EngineCall):
-    """Register a hook on a node of autograd's graph."""
+class _Plain(EngineCall):
+    """A call that is one function.
+
+    Args:
+        name: for the user.
+        perform: is given the engine and the arguments.
+    """
+
+    def __init__(self, name: str, perform: Callable[..., Any]) -> None:
+        super().__init__(name)
+        self._perform = perform
 
     def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
         """Perform the call."""
-        place, token, path, name = args
-        engine = values.engine
-        node, arrived = below(engine.nodes[id(token)][1], path), engine.arrived
-        if name == "register_hook":
-            engine.handles[place] = node.register_hook(lambda given, came: arrived(place, (given, came))[0])
-        else:
-            engine.handles[place] = node.register_prehook(lambda came: arrived(place, (came,))[0])
+        return self._perform(values.engine, *args)
 
 
-class Unhook(EngineCall):
-    """Remove a hook."""
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        values.engine.handles.pop(args[0]).remove()
+def _go_on(engine: Engine, *results: Any) -> Any:
+    return engine.go_on(results)
 
 
-GO_ON, OF_LOSS = GoOn("backward"), OfLoss("backward")
-HOOK, UNHOOK = Hook("register_hook"), Unhook("remove")
-NODE_OF, HOOK_NODE = NodeOf("grad_fn"), HookNode("register_hook")
-STATE, SET_STATE = RandomState("get_rng_state"), SetRandomState("set_rng_state")
+def _of_loss(engine: Engine, loss: Tensor, divisor: int) -> None:
+    if engine.of_loss is not None:
+        engine.of_loss()
+        return
+    loss = engine.scaled(loss if divisor == 1 else loss / divisor)
+    leaves = leaves_of([loss])
+    for parameter in engine.parameters():
+        parameter.grad = None
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    pairs = zip(leaves, found, strict=True)
+    engine.gradients = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+
+
+def _hook(engine: Engine, place: int, tensor: Tensor) -> None:
+    engine.handles[place] = tensor.register_hook(lambda gradient: engine.arrived(place, (gradient,))[0])
+
+
+def _node_of(engine: Engine, tensor: Tensor) -> Any:
+    token: Any = torch.empty(0)
+    engine.nodes[id(token)] = token, tensor.grad_fn
+    if engine.is_fake:
+        token.node = tensor.grad_fn
+    return token
+
+
+def _hook_node(engine: Engine, place: int, token: Tensor, path: str, name: str) -> None:
+    node = below(engine.nodes[id(token)][1], path)
+    if name == "register_hook":
+        engine.handles[place] = node.register_hook(lambda given, came: engine.arrived(place, (given, came))[0])
+    else:
+        engine.handles[place] = node.register_prehook(lambda came: engine.arrived(place, (came,))[0])
+
+
+def _unhook(engine: Engine, place: int) -> None:
+    engine.handles.pop(place).remove()
+
+
+def _random_state(engine: Engine) -> Tensor:
+    token = torch.empty(0)
+    engine.states[id(token)] = token, None if engine.is_fake else private.generator_states()
+    return token
+
+
+def _set_random_state(engine: Engine, token: Tensor) -> None:
+    _, states = engine.states[id(token)]
+    if states is not None:
+        private.set_generator_states(states)
+
+
+GO_ON = _Plain("backward", _go_on)
+OF_LOSS = _Plain("backward", _of_loss)
+"""The backward pass of the loss that training_step returned."""
+HOOK, UNHOOK = _Plain("register_hook", _hook), _Plain("remove", _unhook)
+NODE_OF, HOOK_NODE = _Plain("grad_fn", _node_of), _Plain("register_hook", _hook_node)
+"""``grad_fn`` of a tensor is a token."""
+STATE, SET_STATE = _Plain("get_rng_state", _random_state), _Plain("set_rng_state", _set_random_state)
+"""The state of torch's generators is a token."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
+from torch.utils.hooks import RemovableHandle
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.follow.engine import (
@@ -419,8 +420,6 @@ def _operator(name: str) -> type[Operator]:
 
 
 def _added(hooks: OrderedDict[int, Any], function: Callable[..., Any]) -> Any:
-    from torch.utils.hooks import RemovableHandle
-
     handle = RemovableHandle(hooks)
     hooks[handle.id] = function
     return handle

@@ -39,23 +39,18 @@ def keeps_shapes(func: Any) -> bool:
     return getattr(func, "__name__", "") in _ARITHMETIC or getattr(func, "keeps_shapes", False) is True
 
 
-class Whereabouts(Protocol):
-    """Where the tensors of a step come from."""
+class _Step(Protocol):
+    """The part of a step that is used here."""
 
-    def source_of(self, tensor: Tensor) -> Source:
-        """The source of a tensor of this step."""
-        ...
-
-    def accepts(self, note: Note, tensor: Tensor, number: int) -> bool:
-        """Whether a tensor from outside may be what a note has under this number."""
-        ...
+    def source_of(self, tensor: Tensor) -> Source: ...
+    def accepts(self, note: Note, tensor: Tensor, number: int) -> bool: ...
 
 
 class Differs(Exception):
     """Control flow: a call differs from the note."""
 
 
-def numbers_that_differ(note: Note, args: Any, kwargs: Any, step: Whereabouts) -> dict[Place, Any] | None:
+def numbers_that_differ(note: Note, args: Any, kwargs: Any, step: _Step) -> dict[Place, Any] | None:
     """The numbers that differ between a call and a note, by place; None if the calls differ."""
     found: dict[Place, Any] = {}
     try:
@@ -66,7 +61,7 @@ def numbers_that_differ(note: Note, args: Any, kwargs: Any, step: Whereabouts) -
     return found
 
 
-def _compare(note: Note, noted: Any, value: Any, place: Place, step: Whereabouts, found: dict[Place, Any]) -> None:
+def _compare(note: Note, noted: Any, value: Any, place: Place, step: _Step, found: dict[Place, Any]) -> None:
     if isinstance(value, Tensor):
         source = step.source_of(value)
         if noted != source or type(noted) is not type(source):

@@ -46,6 +46,7 @@ class _Step(Protocol):
     def beside(self) -> contextlib.AbstractContextManager[None]: ...
     def eagerly(self, why: str, place: str | None = None) -> None: ...
     def live_of(self, source: Source) -> Tensor | None: ...
+    def root_of(self, source: Source) -> Source: ...
     def tensor_now(self, source: Source) -> Tensor: ...
 
 
@@ -172,12 +173,9 @@ class Memory:
             yield
 
     # ------------------------------------------------------------------ which memory
-    def _root(self, source: Source) -> Source:
-        return self._step.notes[source.depth].roots[source.index][0] if type(source) is Made else source
-
     def _key(self, source: Source) -> Any:
         """A key that all tensors with this memory share."""
-        root = self._root(source)
+        root = self._step.root_of(source)
         live = None if type(root) is Made else self._step.live_of(root)
         return root if live is None else private.storage_of(live)
 
@@ -230,7 +228,7 @@ class Memory:
         source = self._step.sources.get(id(tensor))
         if source is None:
             return tensor.detach() if is_plain(tensor) else None
-        live = self._step.live_of(self._root(source))
+        live = self._step.live_of(self._step.root_of(source))
         if live is None or not is_plain(live):
             return None
         if type(source) is not Made:

@@ -275,11 +275,6 @@ class Note:
         return self.reads or len(self.counts) > 0
 
     @property
-    def last_met(self) -> int:
-        """The largest number of an outside tensor among the operands."""
-        return max(self.met)
-
-    @property
     def name(self) -> str:
         """The name of the called function, for messages."""
         return getattr(self.func, "__name__", str(self.func))

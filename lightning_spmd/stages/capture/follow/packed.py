@@ -31,28 +31,17 @@ from lightning_spmd.ir.operators.packed_rnn import (
 )
 
 
-class FollowedStep(Protocol):
-    """A step that is followed."""
+class _Step(Protocol):
+    """The part of a step that is used here."""
 
     follower: Any
     is_apart: bool
 
     @property
-    def is_eager(self) -> bool:
-        """Whether it runs eagerly."""
-        ...
-
-    def concerns(self, tensor: Tensor) -> bool:
-        """Whether a call with this tensor is the step's."""
-        ...
-
-    def eagerly(self, why: str) -> None:
-        """Continue the step eagerly."""
-        ...
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Follow or record a call."""
-        ...
+    def is_eager(self) -> bool: ...
+    def concerns(self, tensor: Tensor) -> bool: ...
+    def eagerly(self, why: str) -> None: ...
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +138,7 @@ class PackedSequences:
         step: the step.
     """
 
-    def __init__(self, step: FollowedStep) -> None:
+    def __init__(self, step: _Step) -> None:
         self._step = step
         self._parts: dict[int, _Parts] = {}  # by batch_sizes
         self._cast: dict[int, Tensor] = {}  # weights that autocast's cache has

@@ -81,7 +81,7 @@ def _has(rows: int, tensors: Sequence[Tensor]) -> bool:
 def _tensor(step: Step, source: Source) -> Tensor:
     if type(source) is Made:
         return step.notes[source.depth].moulds[source.index]
-    return step.follower.given[source.position] if type(source) is Given else step.outside[source.number]  # type: ignore[union-attr]
+    return step.tensor_in_hand(source)
 
 
 def _picks(note: Note) -> bool:

@@ -273,11 +273,6 @@ class Step(StepState, TorchFunctionMode):
         """The node of autograd's graph behind a token, in a step that runs eagerly."""
         return self.eager.node(token)
 
-    @property
-    def next_notes(self) -> Sequence[Note]:
-        """The calls that came next in other steps, the likeliest last."""
-        return self.here.children
-
     # ------------------------------------------------------------------ calls
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(kind, Replaced) for kind in types):
@@ -520,7 +515,7 @@ class Step(StepState, TorchFunctionMode):
             return self.called(note.func, args, kwargs)
         if note.counts and self.memory.look():
             return self.for_good(note.func, args, kwargs)
-        if note.met and note.last_met >= len(self.outside):
+        if note.met and max(note.met) >= len(self.outside):
             for tensor in tensors_in((args, kwargs)):
                 self.source_of(tensor)
         self.notes.append(note)
@@ -670,12 +665,6 @@ class Step(StepState, TorchFunctionMode):
             pairs = [(self.sources.get(id(t)), self.sources.get(id(g))) for t, g in self.by_hand.added()]
             self.added = [(of, added) for of, added in pairs if of is not None and added is not None]
 
-    def settle(self) -> None:
-        """Write the step's gradients into ``.grad``."""
-        if self.by_hand is not None:
-            self.by_hand.settle()
-        self.functions.settle()
-
     # ------------------------------------------------------------------ the end
     @property
     def numbers(self) -> dict[tuple[int, Place], Any]:
@@ -776,8 +765,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

@@ -31,65 +31,24 @@ class CannotBeFollowed(Exception):
     """Control flow: the step goes on eagerly."""
 
 
-class HandStep(Protocol):
+class _HandStep(Protocol):
     """The manual optimization of a step; implemented in ``by_hand.py``."""
 
-    def handles(self, name: str, owner: str) -> bool:
-        """Whether a function of torch is about manual optimization."""
-        ...
-
-    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note a call of such a function."""
-        ...
-
     @property
-    def has_gradients(self) -> bool:
-        """Whether the step has put gradients into ``.grad`` of parameters."""
-        ...
-
-    def gradient(self, tensor: Tensor) -> Tensor | None:
-        """``tensor.grad`` in the step. For callers outside of the step's modes."""
-        ...
-
-    def trained_at_first(self, tensor: Tensor) -> bool:
-        """Whether a live tensor asked for gradients when the step met it."""
-        ...
-
-    def refuse_state(self, tensor: Tensor) -> None:
-        """Raise if a tensor belongs to the state of an optimizer that steps in this step."""
-        ...
-
-    def on_fakes(self, others: Callable[[], Any]) -> World:
-        """The world for recording."""
-        ...
-
-    def on_copies(self, values: Values) -> World:
-        """The world that computes values for Python on copies."""
-        ...
-
-    def live(self) -> World:
-        """The world of a step that runs eagerly."""
-        ...
-
-    def let_go(self, sources: dict[int, Source]) -> None:
-        """Drop gradients of tensors that the step made and that no longer exist."""
-        ...
-
-    def settle(self) -> None:
-        """Write the step's gradients into ``.grad``."""
-        ...
-
-    def exchange(self) -> None:
-        """Parameters have been replaced."""
-        ...
-
-    def zero(self) -> None:
-        """Zero gradients, as Lightning does before the backward pass of the loss."""
-        ...
-
-    def added(self) -> list[tuple[Tensor, Tensor]]:
-        """The gradients that backward passes within that of the loss gave to parameters."""
-        ...
+    def has_gradients(self) -> bool: ...
+    def handles(self, name: str, owner: str) -> bool: ...
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any: ...
+    def gradient(self, tensor: Tensor) -> Tensor | None: ...
+    def trained_at_first(self, tensor: Tensor) -> bool: ...
+    def refuse_state(self, tensor: Tensor) -> None: ...
+    def on_fakes(self, others: Callable[[], Any]) -> World: ...
+    def on_copies(self, values: Values) -> World: ...
+    def live(self) -> World: ...
+    def let_go(self, sources: dict[int, Source]) -> None: ...
+    def settle(self) -> None: ...
+    def exchange(self) -> None: ...
+    def zero(self) -> None: ...
+    def added(self) -> list[tuple[Tensor, Tensor]]: ...
 
 
 class Beside:
@@ -183,7 +142,7 @@ class StepState:
         self.on_given: Callable[[int], None] = lambda _: None
         self.on_read: Callable[[], Sequence[Any] | None] = lambda: None
         self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
-        self.by_hand: HandStep | None = None
+        self.by_hand: _HandStep | None = None
         self.tree = follower.tree(vary)
         self.at = None if self.tree is None else self.tree.begin(given)
         self.here = self.root
@@ -267,6 +226,10 @@ class StepState:
     def tensor_now(self, source: Source) -> Tensor:
         """The tensor of a source in this step."""
         return self.notes[source.depth].handed[source.index] if type(source) is Made else self.tensor_of(source)  # type: ignore[arg-type]
+
+    def root_of(self, source: Source) -> Source:
+        """The source whose memory a source has."""
+        return self.notes[source.depth].roots[source.index][0] if type(source) is Made else source
 
     def tensor_in_hand(self, source: Source) -> Tensor:
         """The tensor of a source as Python holds it: on several ranks a batch's stand-in, not the gathered batch."""

@@ -61,18 +61,19 @@ class World(Protocol):
 
 
 class CallByHand:
-    """The function of a note for manual optimization.
+    """The function of a note for manual optimization: a backward pass, or a step of an optimizer.
 
     Args:
         name: for the user.
         world: that of whoever calls it.
+        number: of the optimizer; None: it is a backward pass.
     """
 
     keeps_shapes = True
     """No number among the arguments decides the size of anything."""
 
-    def __init__(self, name: str, world: Callable[[], World]) -> None:
-        self.__name__ = name
+    def __init__(self, name: str, world: Callable[[], World], number: int | None = None) -> None:
+        self.__name__, self.number = name, number
         self._world = world
 
     def __call__(self, *args: Any) -> Any:
@@ -81,33 +82,7 @@ class CallByHand:
 
     def make(self, world: World, *args: Any) -> Any:
         """Perform the call."""
-        raise NotImplementedError
-
-
-class BackwardCall(CallByHand):
-    """A backward pass."""
-
-    def make(self, world: World, *args: Any) -> Any:
-        """Perform the call."""
-        return world.backward(*args)
-
-
-class StepCall(CallByHand):
-    """A step of an optimizer.
-
-    Args:
-        number: of the optimizer.
-        name: for the user.
-        world: that of whoever calls it.
-    """
-
-    def __init__(self, number: int, name: str, world: Callable[[], World]) -> None:
-        super().__init__(name, world)
-        self.number = number
-
-    def make(self, world: World, *args: Any) -> Any:
-        """Perform the call."""
-        return world.step(self.number, *args)
+        return world.backward(*args) if self.number is None else world.step(self.number, *args)
 
 
 class Computed:

@@ -9,8 +9,9 @@ the optimizer advances inside the graph are not advanced by asking.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,19 +42,8 @@ class DecisionProgram:
     def guard(self, placeholders: Sequence[fx.Node]) -> PredicateGuard:
         """The guard, with inputs as positions among ``placeholders``."""
         positions = tuple(placeholders.index(n) for n in self.inputs)
-        return PredicateGuard(self.names, positions, _compiled_when_asked(self.module), self.expected, self.exact)
-
-
-def _compiled_when_asked(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
-    """The program as a function, compiled on first use: many captured steps never run it."""
-    compiled: list[Callable[..., Sequence[Any]]] = []
-
-    def program(*values: Any) -> Sequence[Any]:
-        if not compiled:
-            compiled.append(function_of(module))
-        return compiled[0](*values)
-
-    return program
+        compiled = functools.cache(functools.partial(function_of, self.module))  # many captured steps never ask
+        return PredicateGuard(self.names, positions, lambda *now: compiled()(*now), self.expected, self.exact)
 
 
 def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> DecisionProgram | None:

@@ -26,20 +26,12 @@ from torch import fx
 Number = bool | int | float
 
 
-class ScalarRecorder(Protocol):
+class _Recorder(Protocol):
     """Where arithmetic on scalars and decisions on their values are recorded."""
 
-    def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:
-        """The result of a function of numbers, computed again in every step."""
-        ...
-
-    def decide(self, scalar: HostScalar) -> Number:
-        """The value, which the graph then holds for."""
-        ...
-
-    def expose(self, scalar: HostScalar, *, from_parser: bool) -> None:
-        """The plain number is needed, by torch's argument parser or other code."""
-        ...
+    def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar: ...
+    def decide(self, scalar: HostScalar) -> Number: ...
+    def expose(self, scalar: HostScalar, *, from_parser: bool) -> None: ...
 
 
 def sym_max(a: Number, b: Number) -> Number:
@@ -52,96 +44,35 @@ def sym_min(a: Number, b: Number) -> Number:
     return min(float(a), float(b)) if isinstance(a, float) or isinstance(b, float) else min(a, b)
 
 
+# torch asks SymNodes for these by name: `sym_sqrt`, `sym_cos`, ... (one for each function of `math` that it knows)
+_OF_MATH = "sqrt cos sin tan cosh sinh tanh asin acos atan log2"
 _OPERATORS: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
+    **{name: getattr(operator, name) for name in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "eq", "ne", "gt", "ge", "lt",
+        "le", "and_", "or_", "lshift", "rshift",
+    )},
+    **{name: getattr(math, name) for name in ("floor", "ceil", "trunc")},
+    **{f"sym_{name}": getattr(math, name) for name in _OF_MATH.split()},
     "float_truediv": operator.truediv,
     "int_truediv": operator.truediv,
-    "floordiv": operator.floordiv,
     "int_floordiv": operator.floordiv,
-    "mod": operator.mod,
     "python_mod": operator.mod,
-    "pow": operator.pow,
     "float_pow": operator.pow,
     "pow_by_natural": operator.pow,
-    "neg": operator.neg,
-    "pos": operator.pos,
-    "abs": operator.abs,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "lt": operator.lt,
-    "le": operator.le,
     "sym_not": operator.not_,
     "sym_float": float,
     "sym_max": sym_max,
     "sym_min": sym_min,
     "round": round,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "trunc": math.trunc,
     "sym_and": operator.and_,
     "sym_or": operator.or_,
-    "and_": operator.and_,
-    "or_": operator.or_,
-    "lshift": operator.lshift,
-    "rshift": operator.rshift,
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_xor": operator.xor,
-}
-# torch asks SymNodes for these by name: `sym_sqrt`, `sym_cos`, ... (one for each function of `math` that it knows)
-_OPERATORS.update(
-    {
-        f"sym_{f}": getattr(math, f)
-        for f in ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "asin", "acos", "atan")
-    }
-)
-_OPERATORS["sym_log2"] = math.log2
+}  # fmt: skip
 
 
-class _Answers:
-    """What torch asks of a number's node first, by the protocol of torch.fx.experimental.sym_node.SymNode.
-
-    Args:
-        value: the number.
-    """
-
-    def __init__(self, value: Number) -> None:
-        self.value = value
-
-    def is_int(self) -> bool:
-        return isinstance(self.value, int) and not isinstance(self.value, bool)
-
-    def is_float(self) -> bool:
-        return isinstance(self.value, float)
-
-    def is_bool(self) -> bool:
-        return isinstance(self.value, bool)
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def maybe_as_int(self) -> int | None:
-        return None
-
-    def constant_int(self) -> int | None:
-        return None
-
-    def constant_bool(self) -> bool | None:
-        return None
-
-    def has_hint(self) -> bool:
-        return True
-
-
-class HostScalar(_Answers):
+class HostScalar:
     """The node of a SymInt/SymFloat/SymBool: the value of this step plus the graph node that computes it.
 
     Args:
@@ -150,8 +81,8 @@ class HostScalar(_Answers):
         recorder: where arithmetic and decisions are recorded.
     """
 
-    def __init__(self, value: Number, node: fx.Node | None, recorder: ScalarRecorder) -> None:
-        super().__init__(value)
+    def __init__(self, value: Number, node: fx.Node | None, recorder: _Recorder) -> None:
+        self.value = value
         self.node = node
         self.recorder = recorder
 
@@ -176,7 +107,30 @@ class HostScalar(_Answers):
 
         return call
 
-    # --- the rest of that protocol: numbers and decisions
+    # --- the protocol of torch.fx.experimental.sym_node.SymNode
+    def is_int(self) -> bool:
+        return isinstance(self.value, int) and not isinstance(self.value, bool)
+
+    def is_float(self) -> bool:
+        return isinstance(self.value, float)
+
+    def is_bool(self) -> bool:
+        return isinstance(self.value, bool)
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    constant_int = constant_bool = maybe_as_int
+
+    def has_hint(self) -> bool:
+        return True
+
     @property
     def hint(self) -> Number:
         return self.value
@@ -190,14 +144,10 @@ class HostScalar(_Answers):
     def clone(self) -> HostScalar:
         return self
 
-    def wrap_int(self, number: int) -> HostScalar:
+    def wrap_int(self, number: Number) -> HostScalar:
         return HostScalar(number, None, self.recorder)
 
-    def wrap_float(self, number: float) -> HostScalar:
-        return HostScalar(number, None, self.recorder)
-
-    def wrap_bool(self, number: bool) -> HostScalar:
-        return HostScalar(number, None, self.recorder)
+    wrap_float = wrap_bool = wrap_int
 
     def is_integer(self) -> HostScalar:
         return self.recorder.scalar_call(lambda x: float(x).is_integer(), (self,))

@@ -34,7 +34,7 @@ _LOST_BITS = 16
 
 
 @contextlib.contextmanager
-def in_float32(kind: Updates, swap: OptimizerSwap | None, recorder: Recorder) -> Iterator[None]:
+def in_float32(kind: Updates, swap: OptimizerSwap, recorder: Recorder) -> Iterator[None]:
     """Inside, the optimizer has float32 tensors with float32 gradients in place of bfloat16 weights.
 
     Args:
@@ -42,7 +42,7 @@ def in_float32(kind: Updates, swap: OptimizerSwap | None, recorder: Recorder) ->
         swap: the optimizer on fakes.
         recorder: says which section of the iteration this is.
     """
-    if kind == "plain" or swap is None:
+    if kind == "plain":
         yield
         return
     params = [list(group["params"]) for group in swap.groups]

@@ -101,14 +101,9 @@ class LossScaling:
         """
         found = self.found
         if found is None:  # a GradScaler steps without a closure
-            type(optimizer).step(
-                optimizer,
-                **(
-                    {}
-                    if is_torchs_own(optimizer)
-                    else {"closure": GivenClosure(optimizer, loss, self._inputs.recorder)}
-                ),
-            )
+            recorder = self._inputs.recorder
+            given = {} if is_torchs_own(optimizer) else {"closure": GivenClosure(optimizer, loss, recorder)}
+            type(optimizer).step(optimizer, **given)
             return
         if private.takes_found_inf(optimizer):
             with private.steps_with(optimizer, self._scale, found):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class OptimizerSwap:
     def _known(self, live: Tensor, fake: Tensor) -> Tensor:
         """The fake of a tensor that is one number on the host: the optimizer may take its value as a Python number."""
         if live.numel() == 1 and live.device.type == "cpu" and not isinstance(live, DTensor):
-            self.inputs.recorder.shadow(fake, live.detach().clone())
+            self.inputs.recorder.known.note(fake, live.detach().clone())
         return fake
 
     def check_is_there(self) -> None:
@@ -333,58 +333,13 @@ def own_values(optimizer: Any) -> frozenset[tuple[str, Any]]:
 _DEEPEST = 4
 
 
-class OptimizerSwaps:
-    """Several optimizers on fake tensors.
-
-    Args:
-        optimizers: the live ones.
-        names: fully qualified name of every live parameter, by ``id``.
-        inputs: where fake twins and recorded numbers come from.
-        followed: numbers of those whose steps are followed, and which are not exchanged.
-    """
-
-    def __init__(
-        self, optimizers: Sequence[Optimizer], names: dict[int, str], inputs: InputTable, followed: Container[int] = ()
-    ) -> None:
-        self.optimizers = tuple(optimizers)
-        self.stepped: set[int] = set()
-        """Numbers of those whose ``step`` ran."""
-        self.parts: list[OptimizerSwap] = []
-        for optimizer in self.optimizers:
-            groups = sum(len(swap.optimizer.param_groups) for swap in self.parts)
-            self.parts.append(OptimizerSwap(optimizer, names, inputs, groups))
-        self._exchanged = {number: swap for number, swap in enumerate(self.parts) if number not in followed}
-
-    @property
-    def is_torchs_own(self) -> bool:
-        """Whether the steps of all that are exchanged are torch's own."""
-        return all(swap.is_torchs_own for swap in self._exchanged.values())
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """The optimizers work on fakes inside."""
-        with contextlib.ExitStack() as stack:
-            for swap in self._exchanged.values():
-                stack.enter_context(swap.active())
-            yield
-
-    def changes(self) -> Iterator[tuple[OutputRole, tuple[Any, ...], str, Any]]:
-        """State and hyper-parameters that each of them created or rebound."""
-        for swap in self._exchanged.values():
-            yield from swap.changes()
-
-    def arrange(self, state: Mapping[tuple[Any, ...], fx.Node]) -> None:
-        """Put the inputs that are state where they are once the optimizers have it; by parameter and entry."""
-        for swap in self._exchanged.values():
-            swap.arrange(state)
-
-    def guards(self, *, stepped: bool) -> list[ValueGuard]:
-        """Guards on the groups of all; on the state's entries of those that stepped."""
-        return [
-            guard
-            for index, swap in self._exchanged.items()
-            for guard in swap.guards(stepped=stepped and index in self.stepped)
-        ]
+def swaps_of(optimizers: Sequence[Optimizer], names: dict[int, str], inputs: InputTable) -> list[OptimizerSwap]:
+    """Several optimizers on fake tensors; a group's number is that among the groups of all."""
+    swaps: list[OptimizerSwap] = []
+    for optimizer in optimizers:
+        groups = sum(len(swap.optimizer.param_groups) for swap in swaps)
+        swaps.append(OptimizerSwap(optimizer, names, inputs, groups))
+    return swaps
 
 
 def check_step(optimizer: Optimizer) -> None:

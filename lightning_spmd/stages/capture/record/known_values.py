@@ -17,22 +17,19 @@ class KnownValues:
     def __init__(self) -> None:
         self._values: dict[int, Tensor] = {}
 
-    def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._values
-
     def get(self, tensor: Tensor) -> Tensor | None:
         """The value of a tensor, or None if unknown."""
         return self._values.get(id(tensor))
 
     def equal(self, tensors: Any) -> bool | None:
         """``torch.equal`` of two known values, which ``torch.cov`` needs; None if one is unknown."""
-        if any(tensor not in self for tensor in tensors):
+        if any(id(tensor) not in self._values for tensor in tensors):
             return None
         with private.disable_dispatch_modes():
             return torch.equal(*[self._values[id(tensor)] for tensor in tensors])
 
     def note(self, tensor: Tensor, real: Tensor) -> None:
-        """Note the value of a fake tensor."""
+        """Note the value of a fake tensor; ``.item()`` on what is computed from it is known then, too."""
         self._values[id(tensor)] = real
 
     def follow(self, func: Any, args: Any, kwargs: Any, entries: list[Any], out: Any) -> None:

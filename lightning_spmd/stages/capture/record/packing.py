@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.layout import densely, has_layout, row_major
-from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, spec_of
+from lightning_spmd.ir.node_info import TensorSpec, info_of, spec_of
 from lightning_spmd.ir.reads import is_check
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, OutputRole
-from lightning_spmd.messages import the_step
 from lightning_spmd.stages.capture.numbers.host_scalar import scalar_of
 from lightning_spmd.stages.capture.record.recorder import Recorder
 
@@ -31,7 +29,7 @@ class Outputs:
     nodes: list[Any] = field(default_factory=list)
     entries: list[GraphOutput] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
-    _told: dict[int, tuple[fx.Node | None, bool]] = field(default_factory=dict[int, "tuple[fx.Node | None, bool]"])
+    _told: dict[int, fx.Node | None] = field(default_factory=dict[int, "fx.Node | None"])
 
     def add(self, value: Any, role: OutputRole, key: tuple[Any, ...], name: str) -> int:
         """Append an output; gives its position."""
@@ -42,22 +40,10 @@ class Outputs:
         self.entries.append(GraphOutput(role, key, name, seen))
         return len(self.nodes) - 1
 
-    def add_as_it_is(self, value: Any, role: OutputRole, key: tuple[Any, ...], name: str, *, shared: bool) -> int:
-        """Append a value as it is now; later writes into it are not seen.
-
-        Args:
-            value: of the output.
-            role: of it.
-            key: of it.
-            name: of it.
-            shared: what is told has the tensor's memory.
-        """
-        position = self.add(value, role, key, name)
-        if isinstance(value, Tensor):
-            self._told[position] = (
-                next((n for n in reversed(self.recorder.graph.nodes) if n.op != "placeholder"), None),
-                shared,
-            )
+    def add_as_it_is(self, value: Tensor, role: OutputRole, name: str) -> int:
+        """Append a value as it is now; later writes into it are not seen."""
+        position = self.add(value, role, (), name)
+        self._told[position] = next((n for n in reversed(self.recorder.graph.nodes) if n.op != "placeholder"), None)
         return position
 
     def of(self, role: OutputRole) -> dict[tuple[Any, ...], Any]:
@@ -75,15 +61,8 @@ class Outputs:
         """Replace a node among the outputs."""
         self.nodes = [other if value is node else value for value in self.nodes]
 
-    def packed(self, *, by_hand: bool) -> tuple[Any, ...]:
-        """The results of the graph. A value that is written into after its output is copied.
-
-        Args:
-            by_hand: the step's own code goes on behind updates.
-
-        Raises:
-            CaptureError: the step writes into memory that it has as an array.
-        """
+    def packed(self) -> tuple[Any, ...]:
+        """The results of the graph. A value that is written into after its output is copied."""
         if not self._told:
             return tuple(self.nodes)
         graph = self.recorder.graph
@@ -92,16 +71,10 @@ class Outputs:
         for node in list(graph.nodes):
             for written in written_arguments(node):
                 writes.setdefault(roots[written], []).append(node)
-        for position, (told_after, shared) in self._told.items():
+        for position, told_after in self._told.items():
             node = self.nodes[position]
             begin = -1 if told_after is None else place[told_after]
             later = [w for w in writes.get(roots[node], ()) if place[w] > begin]
-            if shared and any(by_hand or info_of(w).section is Section.FORWARD for w in later):
-                raise CaptureError(
-                    f"{the_step()} writes into a tensor whose memory it has as an array of NumPy; make a copy first "
-                    "(x.detach().clone().numpy())",
-                    info_of(later[0]).source or None,
-                )
             if later:
                 self.nodes[position] = self._copied(node, told_after, later[0])
         return tuple(self.nodes)

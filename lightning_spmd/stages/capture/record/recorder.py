@@ -65,7 +65,7 @@ class Recorder(private.TorchDispatchMode):
         self.known = KnownValues()
         self._exposed: list[HostScalar] = []
         self.functions = FunctionCalls(by_dimensions=split)
-        self.data_sizes = DataSizes.recorded(self)
+        self.data_sizes = DataSizes(self.call, self._known_numbers)
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
         self.failing = ""
@@ -84,10 +84,6 @@ class Recorder(private.TorchDispatchMode):
         """Identities of the storages of all values so far."""
         return {private.storage_of(tensor) for tensor, _ in self._nodes.values()}
 
-    def shadow(self, tensor: Tensor, real: Tensor) -> None:
-        """Give a single-element tensor its true value, so that ``.item()`` on what is computed from it is known."""
-        self.known.note(tensor, real)
-
     def lift_constant(self, tensor: Tensor) -> fx.Node:
         """A real tensor met in the code: a graph input of its own, read anew each step."""
         entry = self._nodes.get(id(tensor))
@@ -102,7 +98,7 @@ class Recorder(private.TorchDispatchMode):
             self.calls.stand_in(tensor)
         if tensor.numel() == 1 and tensor.device.type == "cpu":
             with private.disable_dispatch_modes():
-                self.shadow(tensor, tensor.detach().clone())
+                self.known.note(tensor, tensor.detach().clone())
         return node
 
     def argument(self, value: Any) -> Any:
@@ -226,6 +222,10 @@ class Recorder(private.TorchDispatchMode):
         form = self.data_sizes.form_of(func, args, kwargs)
         return self._record(func, args, kwargs) if form is None else form()
 
+    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of an operator."""
+        return self.__torch_dispatch__(func, (), args, kwargs)
+
     def _alias(self, func: Any, source: Tensor, node: fx.Node) -> Tensor:
         out = self.calls.make(func, (source,), {})
         self.bind(out, node)
@@ -329,6 +329,10 @@ class Recorder(private.TorchDispatchMode):
             value = real.item()
         node.meta.update(val=value, info=self.info())
         return HostScalar(value, node, self).as_symbol()
+
+    def _known_numbers(self, *tensors: Tensor) -> list[int]:
+        scalars = [scalar_of(self._item(tensor)) for tensor in tensors]
+        return [int(self.decide(scalar)) for scalar in scalars if scalar is not None]
 
     # ------------------------------------------------------------------ random numbers
     def _repeat_draw(self, func: Any, first: fx.Node, args: Any, out: Any) -> Any:

@@ -2,21 +2,18 @@
 
 The size is read from a tensor (``reads``), and the graph then holds for it. The operator is recorded in a form that has
 this size as an argument. Eager goes the same way: it counts, allocates, and ``x[mask]`` is ``x[positions]``; so values
-are equal bit for bit. The gradient uses the same positions. Comparisons of whole tensors (``comparisons``) are read in
-the same way.
+are equal bit for bit. The gradient uses the same positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from lightning_spmd.ir.operators.ctc import CTC_LOSS, CTC_LOSS_BACKWARD, PAD_TARGETS
-from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar, Number, scalar_of
-from lightning_spmd.stages.capture.record.comparisons import COMPARISONS, close_elements, is_comparable, same_elements
 
 aten = torch.ops.aten
 _UNIQUE = aten._unique2.default  # noqa: SLF001 - an operator's public name
@@ -32,30 +29,13 @@ _MASKS = (torch.bool, torch.uint8)
 _SCATTERS = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
 
 
-class CallRecorder(Protocol):
-    """Records operators."""
-
-    def node_of(self, tensor: Tensor) -> fx.Node | None:
-        """The node that produces a tensor, if known."""
-        ...
-
-    def decide(self, scalar: HostScalar) -> Number:
-        """The value, which the graph then holds for."""
-        ...
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record a call."""
-        ...
-
-
 class DataSizes:
     """Gives such operators sizes.
 
     Args:
         call: makes or records an operator.
-        name_of: gives what is the same of a tensor whenever it is met; None of one that is not known again.
         numbers: gives the whole numbers in some tensors, all of which are asked for at once.
-        writes: whether what is written where a mask chooses, and is trained, is such an operator: its gradient is.
+        knows_again: whether a tensor that is met again is known to be the same.
 
     Attributes:
         slot: how often the operators so far had to know a size, or would have had they been the first to ask.
@@ -64,13 +44,13 @@ class DataSizes:
     def __init__(
         self,
         call: Callable[..., Any],
-        name_of: Callable[[Tensor], Any],
         numbers: Callable[..., list[int]],
         *,
-        writes: bool = False,
+        knows_again: bool = True,
     ) -> None:
-        self._call, self._name_of, self.numbers, self._writes = call, name_of, numbers, writes
+        self._call, self.numbers, self._knows_again = call, numbers, knows_again
         self.slot = 0
+        self._met: dict[int, Tensor] = {}
         self._found: dict[Any, Tensor] = {}
         self._same: dict[Any, tuple[Any, int]] = {}
         self._padded: dict[Any, Tensor] = {}
@@ -81,26 +61,11 @@ class DataSizes:
             aten.repeat_interleave.Tensor: self._repeat_interleave,
             _UNIQUE: self._unique,
             aten.bincount.default: self._bincount,
-            aten.equal.default: self._equal,
-            aten.allclose.default: self._allclose,
             _CTC_OF_TENSORS: self._ctc_loss,
             _CTC_BACKWARD.Tensor: self._ctc_loss_backward,
             **dict.fromkeys(_ASKS_FOR_LIBRARY, _not_a_library),
             **{func: self._scatter_of(func) for func in _SCATTERS},
         }
-
-    @classmethod
-    def recorded(cls, recorder: CallRecorder) -> DataSizes:
-        """Sizes are numbers that a recorder decides by."""
-
-        def numbers(*tensors: Tensor) -> list[int]:
-            scalars = [scalar_of(call(aten.item.default, tensor)) for tensor in tensors]
-            return [int(recorder.decide(s)) for s in scalars if s is not None]
-
-        def call(func: Any, *args: Any, **kwargs: Any) -> Any:
-            return recorder.__torch_dispatch__(func, (), args, kwargs)
-
-        return cls(call, recorder.node_of, numbers)
 
     def form_of(self, func: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
         """A function that records a call in a form with sizes; None if the call is recorded as it is."""
@@ -119,34 +84,20 @@ class DataSizes:
             return lambda: self._call(whole, *given)
         if func is _CTC_BACKWARD.Tensor and self._keys(args[2:5]) not in self._padded:
             return None
-        if func in COMPARISONS and (self._writes or not is_comparable(func, *args[:2])):
-            return None
-        if func in _SCATTERS and not any(map(self._is_known, args[1])) and not self._is_asked_behind(*args):
-            return None  # its result is as large as what it writes into
+        if func in _SCATTERS:
+            has_gradient = args[2].requires_grad and any(map(_is_mask, args[1]))  # which is as large as the data say
+            if not has_gradient and not any(map(self._is_known, args[1])):
+                return None  # its result is as large as what it writes into
         return lambda: form(*args, **kwargs)
-
-    def _is_asked_behind(self, _: Tensor, indices: Sequence[Tensor | None], values: Tensor, *__: Any) -> bool:
-        """Whether the gradient of a write will be as large as the data say."""
-        return self._writes and values.requires_grad and any(map(_is_mask, indices))
 
     def _number(self, tensor: Tensor) -> int:
         return self.numbers(tensor)[0]
 
-    def _holds(self, truth: Tensor) -> bool:
-        return self.numbers(truth) == [True]
-
-    def _equal(self, one: Tensor, other: Tensor) -> bool:
-        same = same_elements(self._call, one, other)
-        return same is not None and self._holds(same)
-
-    def _allclose(self, one: Tensor, other: Tensor, *tolerances: Any, **named: Any) -> bool:
-        return self._holds(close_elements(self._call, one, other, *tolerances, **named))
-
     def _key(self, mask: Tensor) -> tuple[Any, int] | None:
-        name = self._name_of(mask)
-        if name is None or mask.is_inference():
+        if not self._knows_again or mask.is_inference():
             return None
-        key = name, mask._version  # noqa: SLF001 - documented in torch's notes
+        self._met[id(mask)] = mask  # which keeps its id its own
+        key = id(mask), mask._version  # noqa: SLF001 - documented in torch's notes
         return self._same.get(key, key)
 
     def same(self, mask: Tensor, before: Tensor) -> None:
