@@ -174,9 +174,6 @@ def set_rank_zero_only(rank: int) -> None:
         vars(decorator)["rank"] = rank
 
 
-"""Of the function that the decorator puts around another; its frames say that rank 0 alone runs what is in it."""
-
-
 def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
     """Reduce as Lightning's strategies do (``mean``, ``sum``, ``max`` or a ReduceOp).
 
