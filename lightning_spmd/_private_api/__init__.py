@@ -129,7 +129,6 @@ from lightning_spmd._private_api.operator_names import (
     is_operator,
     is_random,
     method_binding_of,
-    mutated_arguments,
     returns_alias,
 )
 from lightning_spmd._private_api.optimization_by_hand import (
