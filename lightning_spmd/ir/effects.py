@@ -11,7 +11,6 @@ from torch import fx
 
 from lightning_spmd._private_api import OpOverload, draws
 from lightning_spmd.ir.aliasing import Region, written_arguments
-from lightning_spmd.ir.first import last
 from lightning_spmd.ir.placement import Chunk, Shard
 from lightning_spmd.ir.steps import ShardedStep
 
@@ -61,7 +60,7 @@ def _is_host_arithmetic(node: fx.Node) -> bool:
 
 def outputs_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """The values that leave the graph, in order; numbers that are no node are left out."""
-    output = last(graph.nodes, "output")
+    output = graph.output_node()
     values: Any = output.args[0]
     return tuple(v for v in values if isinstance(v, fx.Node))
 
