@@ -15,9 +15,11 @@ import torch.optim.optimizer as _torch_optimizer
 from torch import Tensor, UntypedStorage, fx, nn
 from torch._C import _DisableAutocast
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _count_pre_dispatch_modes
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 
 # Where the text of compiled graphs is kept.
 from torch.fx.graph_module import _loader as _graph_sources
@@ -344,8 +346,6 @@ def is_in(tensor: Tensor, storage: UntypedStorage) -> bool:
 # DTensor keeps the strategies that it and users register per operator in its dispatcher's propagator; there is no
 # public way to ask for them. Without these two, custom operators with `register_sharding` run replicated.
 def _dtensor_propagator() -> Any:
-    from torch.distributed.tensor import DTensor
-
     return DTensor._op_dispatcher.sharding_propagator
 
 
@@ -366,11 +366,6 @@ def dtensor_strategies(
         describe: gives (TensorSpec, placement) for a tensor node, anything else for a number.
         size: ranks of the mesh; no process group is needed.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._op_schema import OpSchema
-
     mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
 
     def spec(node: fx.Node) -> Any:
