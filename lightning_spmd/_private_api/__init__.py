@@ -164,7 +164,6 @@ from lightning_spmd._private_api.torch_names import (
     default_store,
     disable_autocast,
     disable_dispatch_modes,
-    disable_torch_functions,
     dtensor_strategies,
     frames_of_threads,
     function_modes,

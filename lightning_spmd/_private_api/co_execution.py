@@ -21,6 +21,7 @@ from torchmetrics import Metric, MetricCollection
 
 _vmap = sys.modules["torch._functorch.vmap"] if callable(_vmap_package) else _vmap_package
 _KINDS = ("cpu", "cuda")
+# What looks at a call of torch must not see its own calls; without it a fence would meet itself.
 no_torch_functions = DisableTorchFunction
 # The user's code that runs within such calls is to be seen again; without it its calls would show as operators alone.
 with_torch_functions = torch._C._EnableTorchFunction

@@ -36,8 +36,6 @@ BelowDispatchModes = torch._C._DisableTorchDispatch
 disable_autocast = _DisableAutocast
 # Autograd's switch alone; torch's context around it takes three times as long, at each read of a step.
 set_grad_enabled = torch._C._set_grad_enabled
-# What looks at a call of torch must not see its own calls; without it a fence would meet itself.
-disable_torch_functions = torch._C.DisableTorchFunction
 # A mode that a user entered may turn Python's calls of torch into others.
 function_modes = _get_current_function_mode_stack
 

@@ -279,7 +279,7 @@ def _dtypes(
     shapes = [(gates * units, 1), (gates * units, projected), *([(gates * units,)] * 2 if how.bias else [])]
     shapes += [(projected, units)] if projects else []
     states = [(1, 2, projected), (1, 2, units)][: 2 if how.mode == "LSTM" else 1]
-    with private.disable_dispatch_modes(), private.disable_torch_functions():
+    with private.disable_dispatch_modes(), private.no_torch_functions():
         tensors = [torch.zeros(2, 2, 1, dtype=of_input)]
         tensors += [torch.zeros(shape, dtype=of_state) for shape in states]
         tensors += [torch.zeros(shape, dtype=of_weight) for shape in shapes]
