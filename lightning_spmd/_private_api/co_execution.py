@@ -8,7 +8,7 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,14 +86,12 @@ def dispatch_layers() -> tuple[Any, Any]:
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-@contextlib.contextmanager
-def layers_as(layers: tuple[Any, Any]) -> Iterator[None]:
+def layers_as(layers: tuple[Any, Any]) -> contextlib.AbstractContextManager[Any]:
     """The same layers see calls inside a dispatch mode; autograd and autocast, which are passed there, else do not.
 
     ``torch.overrides.enable_reentrant_dispatch`` lets calls without tensors look for a mode that is not there.
     """
-    with torch._C._ForceDispatchKeyGuard(*layers):
-        yield
+    return torch._C._ForceDispatchKeyGuard(*layers)
 
 
 def exchange(one: Tensor, other: Tensor) -> None:

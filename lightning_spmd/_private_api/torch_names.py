@@ -292,14 +292,14 @@ def float32_precision() -> tuple[Any, ...]:
         return tuple([c._get_fp32_precision_getter(*of) for of in _WAYS_OF_FLOAT32])
 
 
-def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Functions of C that read torch's switches, with their arguments; each step asks, and Python ones cost thrice.
+def readers_of_settings() -> tuple[Callable[[], Any], ...]:
+    """Functions of C that read torch's switches; each step asks, and Python ones cost thrice.
 
     Default dtype and autocast are not among them: every call has its own, and a precision changes them for a part of
     the step, in which Python may read.
     """
     c: Any = torch._C
-    plain = (
+    return (
         c._get_deterministic_algorithms,
         c._get_deterministic_algorithms_warn_only,
         float32_precision,
@@ -309,7 +309,6 @@ def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         c._get_math_sdp_enabled,
         c._get_cudnn_sdp_enabled,
     )
-    return [(read, ()) for read in plain]
 
 
 def prepared_hooks(module: nn.Module, optimizer: Any) -> Callable[[], list[Any]]:

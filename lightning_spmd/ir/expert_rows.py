@@ -43,10 +43,6 @@ def _parts(counts: Tensor, rank: int) -> list[list[int]]:
     return part.tolist()
 
 
-def _split(rows: Tensor, sizes: list[int]) -> list[Tensor]:
-    return list(torch.split(rows, sizes))
-
-
 def _rows_by_rank(counts: Tensor, rank: int, sent: bool) -> list[int]:
     if sent:
         return [sum(_parts(counts, other)[rank]) for other in range(counts.shape[0])]
@@ -56,7 +52,7 @@ def _rows_by_rank(counts: Tensor, rank: int, sent: bool) -> list[int]:
 def _rows_by_expert(rows: Tensor, counts: Tensor, rank: int, room: int) -> Tensor:
     parts, count = _parts(counts, rank), rows.shape[0]
     experts = len(parts[0])
-    pieces = _split(rows, [size for source in parts for size in source])
+    pieces = torch.split(rows, [size for source in parts for size in source])
     whole = rows.new_empty((room, *rows.shape[1:]))
     torch.cat([piece for expert in range(experts) for piece in pieces[expert::experts]], out=whole[:count])
     whole[count:] = 0 if rows.dtype.is_floating_point else -1
@@ -66,7 +62,7 @@ def _rows_by_expert(rows: Tensor, counts: Tensor, rank: int, room: int) -> Tenso
 def _rows_by_source(rows: Tensor, counts: Tensor, rank: int, most: int) -> Tensor:
     parts = _parts(counts, rank)
     sizes = [size for expert in zip(*parts, strict=True) for size in expert]
-    pieces = _split(rows[: sum(sizes)], sizes)
+    pieces = torch.split(rows[: sum(sizes)], sizes)
     return torch.cat([piece for source in range(len(parts)) for piece in pieces[source :: len(parts)]])
 
 

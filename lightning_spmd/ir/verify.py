@@ -94,6 +94,11 @@ def starts_collective(node: fx.Node) -> bool:
     return _namespace(node) == _NAMESPACE and not is_wait(node)
 
 
+def collective_name(node: fx.Node) -> str:
+    """What the node starts: ``all_reduce``."""
+    return str(node.target).split(".")[1]
+
+
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective."""
     return _namespace(node) == _NAMESPACE and "wait_tensor" in str(node.target)

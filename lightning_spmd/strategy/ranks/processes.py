@@ -192,7 +192,8 @@ class ProcessStrategy(ParallelStrategy):
         super().on_exception(exception)
         if (advice := advice_on(exception)) is not None:
             exception.add_note(advice)
-        self._ranks.tell_end(exception)
+        if self._ranks.control is not None:
+            self._ranks.control.peers.note(exception)
 
     # ------------------------------------------------------------------ collectives
     @override
