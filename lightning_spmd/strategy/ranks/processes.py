@@ -29,7 +29,7 @@ from lightning_spmd.strategy.ranks.boundary import Launcher, names_lost_ranks
 from lightning_spmd.strategy.ranks.ranks import Processes, Ranks
 from lightning_spmd.strategy.ranks.rendezvous import NoAnswerError, meet_first, saying_whom
 from lightning_spmd.strategy.ranks.slurm import SlurmLauncher, check_tasks, choose_port, meet, step_name
-from lightning_spmd.strategy.state.common_seed import go_on_alike
+from lightning_spmd.strategy.state.random_state import go_on_alike
 from lightning_spmd.strategy.state.replaced_tensors import moving
 
 SECONDS_TO_FINISH = 0.05

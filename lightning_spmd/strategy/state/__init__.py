@@ -4,5 +4,5 @@
 ``layer_sharing``     which layers the ranks of the tensor axis share
 ``expert_sharing``    which experts the ranks of the data axis share
 ``new_parameters``    tensors that come later; ``replaced_tensors``: replaced ones
-``random_state``      random numbers in checkpoints; ``kept_generators``, ``common_seed``: a module's own; at the start
+``random_state``      random numbers at the start and in checkpoints; ``kept_generators``: a module's own
 """
