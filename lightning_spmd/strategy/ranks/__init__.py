@@ -2,5 +2,5 @@
 
 ``processes``   launcher and collectives; ``ranks``: mesh and groups; ``rendezvous``: at the start
 ``places``      where a rank is; ``alike``: what must be the same; ``boundary``: errors that name a lost rank
-``slurm``, ``requeue``, ``requests``  SLURM and signals
+``slurm``, ``requeue``  SLURM; signals
 """
