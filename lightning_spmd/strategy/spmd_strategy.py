@@ -40,8 +40,7 @@ from lightning_spmd.strategy.ranks.alike import check_same_tensors
 from lightning_spmd.strategy.ranks.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.ranks.requeue import begin_requests, end_requests
-from lightning_spmd.strategy.state.expert_sharing import ExpertSharing
-from lightning_spmd.strategy.state.layer_sharing import LayerSharing
+from lightning_spmd.strategy.state.layer_sharing import ExpertSharing, LayerSharing
 from lightning_spmd.strategy.state.memory import begin_alike, check_initialized
 from lightning_spmd.strategy.state.replaced_tensors import moving
 from lightning_spmd.strategy.steps.evaluating import Evaluation
