@@ -11,14 +11,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
-from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, storage_roots, written_arguments
+from lightning_spmd.ir.aliasing import (
+    Region,
+    WritesSoFar,
+    overlapping,
+    storage_regions,
+    storage_roots,
+    written_arguments,
+)
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.layout import is_dense, lies_as, walked
 from lightning_spmd.ir.node_info import TAIL, NodeInfo, TensorSpec, spec_of
@@ -238,27 +244,17 @@ def _roles(output: fx.Node, node: fx.Node, signature: Signature) -> list[OutputR
 
 
 def _write_counts(graph: fx.Graph, regions: dict[fx.Node, Region]) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
-    writes: dict[fx.Node, Counter[fx.Node | None]] = {}
-
-    def seen(value: fx.Node) -> int:
-        root, piece = regions[value]
-        counts = writes.get(root)
-        if counts is None:  # most storages are never written
-            return 0
-        return sum(count for other, count in counts.items() if overlapping(piece, other))
-
+    writes = WritesSoFar(regions)
     # Counted from the value on: a pass may replace a value by one that took other writes to make.
     born: dict[fx.Node, int] = {}
     for node in graph.nodes:
         operands = node.all_input_nodes
         if writes:
-            yield node, tuple([seen(operand) - born.get(operand, 0) for operand in operands])
+            yield node, tuple([writes.seen(operand) - born.get(operand, 0) for operand in operands])
         else:
             yield node, (0,) * len(operands)
-        for operand in written_arguments(node):
-            root, piece = regions[operand]
-            writes.setdefault(root, Counter())[piece] += 1
-        if writes and (counted := seen(node)):
+        writes.note(node)
+        if writes and (counted := writes.seen(node)):
             born[node] = counted
 
 
